@@ -1,0 +1,76 @@
+"""The values that flow through an RL step: prompts in, scored rollouts out.
+
+Layer 0: plain Python. Token ids are the only truth that crosses from rollout to training; text is
+decoded for rewards and for people, and never tokenised again (R13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question of the data set, tokenised once.
+
+    Attributes:
+        index: position of the row in the filtered data set; equal on all ranks.
+        token_ids: the prompt as the model reads it, chat template applied.
+        text: the last user message, as a person would read it.
+        answer: the reference answer handed to the rewards.
+        metadata: whatever else the row of the data file holds.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine answered to one request.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included when one was sampled.
+        logprobs: log p(token) under the sampling distribution of the engine, one per token.
+        finish_reason: ``"stop"`` (stop token sampled) or ``"length"`` (cut off).
+        weights_version: the trainer's update count of the weights that sampled it.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weights_version: int
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"a completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs"
+            )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut at the length limit."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One scored sample.
+
+    Attributes:
+        sample_id: prompt position in the step times group size plus sibling; equal on all ranks
+            and independent of the layout (R45).
+        reward: the total reward; ``None`` when the reward function abstained (R43).
+        reward_parts: each reward function's own score, by name.
+    """
+
+    sample_id: int
+    prompt: Prompt
+    completion: Completion
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
