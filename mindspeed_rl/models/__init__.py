@@ -1,0 +1,1 @@
+"""Model families: architecture numbers and one weight table each."""

@@ -1,0 +1,39 @@
+"""Which family serves which Hugging Face architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mindspeed_rl.models import qwen2
+from mindspeed_rl.models.rules import WeightTable
+from mindspeed_rl.models.spec import ModelSpec
+
+_FAMILIES: tuple[tuple[WeightTable, Callable[[Mapping[str, Any]], ModelSpec]], ...] = (
+    (qwen2.TABLE, qwen2.spec_from_hf),
+)
+
+
+def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a parsed ``config.json`` of any known family.
+
+    Raises:
+        ValueError: unknown architecture, a missing key, or a feature that is not computed.
+    """
+    names = list(config.get("architectures") or [])
+    for table, build in _FAMILIES:
+        if any(name in table.architectures for name in names):
+            try:
+                return build(config)
+            except KeyError as error:
+                raise ValueError(f"config.json lacks the key {error} of {names[0]}") from error
+    known = sorted(name for table, _ in _FAMILIES for name in table.architectures)
+    raise ValueError(f"config.json: architectures {names} are not supported; known: {known}")
+
+
+def weight_table(family: str) -> WeightTable:
+    """The weight table of a family."""
+    for table, _ in _FAMILIES:
+        if table.family == family:
+            return table
+    raise ValueError(f"no weight table for family {family!r}")

@@ -1,0 +1,1 @@
+"""Parallel layouts: ranks to coordinates and back."""

@@ -1,0 +1,52 @@
+"""Rectangles of tensors, in elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open rectangle: element ``i`` is inside when ``lo <= i < lo + size`` in every dim."""
+
+    lo: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The rectangle of a whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements lie inside."""
+        return prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in its tensor."""
+        return tuple(slice(lo, lo + size) for lo, size in zip(self.lo, self.size, strict=True))
+
+    def with_dim(self, dim: int, lo: int, size: int) -> Box:
+        """The same rectangle with one dimension replaced."""
+        return Box(
+            (*self.lo[:dim], lo, *self.lo[dim + 1 :]),
+            (*self.size[:dim], size, *self.size[dim + 1 :]),
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common rectangle, or ``None`` when there is none."""
+        lo = tuple(max(a, b) for a, b in zip(self.lo, other.lo, strict=True))
+        hi = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.lo, self.size, other.lo, other.size, strict=True)
+        )
+        if any(h <= low for low, h in zip(lo, hi, strict=True)):
+            return None
+        return Box(lo, tuple(h - low for low, h in zip(lo, hi, strict=True)))
+
+    def moved(self, origin: Box, target: Box) -> Box:
+        """This rectangle, given relative to ``origin``, at the same offset inside ``target``."""
+        lo = tuple(t + a - o for t, a, o in zip(target.lo, self.lo, origin.lo, strict=True))
+        return Box(lo, self.size)

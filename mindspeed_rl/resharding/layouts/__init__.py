@@ -1,0 +1,1 @@
+"""Who holds which rectangle of which Hugging Face tensor: trainer, engine, files."""
