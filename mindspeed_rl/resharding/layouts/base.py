@@ -27,7 +27,8 @@ class Shard:
     """A piece together with every rank that holds exactly this piece.
 
     ``holders`` is an arithmetic progression, so that it costs nothing for 4096 ranks. A ``mirror``
-    is a copy that follows another shard (tied embeddings): it receives but is never a source.
+    repeats another shard (tied embeddings, replicated key/value heads): it receives but is never a
+    source, so the shards that are no mirrors hold every element exactly once.
     """
 
     piece: Piece
@@ -58,6 +59,20 @@ def pieces_of(layout: ShardLayout, rank: int) -> Iterator[Shard]:
         for shard in layout.shards(hf_name):
             if rank in shard.holders:
                 yield shard
+
+
+def merge_holders(several: list[range]) -> list[range]:
+    """The ranges as one, where they interleave into an arithmetic progression."""
+    first, count = several[0], len(several)
+    if count == 1:
+        return several
+    starts = [holders.start for holders in several]
+    gap = starts[1] - starts[0]
+    evenly = gap > 0 and starts == list(range(starts[0], starts[0] + gap * count, gap))
+    alike = all(h.step == first.step and len(h) == len(first) for h in several)
+    if evenly and alike and (gap * count == first.step or len(first) == 1):
+        return [range(starts[0], several[-1][-1] + 1, gap)]
+    return several
 
 
 def layer_name(pattern: str, layer: int) -> str:
@@ -133,14 +148,20 @@ class TableLayout:
         return known
 
     def _make_shards(self, hf_name: str) -> Iterator[Shard]:
+        holders_of: dict[Piece, list[range]] = {}
+        mirrors: set[Piece] = set()
         for place in self._by_hf_name[hf_name]:
             count = len(place.holders)
             for index, holders in enumerate(place.holders):
                 for cut in place.row.cuts(self.spec, index, count, self.vocab_multiple):
-                    name = self._hf_name(place, cut.hf_name)
-                    if name == hf_name:
-                        piece = Piece(name, cut.hf_box, place.param, cut.param_box)
-                        yield Shard(piece, holders, place.mirror)
+                    if self._hf_name(place, cut.hf_name) == hf_name:
+                        piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box)
+                        holders_of.setdefault(piece, []).append(holders)
+                        if place.mirror:
+                            mirrors.add(piece)
+        for piece, several in holders_of.items():
+            for position, holders in enumerate(merge_holders(several)):
+                yield Shard(piece, holders, piece in mirrors or position > 0)
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""

@@ -1,0 +1,148 @@
+"""First import of every entry: environment, platform, versions, process group.
+
+The order matters and is fixed here: environment variables before torch is imported, the process
+group before megatron-core and vLLM, the platform's installation before any megatron-core model.
+Nothing of torch is imported at module level, so that argument errors take no seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mindspeed_rl.platforms.base import Platform
+
+# What must be set before torch or vllm is imported; a user's own value wins.
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# torch.compile on a CPU costs 10 s of C++ compilation and gains nothing for small models.
+_CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
+# A whole number of GiB that would override --rollout-kv-cache-gb.
+_REMOVED = ("VLLM_CPU_KVCACHE_SPACE",)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among its peers, as torchrun says."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read torchrun's variables; one process when there are none."""
+        get = os.environ.get
+        return cls(
+            int(get("RANK", "0")),
+            int(get("WORLD_SIZE", "1")),
+            int(get("LOCAL_RANK", "0")),
+            int(get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1"))),
+        )
+
+
+def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> None:
+    """Set what torch and vLLM read when they are imported; before any of them is."""
+    late = [name for name in ("torch", "vllm", "megatron.core") if name in sys.modules]
+    if late:
+        raise RuntimeError(
+            f"bootstrap: {late[0]} was imported before the environment was prepared; "
+            "mindspeed_rl.bootstrap must be the first import of an entry"
+        )
+    defaults = dict(_DEFAULTS)
+    if platform in ("auto", "cpu"):
+        defaults |= _CPU_DEFAULTS
+    for name, value in defaults.items():
+        environ.setdefault(name, value)
+    for name in _REMOVED:
+        environ.pop(name, None)
+
+
+def refuse_foreign_package() -> None:
+    """End when another package named ``mindspeed_rl`` is on the path.
+
+    Raises:
+        ValueError: in one line, with both places.
+    """
+    here = Path(__file__).resolve().parent
+    for entry in sys.path:
+        other = (Path(entry or ".") / "mindspeed_rl").resolve()
+        if other != here and (other / "__init__.py").is_file():
+            raise ValueError(
+                f"another package named mindspeed_rl is on the path: {other} (this one: {here}); "
+                "uninstall it or remove it from PYTHONPATH"
+            )
+
+
+def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
+    """Import torch, join the process group, install the platform. Collective: the world."""
+    import warnings
+
+    # PyTorch's and vLLM's own deprecations: nothing a user of this project can act on
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|megatron|vllm)\b")
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from mindspeed_rl.platforms.registry import select_platform
+
+    platform = select_platform(platform_name)
+    platform.set_device()
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError("start this entry with torchrun: MASTER_ADDR and RANK are not set")
+    dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
+    check_versions(platform.name)
+    platform.install()
+    return platform
+
+
+def check_versions(platform_name: str) -> None:
+    """Compare what is installed with the matrix; exact pins only.
+
+    Raises:
+        ValueError: every package that differs, with the command that installs the right one.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    from mindspeed_rl.versions import pins
+
+    wrong = []
+    for name, pinned in pins(platform_name).items():
+        try:
+            installed = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            installed = "not installed"
+        if installed != pinned:
+            wrong.append(f"{name} {installed} (needs {pinned})")
+    if wrong and not os.environ.get("MINDSPEED_RL_ALLOW_VERSIONS"):
+        raise ValueError(
+            f"versions outside the matrix of {platform_name}: {', '.join(wrong)}; run "
+            "pretrain_scripts/setup_env.sh, or set MINDSPEED_RL_ALLOW_VERSIONS=1 at your own risk"
+        )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch alike on all ranks. Local."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,1 @@
+"""Weights on disk: Hugging Face directories and training checkpoints."""

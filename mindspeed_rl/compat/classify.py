@@ -1,0 +1,197 @@
+"""Sorts a command line into the project's own flags and the dispositions of all others."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from mindspeed_rl.compat import (
+    megatron_model_flags,
+    megatron_system_flags,
+    megatron_training_flags,
+    mindspeed_flags,
+    mindspeed_llm_flags,
+)
+from mindspeed_rl.compat.dispositions import Disposition, ForeignFlag, table
+
+
+@cache
+def foreign_flags() -> Mapping[str, ForeignFlag]:
+    """Every known flag of Megatron-LM, MindSpeed and MindSpeed-LLM, by every spelling.
+
+    Spellings have hyphens; :func:`classify` reads ``--use_flash_attn`` as ``--use-flash-attn``.
+    """
+    modules = (
+        megatron_model_flags,
+        megatron_training_flags,
+        megatron_system_flags,
+        mindspeed_flags,
+        mindspeed_llm_flags,
+    )
+    return MappingProxyType(table(*((module.SOURCE, module.GROUPS) for module in modules)))
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
+    """The at most ``n`` spellings of ``known`` closest to ``name``, best first; may be empty."""
+    return tuple(difflib.get_close_matches(_hyphenated(name), sorted(set(known)), n))
+
+
+@dataclass(frozen=True, slots=True)
+class UsedFlag:
+    """A foreign flag as it was found: its canonical name, its values, its table's reason."""
+
+    flag: str
+    values: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownToken:
+    """A token that no table explains, with the closest usable flags.
+
+    A token that is not a flag is a stray value: one more value than the flag before it takes.
+    """
+
+    token: str
+    nearest: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignUse:
+    """A command line, sorted; each tuple keeps the order of the command line.
+
+    Attributes:
+        own_argv: tokens for the project's own parser, foreign spellings of own flags renamed.
+        no_meaning: accepted flags that change nothing.
+        checked_arch: model numbers to compare with the HF config.
+        refused: flags that end the run; the reason says what to do instead.
+        unknown: tokens that end the run.
+    """
+
+    own_argv: tuple[str, ...]
+    no_meaning: tuple[UsedFlag, ...]
+    checked_arch: tuple[UsedFlag, ...]
+    refused: tuple[UsedFlag, ...]
+    unknown: tuple[UnknownToken, ...]
+
+
+def classify(
+    argv: Sequence[str],
+    own_flags: Collection[str],
+    foreign: Mapping[str, ForeignFlag] | None = None,
+) -> ForeignUse:
+    """Sorts ``argv`` by what each flag means in an RL run.
+
+    An own flag keeps all its values, up to the next token that starts with ``--`` or is an own
+    flag; it wins over a foreign flag of the same spelling. Spellings match exactly (no prefixes),
+    ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
+
+    Args:
+        argv: the tokens after the program name.
+        own_flags: all option strings of the project's own parser, with their dashes.
+        foreign: the table to use; :func:`foreign_flags` by default.
+
+    Raises:
+        ValueError: a foreign flag has fewer values than it needs, or a switch has a value.
+    """
+    return _Walk(argv, own_flags, foreign_flags() if foreign is None else foreign).run()
+
+
+class _Walk:
+    """One pass over a command line; the lists are those of :class:`ForeignUse`."""
+
+    def __init__(
+        self, argv: Sequence[str], own_flags: Collection[str], foreign: Mapping[str, ForeignFlag]
+    ) -> None:
+        self.argv = tuple(argv)
+        self.own = frozenset(own_flags)
+        self.foreign = foreign
+        self.own_argv: list[str] = []
+        self.by_disposition: dict[Disposition, list[UsedFlag]] = {kind: [] for kind in Disposition}
+        self.unknown: list[UnknownToken] = []
+
+    def run(self) -> ForeignUse:
+        position = 0
+        while position < len(self.argv):
+            position = self._take(position)
+        return ForeignUse(
+            own_argv=tuple(self.own_argv),
+            no_meaning=tuple(self.by_disposition[Disposition.NO_MEANING]),
+            checked_arch=tuple(self.by_disposition[Disposition.CHECKED_ARCH]),
+            refused=tuple(self.by_disposition[Disposition.REFUSED]),
+            unknown=tuple(self.unknown),
+        )
+
+    def _take(self, position: int) -> int:
+        """Sorts the flag at ``position`` with its values; returns the position after them."""
+        token = self.argv[position]
+        written, equals, attached = token.partition("=")
+        name = _hyphenated(written)
+        known = self.foreign.get(name)
+        end = self._end_of_values(position + 1)
+        own = self._own_spelling(written, known)
+        if own is not None:
+            self.own_argv += [own + equals + attached, *self.argv[position + 1 : end]]
+            return end
+        if known is not None:
+            values = (attached,) if equals else self.argv[position + 1 : end]
+            self._sort(known, written, values, bool(equals))
+            return position + 1 + (0 if equals else len(_taken(known, values)))
+        if not token.startswith("--"):
+            self.unknown.append(UnknownToken(token, ()))
+            return position + 1
+        self.unknown.append(UnknownToken(token, nearest(name, self._usable())))
+        return end
+
+    def _own_spelling(self, written: str, known: ForeignFlag | None) -> str | None:
+        """The spelling for the own parser, or None if the flag is not an own one."""
+        for spelling in (written, _hyphenated(written)):
+            if spelling in self.own:
+                return spelling
+        if known is not None and known.disposition is Disposition.HONOURED:
+            return known.name
+        return None
+
+    def _sort(
+        self, flag: ForeignFlag, written: str, values: tuple[str, ...], attached: bool
+    ) -> None:
+        """Files ``flag`` under its disposition."""
+        if flag.nargs == "0" and attached:
+            raise ValueError(f"{written} is a switch, got the value {values[0]!r}; remove it")
+        taken = _taken(flag, values)
+        if flag.nargs in "1+" and not taken:
+            wanted = "one value" if flag.nargs == "1" else "one or more values"
+            raise ValueError(f"{written} takes {wanted}, got none; add it or remove the flag")
+        disposition = flag.disposition
+        if disposition is Disposition.REFUSED and not flag.refuses(taken):
+            disposition = Disposition.NO_MEANING
+        self.by_disposition[disposition].append(UsedFlag(flag.name, taken, flag.reason))
+
+    def _end_of_values(self, start: int) -> int:
+        for position in range(start, len(self.argv)):
+            token = self.argv[position]
+            if token.startswith("--") or (token.startswith("-") and token in self.own):
+                return position
+        return len(self.argv)
+
+    def _usable(self) -> set[str]:
+        accepted = (
+            spelling
+            for spelling, flag in self.foreign.items()
+            if flag.disposition is not Disposition.REFUSED
+        )
+        return {*self.own, *accepted}
+
+
+def _taken(flag: ForeignFlag, values: tuple[str, ...]) -> tuple[str, ...]:
+    """The leading ``values`` that belong to ``flag``."""
+    if flag.nargs == "0":
+        return ()
+    return values[:1] if flag.nargs in "1?" else values
+
+
+def _hyphenated(flag: str) -> str:
+    return flag.replace("_", "-")

@@ -1,0 +1,75 @@
+"""Flags of the model and of its parallel layout, in Megatron's spelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.flag import flag
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Model.
+
+    The architecture comes from ``--hf-checkpoint``. Architecture flags of a pretraining script are
+    accepted and compared with it; a contradiction is an error (R51).
+    """
+
+    hf_checkpoint: str = flag(
+        "",
+        "Directory with config.json, tokenizer and safetensors weights: architecture, tokenizer "
+        "and first weights of the policy. Required.",
+    )
+    num_layers: int | None = flag(None, "Checked against the model's num_hidden_layers.")
+    hidden_size: int | None = flag(None, "Checked against the model's hidden_size.")
+    ffn_hidden_size: int | None = flag(None, "Checked against the model's intermediate_size.")
+    num_attention_heads: int | None = flag(None, "Checked against num_attention_heads.")
+    group_query_attention: bool = flag(False, "Accepted; the model's config decides.")
+    num_query_groups: int | None = flag(None, "Checked against num_key_value_heads.")
+    kv_channels: int | None = flag(None, "Checked against the model's head_dim.")
+    vocab_size: int | None = flag(None, "Checked against the model's vocab_size.")
+    padded_vocab_size: int | None = flag(None, "Checked against the padded vocabulary.")
+    make_vocab_size_divisible_by: int = flag(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        minimum=1,
+    )
+    max_position_embeddings: int | None = flag(None, "At most the model's own.")
+    position_embedding_type: str = flag("rope", "Rotary embeddings.", choices=("rope",))
+    rotary_base: float | None = flag(None, "Checked against the model's rope_theta.")
+    normalization: str = flag("RMSNorm", "Norm of every layer.", choices=("RMSNorm",))
+    norm_epsilon: float | None = flag(
+        None, "Checked against the model's rms_norm_eps.",
+        names=("--norm-epsilon", "--layernorm-epsilon"),
+    )
+    swiglu: bool = flag(False, "Accepted; the model's config decides.")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "When given, the model must have untied embeddings."
+    )
+    add_qkv_bias: bool = flag(False, "When given, the model must have q/k/v biases.")
+    disable_bias_linear: bool = flag(False, "Accepted; the model's config decides.")
+    attention_dropout: float = flag(0.0, "Dropout of attention probabilities.", minimum=0.0)
+    hidden_dropout: float = flag(0.0, "Dropout of the residual stream.", minimum=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Training layout.
+
+    Data parallelism is what remains of the world: ranks / (tensor x pipeline x context).
+    """
+
+    tensor_model_parallel_size: int = flag(1, "Tensor parallelism of training.", minimum=1)
+    pipeline_model_parallel_size: int = flag(1, "Pipeline stages of training.", minimum=1)
+    context_parallel_size: int = flag(1, "Context parallelism of training.", minimum=1)
+    sequence_parallel: bool = flag(False, "Shard activations along the sequence within TP.")
+    use_distributed_optimizer: bool = flag(
+        True, "Keep one full optimizer state per data-parallel rank instead of sharding it.",
+        names=("--no-use-distributed-optimizer",),
+    )
+    distributed_timeout_minutes: int = flag(
+        60, "Limit of one collective, in minutes.", minimum=1
+    )
+    platform: str = flag(
+        "auto", "Device platform; auto takes CUDA where torch sees it, else CPU.",
+        choices=("auto", "cpu", "cuda"),
+    )

@@ -1,0 +1,19 @@
+"""Flags of the supervised entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.flag import flag
+
+
+@dataclass(frozen=True, slots=True)
+class SftConfig:
+    """Supervised fine-tuning."""
+
+    stage: str = flag("sft", "Kind of supervised training.", choices=("sft",))
+    sft_data: str = flag("", "jsonl or parquet file with prompt and solution. Required.")
+    prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
+    solution_key: str = flag("solution", "Field with the text to learn; falls back to answer.")
+    answer_key: str = flag("answer", "Field used where the solution is missing.")
+    shuffle: bool = flag(True, "Read the data in file order.", names=("--no-shuffle",))

@@ -1,0 +1,241 @@
+"""Checks of a whole configuration before anything heavy is imported (R55)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rl.config import ModelConfig, ParallelConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.rules import padded_vocab
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """What the batch flags of an RL run amount to."""
+
+    prompts: int
+    group_size: int
+    samples: int
+    samples_per_update: int
+    updates_per_iteration: int
+    iterations: int
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one RL step."""
+        return self.updates_per_iteration * self.iterations
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every sample is trained on by the policy that sampled it."""
+        return self.updates == 1
+
+    def lines(self, dp: int, replicas: int) -> list[str]:
+        """The arithmetic in words, for the start of a run."""
+        verdict = (
+            "on-policy: one optimizer step per rollout batch, ratio 1"
+            if self.on_policy
+            else f"off-policy within a step: {self.updates} optimizer steps per rollout batch"
+        )
+        return [
+            f"samples/step {self.samples} = {self.prompts} prompts x {self.group_size} samples",
+            f"optimizer steps/step {self.updates} of {self.samples_per_update} samples "
+            f"({self.samples_per_update / dp:g} per data-parallel rank)",
+            f"rollouts: {replicas} engines, {self.samples / replicas:g} samples each",
+            verdict,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What follows from the configuration alone: spec, layouts, arithmetic."""
+
+    spec: ModelSpec
+    parallel: ParallelLayout
+    megatron: MegatronLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RLPlan(RunPlan):
+    """A :class:`RunPlan` with the rollout side."""
+
+    engine: EngineLayout
+    vllm: VllmLayout
+    batch: BatchArithmetic
+    max_model_len: int
+
+
+def check_rl(config: RLRunConfig, world: int) -> RLPlan:
+    """Validate an RL configuration for ``world`` ranks.
+
+    Raises:
+        ValueError: naming the flag, its value, what is allowed and the fix.
+    """
+    rl = config.rl
+    if rl.grpo_group_size < 2:
+        raise ValueError(
+            f"--grpo-group-size {rl.grpo_group_size}: a relative reward needs at least 2 samples "
+            "per prompt; with one every advantage is 0"
+        )
+    if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
+        raise ValueError(
+            f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
+            "truncated sampling renormalises the engine's log-probs and biases the update; "
+            "allowed: top-p 1, top-k -1"
+        )
+    if rl.rl_default_temperature <= 0:
+        raise ValueError(
+            f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
+            "for training are sampled, evaluation is greedy by itself"
+        )
+    if rl.old_logprob == "rollout" and rl.grpo_iterations < 1:
+        raise ValueError("--old-logprob rollout needs --grpo-iterations of at least 1")
+    _need_file("--prompt-data", config.prompts.prompt_data)
+    if config.prompts.eval_prompt_data:
+        _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+    if config.rollout.rollout_kv_cache_gb <= 0:
+        raise ValueError("--rollout-kv-cache-gb must be positive")
+    base = _check_common(config.model, config.parallel, config.train, world)
+    engine = EngineLayout(world, config.rollout.rl_inference_tensor_model_parallel_size)
+    limit = config.train.seq_length or (
+        config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
+    )
+    _check_length(limit, config, base.spec)
+    batch = batch_arithmetic(config, base.parallel.dp)
+    vllm = VllmLayout(base.spec, engine)
+    return RLPlan(base.spec, base.parallel, base.megatron, engine, vllm, batch, limit)
+
+
+def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
+    """Samples, updates and their divisibility."""
+    rl, train = config.rl, config.train
+    samples = rl.grpo_prompts_per_step * rl.grpo_group_size
+    per_update = train.global_batch_size or samples
+    if samples % per_update:
+        raise ValueError(
+            f"--global-batch-size {per_update} does not divide the {samples} samples of a step "
+            f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
+            f"{rl.grpo_group_size}); allowed: its divisors, or 0 for all of them"
+        )
+    if per_update % dp:
+        raise ValueError(
+            f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}"
+        )
+    return BatchArithmetic(
+        prompts=rl.grpo_prompts_per_step,
+        group_size=rl.grpo_group_size,
+        samples=samples,
+        samples_per_update=per_update,
+        updates_per_iteration=samples // per_update,
+        iterations=rl.grpo_iterations,
+    )
+
+
+def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
+    """Validate a supervised configuration for ``world`` ranks.
+
+    Raises:
+        ValueError: naming the flag, its value, what is allowed and the fix.
+    """
+    _need_file("--sft-data", config.sft.sft_data)
+    base = _check_common(config.model, config.parallel, config.train, world)
+    if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
+        raise ValueError(
+            f"--global-batch-size {config.train.global_batch_size}: must be a positive multiple "
+            f"of the data-parallel size {base.parallel.dp}"
+        )
+    return base
+
+
+def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
+    prompt, response = (
+        config.prompts.max_prompt_length,
+        config.rollout.rollout_max_response_length,
+    )
+    if prompt + response > limit:
+        raise ValueError(
+            f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
+            f"--seq-length {limit}; raise --seq-length or lower one of the two"
+        )
+    if limit > spec.max_position_embeddings:
+        raise ValueError(
+            f"sequences of up to {limit} tokens exceed the model's max_position_embeddings "
+            f"{spec.max_position_embeddings}; lower --max-prompt-length, "
+            "--rollout-max-response-length or --seq-length"
+        )
+
+
+def _need_file(name: str, value: str) -> None:
+    if not value:
+        raise ValueError(f"{name} is required: give a jsonl or parquet file")
+    if not Path(value).is_file():
+        raise ValueError(f"{name} {value}: no such file")
+
+
+def _check_common(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, world: int
+) -> RunPlan:
+    if not model.hf_checkpoint:
+        raise ValueError("--hf-checkpoint is required: give a Hugging Face model directory")
+    if parallel.context_parallel_size != 1:
+        raise ValueError(
+            f"--context-parallel-size {parallel.context_parallel_size}: allowed is 1 for now"
+        )
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
+    if train.lr_warmup_iters and train.lr_warmup_fraction:
+        raise ValueError("--lr-warmup-iters and --lr-warmup-fraction exclude each other")
+    spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))
+    check_architecture(model, spec, parallel.tensor_model_parallel_size)
+    layout = ParallelLayout.build(
+        world=world,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        num_layers=spec.num_layers,
+    )
+    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
+    return RunPlan(spec, layout, megatron)
+
+
+def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
+    """Compare the architecture flags of a script with the model (R51).
+
+    Raises:
+        ValueError: every contradicting flag, its value and the model's.
+    """
+    padded = padded_vocab(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
+    pairs = (
+        ("--num-layers", model.num_layers, spec.num_layers),
+        ("--hidden-size", model.hidden_size, spec.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
+        ("--num-attention-heads", model.num_attention_heads, spec.num_heads),
+        ("--num-query-groups", model.num_query_groups, spec.num_kv_heads),
+        ("--kv-channels", model.kv_channels, spec.head_dim),
+        ("--vocab-size", model.vocab_size, spec.vocab_size),
+        ("--padded-vocab-size", model.padded_vocab_size, padded),
+        ("--rotary-base", model.rotary_base, spec.rope_theta),
+        ("--norm-epsilon", model.norm_epsilon, spec.norm_eps),
+        (
+            "--untie-embeddings-and-output-weights",
+            True if model.untie_embeddings_and_output_weights else None,
+            not spec.tie_embeddings,
+        ),
+        ("--add-qkv-bias", True if model.add_qkv_bias else None, spec.qkv_bias),
+    )
+    wrong = [
+        f"{name} {given} but the model has {real}"
+        for name, given, real in pairs
+        if given is not None and given != real
+    ]
+    if wrong:
+        raise ValueError(
+            f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
+            "remove the flags or point --hf-checkpoint at the right model"
+        )

@@ -1,0 +1,135 @@
+"""From the prompt column of a row to token ids: message lists, chat templates, batched encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.data.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt on its way to the tokenizer.
+
+    Attributes:
+        source: the string to tokenise, chat template applied.
+        text: the last user message, as a person would read it.
+    """
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEncoder:
+    """Renders and tokenises prompts, one way for every loader.
+
+    Attributes:
+        tokenizer: a ``transformers`` tokenizer.
+        prompt_key: column with a message list or a plain string.
+        apply_chat_template: render through the tokenizer's chat template, generation prompt
+            added; a plain string becomes one user message. Otherwise the string is taken as it
+            is and the tokenizer adds its own special tokens, such as a BOS.
+        chat_template_kwargs: passed on to the template, for example ``enable_thinking=False``.
+
+    Raises:
+        ValueError: a chat template is asked for and the tokenizer has none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_key: str = "prompt"
+    apply_chat_template: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"apply_chat_template=True, but tokenizer "
+                f"{getattr(self.tokenizer, 'name_or_path', '')!r} has no chat template; use a "
+                "tokenizer that has one, or set apply_chat_template=False for plain-text prompts"
+            )
+
+    def render(self, row: Row) -> RenderedPrompt:
+        """The prompt of ``row`` as the string that will be tokenised.
+
+        Raises:
+            ValueError: the prompt is missing, malformed, or refused by the chat template; the
+                message names the row.
+        """
+        value = row.get(self.prompt_key)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            text = row.text(self.prompt_key, "prompt_key")
+            if not self.apply_chat_template:
+                return RenderedPrompt(source=text, text=text)
+            messages = [{"role": "user", "content": text}]
+        elif self.apply_chat_template:
+            messages = _parse_messages(value, row.where)
+        else:
+            raise ValueError(
+                f"{row.where}: prompt_key={self.prompt_key!r} holds a message list, which needs a "
+                "chat template; set apply_chat_template=True or store the prompt as text"
+            )
+        source = self._apply_template(messages, row.where)
+        user_texts = [m["content"] for m in messages if m["role"] == "user"]
+        return RenderedPrompt(source=source, text=user_texts[-1])
+
+    def encode(self, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
+        """Token ids of each prompt; a template's output already holds its special tokens."""
+        return encode_texts(
+            self.tokenizer,
+            [prompt.source for prompt in prompts],
+            add_special_tokens=not self.apply_chat_template,
+        )
+
+    def _apply_template(self, messages: list[dict[str, str]], where: str) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+            )
+        except TemplateError as error:
+            raise ValueError(f"{where}: the chat template refuses the prompt: {error}") from error
+        return rendered
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each text, without truncation; fast tokenizers use all cores for a batch."""
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(
+        list(texts),
+        add_special_tokens=add_special_tokens,
+        truncation=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+    return encoded
+
+
+def _parse_messages(value: Sequence[Any], where: str) -> list[dict[str, str]]:
+    messages: list[dict[str, str]] = []
+    for position, message in enumerate(value):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(
+                f"{where}: message {position} of the prompt is {message!r}, but "
+                '{"role": <string>, "content": <string>} is needed (text only)'
+            )
+        messages.append({"role": role, "content": content})
+    roles = [message["role"] for message in messages]
+    if "user" not in roles or roles[-1] == "assistant":
+        raise ValueError(
+            f"{where}: the roles of the prompt are {roles}, but it needs a user message and must "
+            "not end with the assistant, whose turn is the response to be sampled"
+        )
+    return messages

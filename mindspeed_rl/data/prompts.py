@@ -1,0 +1,197 @@
+"""The prompt data set of a run: checked, tokenised and length-filtered once, before the first step.
+
+Everything that can be wrong with the data is found here, at start-up, with the file and line
+named (R32); the training loop never meets a prompt that does not fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from mindspeed_rl.data.chat import PromptEncoder
+from mindspeed_rl.data.rows import Row, in_chunks, read_rows
+from mindspeed_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt without its token ids; the fields are those of ``Prompt``."""
+
+    text: str
+    answer: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptDataset(Sequence[Prompt]):
+    """The prompts that are left after filtering, in file order; made by ``load_prompts``.
+
+    Token ids lie in one flat array (4 bytes each) and become a ``Prompt`` on access, since every
+    rank of a node holds the whole set.
+
+    Attributes:
+        source: the file, as given.
+        fingerprint: sha256 (hex) over token ids, answers and metadata of all prompts in order. A
+            change of the file, tokenizer, chat template or limit that matters changes it (R46).
+        max_prompt_length: the length limit in tokens.
+        num_filtered_long: number of rows left out because their prompt is longer than that.
+        questions: text, answer and metadata of each prompt.
+        flat_token_ids: token ids of all prompts, one after the other.
+        offsets: prompt i has ``flat_token_ids[offsets[i]:offsets[i + 1]]``.
+    """
+
+    source: str
+    fingerprint: str
+    max_prompt_length: int
+    num_filtered_long: int
+    questions: Sequence[Question]
+    flat_token_ids: array[int]
+    offsets: array[int]
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(len(self))[index]]
+        position = range(len(self))[index]
+        question = self.questions[position]
+        start, end = self.offsets[position], self.offsets[position + 1]
+        return Prompt(
+            index=position,
+            token_ids=tuple(self.flat_token_ids[start:end]),
+            text=question.text,
+            answer=question.answer,
+            metadata=question.metadata,
+        )
+
+    def report(self) -> str:
+        """One line for the log: how many prompts, how many left out and why, how long they are."""
+        lengths = [end - start for start, end in pairwise(self.offsets)]
+        return (
+            f"{self.source}: {len(self)} of {len(self) + self.num_filtered_long} prompts; "
+            f"{self.num_filtered_long} left out, longer than "
+            f"max_prompt_length={self.max_prompt_length} tokens; prompt tokens min {min(lengths)}, "
+            f"mean {sum(lengths) / len(lengths):.1f}, max {max(lengths)}"
+        )
+
+
+def load_prompts(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    prompt_key: str = "prompt",
+    answer_key: str = "answer",
+    metadata_key: str = "metadata",
+    apply_chat_template: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> PromptDataset:
+    """Loads the prompts of a run; equal on every rank that reads the same file.
+
+    A key may reach into nested objects: ``answer_key="reward_model.ground_truth"``.
+
+    Args:
+        path: ``.jsonl``, ``.json`` or ``.parquet``.
+        tokenizer: a ``transformers`` tokenizer; a fast one uses all cores.
+        max_prompt_length: longest prompt kept, in tokens, chat template included.
+        prompt_key: column with a list of ``{"role", "content"}`` messages or a string.
+        answer_key: column with the reference answer, a string or number.
+        metadata_key: column with an object. ``Prompt.metadata`` is its content on top of all
+            other columns of the row.
+        apply_chat_template: render prompts through the tokenizer's chat template with the
+            generation prompt; off for base models with plain-text prompts.
+        chat_template_kwargs: further arguments of the template, such as ``enable_thinking``.
+        progress: show a bar on a terminal (one rank should).
+
+    Raises:
+        ValueError: the file is missing or broken, a row lacks its prompt or answer (the message
+            names file, line and key), or no prompt is left.
+    """
+    if max_prompt_length < 1:
+        raise ValueError(
+            f"max_prompt_length={max_prompt_length} is not allowed; give at least 1 token"
+        )
+    encoder = PromptEncoder(
+        tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
+    )
+    questions: list[Question] = []
+    flat_token_ids = array("i")
+    offsets = array("q", [0])
+    num_filtered_long = 0
+    content_hash = hashlib.sha256()
+    for question, token_ids in _encoded_rows(path, encoder, answer_key, metadata_key, progress):
+        if len(token_ids) > max_prompt_length:
+            num_filtered_long += 1
+            continue
+        content = [token_ids, question.answer, question.metadata]
+        content_hash.update(json.dumps(content, sort_keys=True, default=str).encode() + b"\n")
+        questions.append(question)
+        flat_token_ids.extend(token_ids)
+        offsets.append(len(flat_token_ids))
+    if not questions:
+        raise ValueError(
+            f"{path}: no prompt is left: {num_filtered_long} rows were read and all are longer "
+            f"than max_prompt_length={max_prompt_length} tokens; raise max_prompt_length or use "
+            "another file"
+        )
+    return PromptDataset(
+        source=str(path),
+        fingerprint=content_hash.hexdigest(),
+        max_prompt_length=max_prompt_length,
+        num_filtered_long=num_filtered_long,
+        questions=questions,
+        flat_token_ids=flat_token_ids,
+        offsets=offsets,
+    )
+
+
+def _encoded_rows(
+    path: str | Path, encoder: PromptEncoder, answer_key: str, metadata_key: str, progress: bool
+) -> Iterator[tuple[Question, list[int]]]:
+    from tqdm import tqdm
+
+    with tqdm(desc="prompts", unit="row", delay=1, disable=None if progress else True) as bar:
+        for rows in in_chunks(read_rows(path), _CHUNK_ROWS):
+            prompts = [encoder.render(row) for row in rows]
+            questions = [
+                Question(
+                    prompt.text,
+                    row.text(answer_key, "answer_key"),
+                    _metadata(row, encoder.prompt_key, answer_key, metadata_key),
+                )
+                for row, prompt in zip(rows, prompts, strict=True)
+            ]
+            yield from zip(questions, encoder.encode(prompts), strict=True)
+            bar.update(len(rows))
+
+
+def _metadata(row: Row, prompt_key: str, answer_key: str, metadata_key: str) -> dict[str, Any]:
+    nested = row.get(metadata_key)
+    if nested is not None and not isinstance(nested, Mapping):
+        raise ValueError(
+            f"{row.where}: metadata_key={metadata_key!r} gives {nested!r}, but an object is "
+            "needed; all other columns are metadata as they are"
+        )
+    named = (prompt_key, answer_key, metadata_key)
+    others = {key: value for key, value in row.values.items() if key not in named}
+    return {**others, **(nested or {})}

@@ -1,0 +1,148 @@
+"""Rows of a local data file: the one place that reads ``.jsonl``, ``.json`` and ``.parquet``.
+
+No hub, no cache folder, nothing written to disk. Every row knows where it came from, so that the
+checks above this module can name the line at fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a data file.
+
+    Attributes:
+        where: file and line (or row number), for error messages.
+        values: the columns.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+    def get(self, key: str) -> Any:
+        """The value at ``key``, where ``"a.b"`` also reaches into nested objects, or ``None``."""
+        if key in self.values:
+            return self.values[key]
+        value: Any = self.values
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    def text(self, key: str, option: str) -> str:
+        """The value at ``key`` as a string that is not blank; numbers are written out.
+
+        Args:
+            key: the column, dots for nested objects.
+            option: the option that chose the column, named by the error.
+
+        Raises:
+            ValueError: the value is missing, empty, or neither a string nor a number.
+        """
+        value = self.get(key)
+        # NaN is how some writers spell a missing number.
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return str(value)
+        if isinstance(value, str) and value.strip():
+            return value
+        raise ValueError(
+            f"{self.where}: {option}={key!r} gives {value!r}, but a non-empty string or a number "
+            f"is needed; the columns of this row are {sorted(self.values)}. Fix the row or set "
+            f"{option} to the right column"
+        )
+
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """Reads the rows of a data file, one at a time for ``.jsonl`` and ``.parquet``.
+
+    ``.jsonl`` holds one JSON object per line (blank lines are skipped), ``.json`` one array of
+    objects.
+
+    Raises:
+        ValueError: there is no such file, its suffix is not known, or (while iterating) a line
+            or row is broken; the message names the file and the line.
+    """
+    file = Path(path)
+    if file.suffix not in _SUFFIXES:
+        raise ValueError(f"data file {str(file)!r} must end in one of {', '.join(_SUFFIXES)}")
+    if not file.is_file():
+        raise ValueError(f"data file {str(file)!r} does not exist or is not a file")
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file)
+    if file.suffix == ".json":
+        return _read_json(file)
+    return _read_parquet(file)
+
+
+def in_chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Splits ``items`` into lists of ``size``, the last one shorter."""
+    chunk: list[T] = []
+    for item in items:
+        chunk.append(item)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            yield _row(where, _parse_json(where, line))
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+    values = _parse_json(str(file), file.read_bytes())
+    if not isinstance(values, list):
+        raise ValueError(
+            f"{file}: expected one array of objects, got {type(values).__name__}; "
+            "a file with one object per line must be named .jsonl"
+        )
+    for number, value in enumerate(values):
+        yield _row(f"{file}, row {number} (counted from 0)", value)
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    # pyarrow, which `datasets` is built on, reads the file in place; `datasets` would first write
+    # an Arrow copy of it into a cache folder, on every rank.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=1024):
+                for value in batch.to_pylist():
+                    yield _row(f"{file}, row {number} (counted from 0)", value)
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a damaged page or footer
+        raise ValueError(f"{file}: not a readable parquet file: {error}") from error
+
+
+def _parse_json(where: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:  # also what bytes that are not UTF-8 raise
+        raise ValueError(f"{where}: broken JSON: {error}") from error
+
+
+def _row(where: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return Row(where, value)

@@ -1,0 +1,112 @@
+"""Supervised examples: a prompt, the response to imitate, and where the one ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.data.chat import PromptEncoder, encode_texts
+from mindspeed_rl.data.rows import Row, in_chunks, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedExample:
+    """One sequence of supervised fine-tuning.
+
+    Attributes:
+        token_ids: prompt, response, end-of-sequence token.
+        num_prompt_tokens: length of the prompt; the loss covers ``token_ids[num_prompt_tokens:]``
+            and nothing else.
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Number of tokens in the loss, the end-of-sequence token included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def load_supervised(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    prompt_key: str = "prompt",
+    solution_key: str = "solution",
+    answer_key: str = "answer",
+    apply_chat_template: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[SupervisedExample]:
+    """Loads prompt and response pairs for supervised training, in file order.
+
+    The prompt is tokenised exactly as ``load_prompts`` does it, the response on its own, so that
+    the border between them is the one that sampling sees.
+
+    Args:
+        path: ``.jsonl``, ``.json`` or ``.parquet``.
+        tokenizer: needs an end-of-sequence token.
+        max_length: longest sequence kept, in tokens, end-of-sequence token included. Longer ones
+            are left out, and their number is logged as a warning.
+        prompt_key: column with a message list or a string.
+        solution_key: column with the response.
+        answer_key: column used in rows without a solution.
+        apply_chat_template: render the prompt through the tokenizer's chat template.
+        chat_template_kwargs: further arguments of the template.
+
+    Raises:
+        ValueError: the file or a row is broken (the message names the line), the tokenizer lacks
+            an end-of-sequence token, or no example is left.
+    """
+    eos_token_id: int | None = tokenizer.eos_token_id
+    if eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no eos_token_id, so a model trained on these examples could not "
+            "learn to stop; set eos_token in its tokenizer_config.json"
+        )
+    encoder = PromptEncoder(
+        tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
+    )
+    examples: list[SupervisedExample] = []
+    num_rows = 0
+    for rows in in_chunks(read_rows(path), _CHUNK_ROWS):
+        num_rows += len(rows)
+        prompts = encoder.encode([encoder.render(row) for row in rows])
+        texts = [_response_text(row, solution_key, answer_key) for row in rows]
+        responses = encode_texts(tokenizer, texts, add_special_tokens=False)
+        for prompt, response in zip(prompts, responses, strict=True):
+            example = SupervisedExample((*prompt, *response, eos_token_id), len(prompt))
+            if len(example.token_ids) <= max_length:
+                examples.append(example)
+    num_filtered_long = num_rows - len(examples)
+    if not examples:
+        raise ValueError(
+            f"{path}: none of {num_rows} rows is left: {num_filtered_long} are longer than "
+            f"max_length={max_length} tokens; raise max_length or use another file"
+        )
+    if num_filtered_long:
+        logger.warning(
+            "%s: left out %d of %d rows, longer than max_length=%d tokens",
+            path,
+            num_filtered_long,
+            num_rows,
+            max_length,
+        )
+    return examples
+
+
+def _response_text(row: Row, solution_key: str, answer_key: str) -> str:
+    if row.get(solution_key) is not None:
+        return row.text(solution_key, "solution_key")
+    return row.text(answer_key, "answer_key")

@@ -1,0 +1,195 @@
+"""A tokenizer and a randomly initialised model of a few hundred kilobytes, made offline.
+
+They have what makes real checkpoints hard: a chat template, separate pad and end tokens, QKV
+biases, untied embeddings, and a vocabulary size that no tensor-parallel degree divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.data.tasks import generate_task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
+
+# One token per role and no line breaks: a prompt costs its content plus two tokens.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{%- if message['role'] == 'assistant' -%}{{ '<|end|>' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+_NUM_BYTES = 256
+_INIT_STD = 0.05
+
+
+def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer in which every digit is a token of its own.
+
+    Ids 0 to 4 are pad, end (the end-of-sequence token) and the three roles; then come the bytes,
+    so that any text can be encoded, and the merges learned from the corpus. Plain text survives
+    ``decode(encode(text))`` unchanged, up to Unicode normalisation (NFC).
+
+    Args:
+        corpus_texts: texts to learn merges from.
+        vocab_size: exact number of tokens, at least 261.
+
+    Raises:
+        ValueError: ``vocab_size`` is too small, or larger than the corpus can fill.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    special_tokens = [PAD_TOKEN, END_TOKEN, *ROLE_TOKENS]
+    smallest = _NUM_BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small; {_NUM_BYTES} bytes and {len(special_tokens)} "
+            f"special tokens need at least {smallest}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    # Qwen2's own splitting rules: `AutoTokenizer` puts them in place for every model of type
+    # "qwen2", whatever tokenizer.json says, and other rules here would give it other ids.
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus_texts, trainer)
+    num_tokens = tokenizer.get_vocab_size()
+    if num_tokens != vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size}, but the corpus gives only {num_tokens} tokens; lower "
+            "vocab_size or pass more text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        # Never produced, since all bytes are known; Qwen2's default would add a token.
+        unk_token=PAD_TOKEN,
+        additional_special_tokens=list(ROLE_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_tiny_model(
+    out_dir: str | Path,
+    *,
+    vocab_size: int = 307,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 2,
+    num_kv_heads: int = 2,
+    ffn: int = 128,
+    max_position_embeddings: int = 256,
+    seed: int = 0,
+) -> Path:
+    """Writes a Hugging Face model folder with random fp32 weights and a tokenizer.
+
+    The model is a Qwen2: untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms
+    1, biases 0. Nothing but ``seed`` and the sizes decides the weights; the global random state
+    is left alone. vLLM on CPU needs a head size (``hidden_size / num_heads``) of 32 or more.
+
+    Args:
+        out_dir: the folder; made if missing, files of an earlier call are replaced.
+        vocab_size: number of tokens and rows of the embeddings. The default is odd, so tensor
+            parallelism has to pad it.
+        hidden_size: a multiple of ``num_heads``; the head size must be even.
+        num_layers: number of decoder layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; divides ``num_heads``.
+        ffn: width of the MLP.
+        max_position_embeddings: longest sequence, in tokens.
+        seed: seed of the weights.
+
+    Returns:
+        ``out_dir`` as a path.
+
+    Raises:
+        ValueError: the sizes contradict each other.
+    """
+    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
+        raise ValueError(
+            f"hidden_size={hidden_size} with num_heads={num_heads} gives no even head size; "
+            "use a hidden_size that is an even multiple of num_heads"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; use a divisor"
+        )
+    from transformers import Qwen2Config
+
+    tokenizer = build_tokenizer(_corpus(), vocab_size)
+    tokenizer.model_max_length = max_position_embeddings
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=ffn,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_position_embeddings,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=_INIT_STD,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _random_model(config, seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _corpus() -> Iterator[str]:
+    """Text for the merges: word problems, since digits are never merged."""
+    for row in generate_task("word_problem", num_rows=500, seed=0):
+        yield row["prompt"][0]["content"]
+        yield row["solution"]
+
+
+def _random_model(config: Qwen2Config, seed: int) -> Qwen2ForCausalLM:
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    # The constructor draws initial values of its own from the global generator.
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen2ForCausalLM(config).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, _INIT_STD, generator=generator)
+    return model

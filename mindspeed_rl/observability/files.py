@@ -1,0 +1,46 @@
+"""Files that are either whole or absent: write beside the target, then rename."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary path beside ``target`` that replaces it when the block succeeds.
+
+    A reader sees the old file or the new one, never a part. When the block raises, the temporary
+    file is removed and the old file stays. The temporary name keeps the suffix, because libraries
+    such as matplotlib choose the format by it. Missing parent folders are made.
+
+    Raises:
+        FileNotFoundError: the block succeeded without writing the file.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.stem}.tmp-{os.getpid()}{target.suffix}")
+    try:
+        yield temporary
+        # Data before name: after a power cut the new name must not point at unwritten blocks.
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text_atomic(target: str | os.PathLike[str], text: str) -> None:
+    """Replaces the content of ``target`` by ``text`` (UTF-8) in one step."""
+    with atomic_path(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

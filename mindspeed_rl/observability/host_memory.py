@@ -1,0 +1,59 @@
+"""Peak resident memory of this process between two points in time (Linux)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the high-water mark to the present resident size
+
+
+class PeakMemory:
+    """Peak resident set size since the last ``restart``.
+
+    The kernel keeps one high-water mark per process (VmHWM). Where it may be reset, the peaks are
+    exact. Where not (a read-only /proc), the peak is exact when it exceeds every earlier one, and
+    else at least the size at the two ends. Where there is no /proc (macOS) it is ``None``.
+    """
+
+    def __init__(self, status: Path = _STATUS, clear_refs: Path = _CLEAR_REFS) -> None:
+        self._status = status
+        self._clear_refs = clear_refs
+        self._can_reset = True
+        self._start = self._read()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new interval."""
+        if self._start is None:
+            return
+        if self._can_reset:
+            try:
+                self._clear_refs.write_text(_RESET_PEAK)
+            except OSError:
+                self._can_reset = False
+        self._start = self._read()
+
+    def peak_bytes(self) -> int | None:
+        """The largest resident size of the present interval, in bytes."""
+        now = self._read()
+        if now is None or self._start is None:
+            return None
+        (start_rss, start_peak), (rss, peak) = self._start, now
+        if self._can_reset or peak > start_peak:
+            return peak
+        return max(start_rss, rss)
+
+    def _read(self) -> tuple[int, int] | None:
+        """Resident size and its high-water mark, in bytes."""
+        if not self._status.exists():
+            return None
+        fields = dict(
+            line.split(":", 1) for line in self._status.read_text().splitlines() if ":" in line
+        )
+        return _kib(fields["VmRSS"]), _kib(fields["VmHWM"])
+
+
+def _kib(field: str) -> int:
+    return int(field.removesuffix("kB")) * 1024

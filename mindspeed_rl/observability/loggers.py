@@ -1,0 +1,184 @@
+"""Where the metrics of a step go: a JSON-lines file, TensorBoard, the console.
+
+Only the writer rank (rank 0) touches files. A resumed run calls ``truncate_after`` with the step
+of its checkpoint, so that no step is found twice, in any backend.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from tqdm import tqdm
+
+from mindspeed_rl.observability.jsonl import JsonlWriter, read_jsonl
+from mindspeed_rl.observability.names import format_fields, headline
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class MetricBackend(Protocol):
+    """One place that receives the metrics of every step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the values of one step."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets the steps later than ``step``."""
+
+    def close(self) -> None:
+        """Writes out what is pending."""
+
+
+class RunLogger:
+    """Writes the metrics of a run to every backend asked for.
+
+    Args:
+        output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
+        is_writer: whether this rank writes; on the others every call does nothing.
+        backends: any of ``"jsonl"``, ``"tensorboard"``, ``"console"``.
+
+    Raises:
+        ValueError: an unknown backend, or TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        is_writer: bool,
+        backends: Sequence[str] = ("jsonl", "tensorboard", "console"),
+    ) -> None:
+        unknown = [name for name in backends if name not in _BACKENDS]
+        if unknown:
+            raise ValueError(f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}")
+        output_dir = Path(output_dir)
+        self._metrics_file = output_dir / METRICS_FILE
+        self._backends = [_BACKENDS[name](output_dir) for name in backends] if is_writer else []
+        # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
+        self._last_step = self._last_step_on_disk() if is_writer else -math.inf
+
+    def truncate_after(self, step: int) -> None:
+        """Drops what was logged for steps later than ``step``, the last one of the checkpoint."""
+        for backend in self._backends:
+            backend.truncate_after(step)
+        self._last_step = min(self._last_step, step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs all metrics of one step.
+
+        Raises:
+            ValueError: the step is not later than the last one logged, here or by an earlier run
+                in the same folder.
+        """
+        if not self._backends:
+            return
+        if step <= self._last_step:
+            raise ValueError(
+                f"step {step} is logged after step {self._last_step:.0f} in "
+                f"{self._metrics_file}: log every step once, in order; to resume call "
+                "truncate_after(step of the checkpoint), to start anew choose another folder"
+            )
+        for backend in self._backends:
+            backend.log(step, values)
+        self._last_step = step
+
+    def close(self) -> None:
+        """Writes out what is pending and closes the files."""
+        for backend in self._backends:
+            backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _last_step_on_disk(self) -> float:
+        return max((record["step"] for record in read_jsonl(self._metrics_file)), default=-math.inf)
+
+
+class _JsonlBackend:
+    """``metrics.jsonl``: one object per step, non-finite values as null (see ``encode_json``)."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._writer = JsonlWriter(output_dir / METRICS_FILE)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._writer.append(step, values)
+
+    def truncate_after(self, step: int) -> None:
+        self._writer.truncate_after(step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _TensorBoardBackend:
+    """Scalars for TensorBoard; a later event file hides the purged steps of the earlier ones."""
+
+    def __init__(self, output_dir: Path) -> None:
+        try:
+            # Imported here: it takes seconds, and only the writer rank needs it.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f'log backend "tensorboard" needs the package tensorboard ({error}); '
+                "install it, or leave the backend out"
+            ) from error
+        self._writer_class = SummaryWriter
+        self._log_dir = output_dir / TENSORBOARD_FOLDER
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._writer_class(str(self._log_dir), purge_step=self._purge_step)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def truncate_after(self, step: int) -> None:
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _ConsoleBackend:
+    """One line per step on the standard output: the headline values, or all when none is known."""
+
+    def __init__(self, output_dir: Path) -> None:
+        del output_dir
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        # Not print, which would tear a progress bar in two.
+        tqdm.write(f"step {step} | {format_fields(headline(values) or values)}")
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing to drop: a terminal keeps what it showed."""
+
+    def close(self) -> None:
+        """Nothing to close: the standard output is not ours."""
+
+
+_BACKENDS: dict[str, Callable[[Path], MetricBackend]] = {
+    "jsonl": _JsonlBackend,
+    "tensorboard": _TensorBoardBackend,
+    "console": _ConsoleBackend,
+}

@@ -1,0 +1,32 @@
+"""Names of the metrics that people look at first; the curves and the console find them by these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REWARD = "reward/mean"
+ACCURACY = "eval/accuracy"
+ACCURACY_LENIENT = "eval/accuracy_lenient"
+RESPONSE_LENGTH = "response/length_mean"
+MISMATCH_MAX = "mismatch/max_abs_logprob"
+TOKENS_PER_S = "throughput/tokens_per_s"
+STEP_TIME = "time/step_s"
+
+_HEADLINE = {
+    REWARD: "reward",
+    ACCURACY: "accuracy",
+    RESPONSE_LENGTH: "length",
+    MISMATCH_MAX: "mismatch",
+    TOKENS_PER_S: "tokens/s",
+    STEP_TIME: "step_s",
+}
+
+
+def headline(values: Mapping[str, float]) -> dict[str, float]:
+    """The few values for one line on a terminal, under short names, in a fixed order."""
+    return {short: values[name] for name, short in _HEADLINE.items() if name in values}
+
+
+def format_fields(fields: Mapping[str, float]) -> str:
+    """``{"reward": 0.5, "length": 210}`` as ``reward 0.5 | length 210``."""
+    return " | ".join(f"{name} {value:.4g}" for name, value in fields.items())

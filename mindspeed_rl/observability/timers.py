@@ -1,0 +1,144 @@
+"""Where the time and the host memory of a step go (R57).
+
+Phases are disjoint: while an inner phase runs the outer one stands still, so that the seconds of
+all phases sum to the step less what no phase covers.
+
+    with timer("rollout"):          # counts a + c
+        ...                         # a
+        with timer("reward"): ...   # counts b
+        ...                         # c
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mindspeed_rl.observability.host_memory import PeakMemory
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseUse:
+    """What one phase took of one step.
+
+    Attributes:
+        seconds: wall time, inner phases excluded.
+        peak_rss_bytes: largest resident size of the process while the phase ran; ``None`` where
+            the system does not tell.
+    """
+
+    seconds: float
+    peak_rss_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Wall time of one step on this rank, by phase in order of first entry."""
+
+    step_s: float
+    phases: dict[str, PhaseUse]
+
+    @property
+    def sum_of_phases_s(self) -> float:
+        """Seconds that some phase accounts for."""
+        return sum(use.seconds for use in self.phases.values())
+
+    def check_phases_cover_step(self, tolerance: float = 0.05) -> None:
+        """Checks that the phases sum to the step within ``tolerance`` (a fraction of the step).
+
+        Raises:
+            RuntimeError: they do not; the message lists the phases.
+        """
+        missing = self.step_s - self.sum_of_phases_s
+        if abs(missing) > tolerance * self.step_s:
+            listed = ", ".join(f"{name} {use.seconds:.3f}" for name, use in self.phases.items())
+            raise RuntimeError(
+                f"{missing:.3f} s of a step of {self.step_s:.3f} s belong to no phase, more "
+                f"than {tolerance:.0%}; put the code in a phase (seconds per phase: {listed})"
+            )
+
+    def metrics(self) -> MetricSet:
+        """The numbers of this rank, ready to be reduced over ranks.
+
+        ``time/<phase>_s`` and ``time/step_s`` are means, so that phases still sum to the step;
+        ``time_max/<phase>_s`` is the slowest rank and ``memory/<phase>_peak_rss_bytes`` the
+        fullest. All ranks must have entered the same phases, an empty block being enough.
+        """
+        result = MetricSet({"time/step_s": Mean(self.step_s, 1)})
+        for name, use in self.phases.items():
+            result[f"time/{name}_s"] = Mean(use.seconds, 1)
+            result[f"time_max/{name}_s"] = Max(use.seconds)
+            if use.peak_rss_bytes is not None:
+                result[f"memory/{name}_peak_rss_bytes"] = Max(use.peak_rss_bytes)
+        return result
+
+
+class PhaseTimer:
+    """Measures the phases of one step after another; a step begins where the last one ended.
+
+    Args:
+        synchronize: called at every phase border; give the platform's device synchronisation, or
+            work that a phase has only queued is charged to the phase that waits for it.
+        clock: monotonic seconds.
+        memory: the meter of host memory.
+    """
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        memory: PeakMemory | None = None,
+    ) -> None:
+        self._synchronize = synchronize
+        self._clock = clock
+        self._memory = PeakMemory() if memory is None else memory
+        self._stack: list[str] = []
+        self._phases: dict[str, PhaseUse] = {}
+        self._step_start = self._segment_start = clock()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Charges the block to ``phase``; entering a phase again adds to it.
+
+        Raises:
+            ValueError: the phase is called ``"step"``, the name of the whole.
+        """
+        if phase == "step":
+            raise ValueError('a phase cannot be called "step": time/step_s is the whole step')
+        self._end_segment()
+        self._stack.append(phase)
+        self._phases.setdefault(phase, PhaseUse(0.0, None))
+        try:
+            yield
+        finally:
+            self._end_segment()
+            self._stack.pop()
+
+    def step_seconds(self) -> float:
+        """Seconds since the step began."""
+        return self._clock() - self._step_start
+
+    def finish_step(self) -> StepTimes:
+        """Returns what the step took and begins the next one. Call it outside all phases."""
+        assert not self._stack, f"finish_step inside the phases {self._stack}"
+        self._end_segment()
+        times = StepTimes(self._segment_start - self._step_start, self._phases)
+        self._phases = {}
+        self._step_start = self._segment_start
+        return times
+
+    def _end_segment(self) -> None:
+        """Charges everything since the last border to the innermost phase, if there is one."""
+        if self._synchronize is not None:
+            self._synchronize()
+        now = self._clock()
+        if self._stack:
+            use = self._phases[self._stack[-1]]
+            peaks = (use.peak_rss_bytes, self._memory.peak_bytes())
+            peak = max((value for value in peaks if value is not None), default=None)
+            self._phases[self._stack[-1]] = PhaseUse(use.seconds + now - self._segment_start, peak)
+        self._memory.restart()
+        self._segment_start = now

@@ -1,0 +1,119 @@
+"""How an entry runs under torchrun: parse, start, watch, end in order.
+
+A usage error is told once, by one rank, in one line, with exit code 2. A failure on any rank is
+published to all others, which end within seconds with the cause (R30).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mindspeed_rl import bootstrap
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+
+if TYPE_CHECKING:
+    from mindspeed_rl.orchestration.watchdog import Watchdog
+    from mindspeed_rl.platforms.base import Platform
+
+Run = TypeVar("Run", RLRunConfig, PretrainRunConfig)
+Plan = TypeVar("Plan")
+
+USAGE_ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[Run, Plan]):
+    """Everything that an entry's main function gets.
+
+    ``ignored`` are the flags that were accepted and do nothing here.
+    """
+
+    config: Run
+    plan: Plan
+    world: bootstrap.World
+    platform: Platform
+    watchdog: Watchdog
+    ignored: tuple[str, ...]
+
+    def say(self, *lines: str) -> None:
+        """Print on rank 0."""
+        if self.world.rank == 0:
+            for line in lines:
+                print(line, flush=True)
+
+
+def run_entry(
+    prog: str,
+    run_type: type[Run],
+    check: Callable[[Run, int], Plan],
+    main: Callable[[Job[Run, Plan]], None],
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Run ``main`` under torchrun. Never returns normally on failure.
+
+    Args:
+        prog: name in ``--help``.
+        run_type: configuration class.
+        check: configuration and world size -> plan; raises ``ValueError`` for the user's faults.
+        main: the work.
+        argv: command line; default ``sys.argv[1:]``.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    world = bootstrap.World.from_environment()
+    try:
+        bootstrap.refuse_foreign_package()
+        parsed = parse(run_type, arguments, prog)
+        config = parsed.config
+        plan = check(config, world.size)
+        bootstrap.prepare_environment(config.parallel.platform, os.environ)
+        platform = bootstrap.start(
+            config.parallel.platform, config.parallel.distributed_timeout_minutes, world
+        )
+    except ValueError as error:
+        if world.local_rank == 0:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(USAGE_ERROR)
+    from mindspeed_rl.orchestration.watchdog import Watchdog
+
+    watchdog = Watchdog(world.rank, world.size, config.logging.phase_timeout_s)
+    watchdog.start()
+    job = Job(config, plan, world, platform, watchdog, parsed.ignored)
+    try:
+        bootstrap.seed_everything(config.train.seed)
+        main(job)
+        _leave(watchdog)
+    except BaseException as error:
+        _fail(error, watchdog, prog)
+
+
+def _leave(watchdog: Watchdog) -> None:
+    """End together: nobody closes its connections while a peer still needs them."""
+    import torch.distributed as dist
+
+    with watchdog.phase("exit"):
+        dist.barrier()
+    watchdog.stop()
+    dist.destroy_process_group()
+
+
+def _fail(error: BaseException, watchdog: Watchdog, prog: str) -> None:
+    """Publish the failure, print it, leave at once: peers may be inside a collective."""
+    usage = isinstance(error, ValueError)
+    text = f"{type(error).__name__}: {error}"
+    if watchdog.publish(text):
+        if usage:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+    else:
+        watchdog.tell_cause()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    watchdog.linger()
+    os._exit(USAGE_ERROR if usage else 1)

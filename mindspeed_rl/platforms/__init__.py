@@ -1,0 +1,1 @@
+"""Device platforms: the only place that names an accelerator."""

@@ -1,0 +1,124 @@
+"""Carries out reshard plans: pack, exchange, unpack, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.planner import ReshardPlan, Transfer, plan_reshard
+from mindspeed_rl.resharding.schedule import plan_rounds
+from mindspeed_rl.resharding.transports import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One rank's part of one round, grouped by peer."""
+
+    sends: Mapping[int, tuple[Transfer, ...]]
+    receives: Mapping[int, tuple[Transfer, ...]]
+    copies: tuple[Transfer, ...]
+    names: tuple[str, ...]
+
+
+def split_rounds(plan: ReshardPlan, rounds: Iterable[tuple[str, ...]]) -> tuple[Round, ...]:
+    """Distribute a plan over rounds of tensor names. Both ends keep the plan's order."""
+    result = []
+    for names in rounds:
+        member = set(names)
+        result.append(
+            Round(
+                _by_peer((t for t in plan.sends if t.hf_name in member), lambda t: t.dst_rank),
+                _by_peer((t for t in plan.receives if t.hf_name in member), lambda t: t.src_rank),
+                tuple(t for t in plan.copies if t.hf_name in member),
+                names,
+            )
+        )
+    return tuple(result)
+
+
+def _by_peer(
+    transfers: Iterable[Transfer], peer: Callable[[Transfer], int]
+) -> dict[int, tuple[Transfer, ...]]:
+    groups: dict[int, list[Transfer]] = {}
+    for transfer in transfers:
+        groups.setdefault(peer(transfer), []).append(transfer)
+    return {p: tuple(group) for p, group in sorted(groups.items())}
+
+
+class Resharder:
+    """A prepared reshard from one layout to another on this rank.
+
+    Args:
+        source: the layout to read.
+        target: the layout to write.
+        rank: global rank.
+        ranks_per_node: for the choice of near sources.
+        transport: moves the messages.
+        dtype: element type on the wire: the target's.
+        bucket_bytes: bound of the staging of one round.
+    """
+
+    def __init__(
+        self,
+        source: ShardLayout,
+        target: ShardLayout,
+        *,
+        rank: int,
+        ranks_per_node: int,
+        transport: Transport,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+    ) -> None:
+        self.plan = plan_reshard(source, target, rank, ranks_per_node)
+        names = plan_rounds(source, target, bucket_bytes, dtype.itemsize)
+        self.rounds = split_rounds(self.plan, names)
+        self._transport = transport
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def run(
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        after_round: Callable[[Round], None] | None = None,
+    ) -> None:
+        """Move everything. Collective over the transport's ranks.
+
+        Args:
+            read: this rank's source parameters by name.
+            write: this rank's target parameters by name; a round's targets must exist when it
+                runs.
+            after_round: called when a round's targets are complete.
+        """
+        for part in self.rounds:
+            self._run_round(part, read, write)
+            if after_round is not None:
+                after_round(part)
+
+    def _run_round(
+        self, part: Round, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+    ) -> None:
+        sends = {
+            peer: torch.cat([_flat(read[t.src_param], t, self._dtype) for t in transfers])
+            for peer, transfers in part.sends.items()
+        }
+        sizes = {
+            peer: sum(t.dst_box.num_elements for t in transfers)
+            for peer, transfers in part.receives.items()
+        }
+        received = self._transport.exchange(sends, sizes)
+        for t in part.copies:
+            write[t.dst_param][t.dst_box.slices].copy_(read[t.src_param][t.src_box.slices])
+        for peer, transfers in part.receives.items():
+            start = 0
+            for t in transfers:
+                flat = received[peer][start : start + t.dst_box.num_elements]
+                write[t.dst_param][t.dst_box.slices].copy_(flat.reshape(t.dst_box.size))
+                start += t.dst_box.num_elements
+
+
+def _flat(param: torch.Tensor, transfer: Transfer, dtype: torch.dtype) -> torch.Tensor:
+    return param[transfer.src_box.slices].to(dtype).flatten()

@@ -1,0 +1,189 @@
+"""From a reward's name on the command line to its function."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from mindspeed_rl.rewards.types import RewardFunction
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    function: RewardFunction
+    warm_up: Callable[[], object] | None
+
+
+_REGISTRY: dict[str, _Registered] = {}
+
+
+def register_reward(
+    name: str, *, warm_up: Callable[[], object] | None = None
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator that makes a function available as the reward ``name``.
+
+    Args:
+        name: how users select it; no ``:``, ``=`` or ``,``.
+        warm_up: called once per worker before the first sample, so that slow imports do not count
+            against the time limit of a sample.
+
+    Raises:
+        ValueError: the name is malformed or taken.
+    """
+    if not name or any(character in name for character in ":=,"):
+        raise ValueError(f"reward name {name!r}: must be non-empty, without ':', '=' and ','")
+
+    def register(function: RewardFunction) -> RewardFunction:
+        if name in _REGISTRY:
+            raise ValueError(f"reward name {name!r} is already registered; choose another name")
+        _REGISTRY[name] = _Registered(function, warm_up)
+        return function
+
+    return register
+
+
+def known_rewards() -> tuple[str, ...]:
+    """Registered names, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """A reward function and its weight in the total.
+
+    Attributes:
+        name: a registered name, or ``path/to/file.py:function``.
+        weight: factor of the function's score in the total; finite. 0 logs without training on it.
+    """
+
+    name: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a reward has no name; write e.g. 'math' or 'rewards.py:score=0.5'")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"reward {self.name!r}: weight {self.weight} must be a finite number")
+
+    @classmethod
+    def parse(cls, text: str) -> RewardSpec:
+        """Read the command line syntax ``name``, ``name=0.2`` or ``file.py:function=0.8``.
+
+        Raises:
+            ValueError: no name, or a weight which is not a finite number.
+        """
+        name, separator, weight = text.strip().rpartition("=")
+        if not separator:
+            return cls(weight)
+        try:
+            return cls(name.strip(), float(weight))
+        except ValueError as error:
+            raise ValueError(
+                f"reward {text!r}: want 'name', 'name=WEIGHT' or 'file.py:function=WEIGHT' with a "
+                f"finite number as the weight, e.g. 'math=0.8' ({error})"
+            ) from error
+
+    @property
+    def label(self) -> str:
+        """Key of this reward in `RewardResult.parts` and metrics: the name without the file."""
+        return self.name.rpartition(":")[2]
+
+
+def resolve_reward(spec: RewardSpec | str) -> RewardFunction:
+    """The function of a registered name or of ``path/to/file.py:function``.
+
+    A user's file is executed once per process. Its folder is appended to ``sys.path``, so that it
+    may import its neighbours.
+
+    Raises:
+        ValueError: unknown name; missing file or function; a file that fails to import; something
+            that cannot be called with one `RewardRequest`.
+    """
+    name = RewardSpec.parse(spec).name if isinstance(spec, str) else spec.name
+    path, separator, function_name = name.rpartition(":")
+    if separator:
+        return _function_of_file(Path(path), function_name)
+    if name in _REGISTRY:
+        return _REGISTRY[name].function
+    near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"unknown reward {name!r}; {hint}known: {', '.join(known_rewards())}; "
+        "for your own function write path/to/file.py:function"
+    )
+
+
+def warm_up_reward(spec: RewardSpec) -> None:
+    """Run the slow imports which a registered reward would otherwise do at its first sample."""
+    registered = _REGISTRY.get(spec.name)
+    if registered is not None and registered.warm_up is not None:
+        registered.warm_up()
+
+
+def _function_of_file(path: Path, function_name: str) -> RewardFunction:
+    where = f"reward {str(path)!r}:{function_name!r}"
+    if not path.is_file() or path.suffix != ".py":
+        raise ValueError(
+            f"{where}: no Python file at {str(path.absolute())!r}; "
+            "give the path of a .py file that every node can read"
+        )
+    module = _load_file(path.resolve(), where)
+    function = getattr(module, function_name, None)
+    if function is None:
+        found = [name for name, value in vars(module).items() if _is_own_function(value, module)]
+        raise ValueError(
+            f"{where}: the file defines no {function_name!r}; "
+            f"its functions: {', '.join(found) or 'none'}"
+        )
+    if not callable(function):
+        raise ValueError(
+            f"{where}: is a {type(function).__name__}, must be a function of one RewardRequest"
+        )
+    _check_signature(function, where)
+    return function  # type: ignore[no-any-return]
+
+
+def _is_own_function(value: object, module: ModuleType) -> bool:
+    return inspect.isfunction(value) and value.__module__ == module.__name__
+
+
+def _check_signature(function: Callable[..., object], where: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"{where}: is async; rewards are plain functions, write 'def', not 'async'"
+        )
+    try:
+        inspect.signature(function).bind(object())
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise ValueError(
+            f"{where}: must be callable with exactly one argument, the RewardRequest ({error})"
+        ) from error
+
+
+def _load_file(path: Path, where: str) -> ModuleType:
+    module_name = f"user_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    assert module_spec is not None and module_spec.loader is not None, path
+    module = importlib.util.module_from_spec(module_spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    # Registered before it runs: dataclasses and pickle look their module up by name.
+    sys.modules[module_name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ValueError(
+            f"{where}: the file fails to import: {type(error).__name__}: {error}"
+        ) from error
+    return module

@@ -1,0 +1,82 @@
+"""What a reward function is given and what scoring a sample yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RewardStatus = Literal["ok", "error", "timeout"]
+
+
+class RewardError(RuntimeError):
+    """Rewards cannot be trusted: workers do not start, or too many functions raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """One sample to score.
+
+    Attributes:
+        sample_id: as in `mindspeed_rl.types.Rollout`; scores are matched and logged by it.
+        prompt: the last user message.
+        response: the decoded response, special tokens removed.
+        answer: the reference answer.
+        finish_reason: ``"stop"`` (ended by a stop token) or ``"length"`` (cut off).
+        num_response_tokens: sampled tokens, the stop token included.
+        metadata: the other columns of the data row; values must be picklable.
+    """
+
+    sample_id: int
+    prompt: str
+    response: str
+    answer: str
+    finish_reason: str
+    num_response_tokens: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[type[RewardRequest], tuple[Any, ...]]:
+        # Any Mapping becomes a dict (a mappingproxy cannot be pickled), and a constructor call
+        # pickles about three times faster than the state protocol of slotted dataclasses.
+        return RewardRequest, (
+            self.sample_id,
+            self.prompt,
+            self.response,
+            self.answer,
+            self.finish_reason,
+            self.num_response_tokens,
+            dict(self.metadata),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """The score of one sample.
+
+    Attributes:
+        sample_id: of the request.
+        reward: weighted sum of the parts; the configured score on a timeout; ``None`` when every
+            function abstained or on an error. ``None`` is left out of the group's mean (R43).
+        parts: unweighted score by label of the function; functions that abstained are missing.
+        status: ``"ok"``, ``"error"`` (a function raised or returned nonsense, or its worker died)
+            or ``"timeout"``.
+        detail: traceback or reason when the status is not ``"ok"``.
+    """
+
+    sample_id: int
+    reward: float | None
+    parts: dict[str, float]
+    status: RewardStatus
+    detail: str
+
+    def __reduce__(self) -> tuple[type[RewardResult], tuple[Any, ...]]:
+        return RewardResult, (self.sample_id, self.reward, self.parts, self.status, self.detail)
+
+
+RewardFunction = Callable[[RewardRequest], float | None]
+
+
+def status_rate(results: Iterable[RewardResult], status: RewardStatus) -> float:
+    """Share of the results with ``status``, in [0, 1]; 0.0 for no results."""
+    matches = [result.status == status for result in results]
+    return sum(matches) / len(matches) if matches else 0.0

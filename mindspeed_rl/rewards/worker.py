@@ -1,0 +1,107 @@
+"""The reward worker: ``python -m mindspeed_rl.rewards.worker FD PARENT_PID``, started by the pool.
+
+A process of its own, with its own main thread, so that libraries which need signals work (R41)
+and a stuck function can be killed (R42). Imports nothing that the reward functions do not need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+
+from mindspeed_rl.rewards import wire
+from mindspeed_rl.rewards.registry import warm_up_reward
+from mindspeed_rl.rewards.scoring import WeightedReward, score_sample
+from mindspeed_rl.rewards.types import RewardRequest, RewardResult
+from mindspeed_rl.rewards.worker_process import WorkerSetup
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the parent ends, however it ends (Linux)."""
+    if sys.platform != "linux":
+        return  # elsewhere an idle worker still ends at the end of its socket
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    if os.getppid() != parent_pid:
+        sys.exit("the parent ended before the reward worker had started")
+
+
+def limit_memory(growth_bytes: int) -> None:
+    """Let the address space grow by at most ``growth_bytes`` from here (Linux)."""
+    if sys.platform != "linux":
+        return  # RLIMIT_AS is not enforced there
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    limit_bytes = used_bytes + growth_bytes
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hard))
+
+
+def _load(setup: WorkerSetup) -> list[WeightedReward]:
+    rewards = [WeightedReward.from_spec(spec) for spec in setup.specs]
+    for spec in setup.specs:
+        warm_up_reward(spec)
+    return rewards
+
+
+def _score(
+    connection: socket.socket, rewards: list[WeightedReward], requests: list[RewardRequest]
+) -> bool:
+    """Stream one result per request; return whether this worker can go on."""
+    for request in requests:
+        try:
+            result = score_sample(rewards, request)
+        except MemoryError:
+            detail = "MemoryError: the reward function ran into the worker's memory limit"
+            result = RewardResult(request.sample_id, None, {}, "error", detail)
+            # What filled the memory may live on in caches and globals: start afresh.
+            connection.sendall(wire.encode(wire.Kind.LAST_RESULT, result))
+            return False
+        connection.sendall(wire.encode(wire.Kind.RESULT, result))
+    return True
+
+
+def serve(connection: socket.socket) -> None:
+    """Load the functions, then score until the parent closes its end."""
+    message = wire.receive(connection)
+    if message is None:
+        return
+    setup: WorkerSetup = message.payload
+    try:
+        rewards = _load(setup)
+    except ValueError as error:
+        connection.sendall(wire.encode(wire.Kind.BAD_REWARD, str(error)))
+        return
+    if setup.memory_limit_bytes is not None:
+        limit_memory(setup.memory_limit_bytes)
+    connection.sendall(wire.encode(wire.Kind.READY, None))
+    while (message := wire.receive(connection)) is not None:
+        if not _score(connection, rewards, message.payload):
+            return
+
+
+def main(argv: list[str]) -> None:
+    """Entry: ``argv`` is the socket's file descriptor and the parent's process id."""
+    fd, parent_pid = map(int, argv)
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.set_inheritable(fd, False)  # not for programs which a reward function starts
+    with socket.socket(fileno=fd) as connection:
+        try:
+            serve(connection)
+        except (BrokenPipeError, ConnectionResetError):
+            sys.exit("the pool closed its end while this reward worker was busy")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Rollouts by an inference engine inside the training processes."""

@@ -1,0 +1,120 @@
+"""What the training loop asks of an inference engine, and the pure parts of a request.
+
+One engine is ``tp`` consecutive ranks. All ranks of an engine make the same calls with the same
+arguments; different engines are independent.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mindspeed_rl.types import Completion
+
+
+class EngineState(enum.Enum):
+    """What of the engine is in memory."""
+
+    ASLEEP = "asleep"
+    WEIGHTS = "weights"
+    AWAKE = "awake"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How to sample; everything else is fixed to the untruncated distribution (R9, R10).
+
+    Attributes:
+        temperature: 0 is greedy.
+        max_response_tokens: limit of one response.
+        stop_token_ids: sampling one of these ends a response; it is part of it.
+    """
+
+    temperature: float
+    max_response_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sample to generate: prompt ids and the seed of its own random stream."""
+
+    sample_id: int
+    token_ids: tuple[int, ...]
+    seed: int
+
+
+def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0) -> int:
+    """The seed of one sample: a hash of what it is, not of where it runs (R45).
+
+    Args:
+        run_seed: ``--seed``.
+        step: RL step.
+        sample_id: equal in every layout.
+        k: attempt, for resampling.
+
+    Returns:
+        An integer in [0, 2^63).
+    """
+    message = struct.pack("<4q", run_seed, step, sample_id, k)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+def requests_digest(
+    requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+) -> bytes:
+    """16 bytes that are equal when two ranks are about to generate the same thing (R28)."""
+    state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
+    for request in requests:
+        state.update(struct.pack("<2q", request.sample_id, request.seed))
+        state.update(struct.pack(f"<{len(request.token_ids)}q", *request.token_ids))
+    return state.digest()
+
+
+class InferenceEngine(Protocol):
+    """An engine on this rank."""
+
+    @property
+    def state(self) -> EngineState:
+        """What is in memory."""
+        ...
+
+    @property
+    def weights_version(self) -> int:
+        """The trainer's update count of the weights; -1 before the first complete sync."""
+        ...
+
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that a reshard writes, by the engine's names."""
+        ...
+
+    def begin_update(self) -> None:
+        """Weights are about to change: generating is refused until :meth:`finish_update`."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """All weights are those of ``version``: derived state and caches are refreshed."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the key/value cache back."""
+        ...
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Bring back ``"weights"``, then ``"kv_cache"``."""
+        ...
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        trainer_version: int,
+    ) -> list[Completion]:
+        """Sample one completion per request, in order. Collective: the ranks of the engine."""
+        ...

@@ -1,0 +1,1 @@
+"""Patches of vLLM: one per file, each checks its target."""

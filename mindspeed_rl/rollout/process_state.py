@@ -1,0 +1,52 @@
+"""Keeps an engine's habits from leaking into the trainer that shares its process.
+
+vLLM seeds the global random generators when it is built, draws from them when it samples (by an
+amount that depends on the local batch, so ranks would diverge), and rewrites the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from mindspeed_rl.platforms.base import Platform
+
+
+@contextmanager
+def preserved_rng(platform: Platform) -> Iterator[None]:
+    """Restore python, numpy, torch and device generators afterwards (R45)."""
+    python, numpy_state, torch_state = random.getstate(), np.random.get_state(), None
+    torch_state = torch.get_rng_state()
+    device_state = platform.rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        platform.set_rng_state(device_state)
+
+
+@contextmanager
+def preserved_environment(keep_prefix: str) -> Iterator[None]:
+    """Restore environment variables afterwards, except those that start with ``keep_prefix``.
+
+    ``LOCAL_WORLD_SIZE`` becomes the engine's size otherwise, and ``LD_PRELOAD`` would be inherited
+    by every child process.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) | set(before):
+            if name.startswith(keep_prefix):
+                continue
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]

@@ -1,0 +1,277 @@
+"""vLLM in the training process: build, in-place weights, cache memory, the step loop.
+
+The engine is built once, with ``external_launcher``, inside the trainer's process group. Its
+weights are parameters like any others: a reshard writes into them (:meth:`VllmEngine.weight_views`).
+``generate`` refuses unless the weights are those of the trainer's current version (R3).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.engine import (
+    EngineState,
+    GenerationRequest,
+    SamplingSettings,
+    requests_digest,
+)
+from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
+from mindspeed_rl.rollout.vllm_versions import engine_capabilities
+from mindspeed_rl.types import Completion
+
+
+class VllmEngine:
+    """One rank of a vLLM engine.
+
+    Collective over the world when built: every rank builds its engine at the same time.
+
+    Args:
+        model_dir: Hugging Face directory; only its configuration is read.
+        layout: where vLLM keeps each weight; checked against the built model.
+        rank: global rank.
+        platform: the device.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        max_model_len: longest sequence, in tokens.
+        kv_cache_bytes: key/value cache of this rank.
+        seed: engine seed; every request brings its own.
+        options: further arguments of ``vllm.LLM``, from ``--vllm-*``.
+
+    Raises:
+        ValueError: an unproven version, or an option that this class sets itself.
+        RuntimeError: the built model is not laid out as the layout says.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_dir: str,
+        layout: VllmLayout,
+        rank: int,
+        platform: Platform,
+        dtype: str,
+        max_model_len: int,
+        kv_cache_bytes: int,
+        seed: int,
+        options: Mapping[str, object],
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._platform = platform
+        self._version = -1
+        self._state = EngineState.AWAKE
+        settings: dict[str, Any] = {
+            "dtype": dtype,
+            "enforce_eager": True,
+            "max_model_len": max_model_len,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "seed": seed,
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": layout.engine.tp,
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "logprobs_mode": "processed_logprobs",
+        }
+        clash = sorted(set(settings) & set(options) - {"enforce_eager"})
+        if clash:
+            raise ValueError(
+                f"--vllm-{clash[0].replace('_', '-')}: this option is set by mindspeed_rl; use "
+                "the --rollout-* flag for it"
+            )
+        with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
+            self._llm = self._build(model_dir, settings | dict(options))
+        self._engine: Any = self._llm.llm_engine
+        runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
+        self._model: torch.nn.Module = runner.model
+        self._kv_storages = list(_kv_storages(runner))
+        self._check_layout()
+
+    def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
+        import vllm
+        from vllm import LLM
+
+        from mindspeed_rl.rollout.patches import plain_linear, shared_memory_names
+
+        engine_capabilities(vllm.__version__, self._platform.name)
+        if self._platform.name == "cpu":
+            plain_linear.apply()
+            nonce = [os.urandom(6).hex()]
+            dist.broadcast_object_list(nonce, 0)
+            shared_memory_names.apply(nonce[0])
+        llm = LLM(str(Path(model_dir)), **settings)
+        if self._platform.name == "cpu" and self._layout.engine.tp > 1:
+            dist.barrier()
+            shared_memory_names.unlink()
+        return llm
+
+    def _check_layout(self) -> None:
+        built = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        declared = dict(self._layout.local_shapes(self._rank))
+        if built != declared:
+            wrong = sorted(
+                f"{name}: vLLM {built.get(name)}, layout {declared.get(name)}"
+                for name in built.keys() | declared.keys()
+                if built.get(name) != declared.get(name)
+            )
+            raise RuntimeError("vLLM's parameters differ from the layout: " + "; ".join(wrong[:5]))
+
+    @property
+    def state(self) -> EngineState:
+        """What is in memory."""
+        return self._state
+
+    @property
+    def weights_version(self) -> int:
+        """The trainer's update count of the weights; -1 while they are incomplete."""
+        return self._version
+
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """Live parameters by vLLM's names."""
+        return {name: p.data for name, p in self._model.named_parameters()}
+
+    def begin_update(self) -> None:
+        """Generating is refused until :meth:`finish_update`."""
+        self._version = -1
+
+    def finish_update(self, version: int) -> None:
+        """Forget what was computed with other weights (R7)."""
+        self._reset_prefix_cache()
+        self._version = version
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """Give the key/value cache back to the system. Local."""
+        if self._state is EngineState.ASLEEP:
+            return
+        self._reset_prefix_cache()
+        for storage, _ in self._kv_storages:
+            storage.resize_(0)
+        self._state = EngineState.ASLEEP
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Bring back ``"weights"``, then ``"kv_cache"`` (zeroed). Local."""
+        unknown = set(tags) - {"weights", "kv_cache"}
+        if unknown:
+            raise ValueError(f"wake: unknown tags {sorted(unknown)}")
+        if "weights" in tags and self._state is EngineState.ASLEEP:
+            self._state = EngineState.WEIGHTS
+        if "kv_cache" in tags and self._state is not EngineState.AWAKE:
+            for storage, num_bytes in self._kv_storages:
+                storage.resize_(num_bytes)
+                torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            self._state = EngineState.AWAKE
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        trainer_version: int,
+    ) -> list[Completion]:
+        """Sample one completion per request, in order. Collective: the ranks of this engine.
+
+        Raises:
+            RuntimeError: the engine is not awake, its weights are not ``trainer_version``, or the
+                ranks of the engine were given different requests.
+        """
+        if self._state is not EngineState.AWAKE or self._version != trainer_version:
+            raise RuntimeError(
+                f"generate: the engine is {self._state.value} with weights of version "
+                f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
+            )
+        self._check_agreement(requests_digest(requests, settings, trainer_version))
+        with preserved_rng(self._platform):
+            outputs = self._run(requests, settings)
+        return [_completion(outputs[r.sample_id], trainer_version) for r in requests]
+
+    def _run(
+        self, requests: Sequence[GenerationRequest], settings: SamplingSettings
+    ) -> dict[int, Any]:
+        """The step loop: ours, so that other work can be put between the steps of the engine."""
+        from vllm.inputs.engine import tokens_input
+
+        for request in requests:
+            prompt = tokens_input(prompt_token_ids=list(request.token_ids))
+            params = _sampling_params(request, settings)
+            self._engine.add_request(str(request.sample_id), prompt, params)
+        finished: dict[int, Any] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    finished[int(output.request_id)] = output.outputs[0]
+        return finished
+
+    def _check_agreement(self, digest: bytes) -> None:
+        """All ranks of the engine must be about to generate the same thing (R28)."""
+        if self._layout.engine.tp == 1:
+            return
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group().cpu_group
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self._layout.engine.tp)]
+        dist.all_gather(everyone, mine, group=group)
+        different = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+        if different:
+            raise RuntimeError(
+                f"generate: ranks {different} of engine "
+                f"{self._layout.engine.replica_of(self._rank)} were given other prompts, sampling "
+                "settings or weights than its first rank"
+            )
+
+
+def _sampling_params(request: GenerationRequest, settings: SamplingSettings) -> Any:
+    """Every field that shapes the distribution is set, whatever generation_config.json says."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=1,
+        temperature=settings.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=request.seed,
+        max_tokens=settings.max_response_tokens,
+        stop_token_ids=list(settings.stop_token_ids),
+        ignore_eos=False,
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def _completion(output: Any, version: int) -> Completion:
+    tokens = tuple(output.token_ids)
+    logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
+    return Completion(tokens, logprobs, str(output.finish_reason), version)
+
+
+def _kv_storages(runner: Any) -> Iterator[tuple[torch.UntypedStorage, int]]:
+    """Every storage of the key/value cache with its size in bytes, each once."""
+    layers = runner.compilation_config.static_forward_context.values()
+    seen: set[int] = set()
+    for tensor in _tensors([runner.kv_caches, *(getattr(x, "kv_cache", None) for x in layers)]):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            yield storage, storage.nbytes()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

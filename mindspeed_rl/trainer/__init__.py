@@ -1,0 +1,1 @@
+"""Training on megatron-core: the only package that imports megatron."""

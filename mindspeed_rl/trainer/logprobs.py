@@ -1,0 +1,140 @@
+"""Vocab-parallel log-probs and entropies of selected tokens, in chunks.
+
+Shapes: N selected positions, h hidden size, V_t vocabulary rows of this tensor-parallel rank.
+
+Logits of at most ``chunk`` positions exist at a time, in the forward and (recomputed) in the
+backward pass (R23). Statistics of all chunks travel together: one MAX and one SUM all-reduce over
+the tensor-parallel group, whatever N is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _SelectedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        vocab_start: int,
+        vocab_end: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num = hidden.size(0)
+        local_max = hidden.new_full((num,), float("-inf"), dtype=torch.float32)
+        # sum of exp(x - max), sum of exp(x - max) * (x - max), x[target] - max
+        sums = hidden.new_zeros((3, num), dtype=torch.float32)
+        local = targets - vocab_start
+        owned = (local >= 0) & (local < vocab_end - vocab_start)
+        index = local.clamp(0, max(0, vocab_end - vocab_start - 1))
+        rows = weight[: vocab_end - vocab_start]
+        for span in _spans(num, chunk):
+            logits = _logits(hidden[span], rows, temperature)
+            if logits.size(1) == 0:
+                continue
+            top = logits.amax(-1)
+            logits -= top[:, None]
+            exp = logits.exp()
+            local_max[span] = top
+            sums[0, span] = exp.sum(-1)
+            sums[1, span] = (exp * logits).sum(-1)
+            picked = logits.gather(-1, index[span, None])[:, 0]
+            sums[2, span] = picked.masked_fill(~owned[span], 0.0)
+        top_all = local_max.clone()
+        if group is not None:
+            dist.all_reduce(top_all, op=dist.ReduceOp.MAX, group=group)
+        shift = local_max - top_all
+        scale = shift.exp()
+        # a rank that holds only padding has max -inf: its scale is 0 and its sums are 0
+        safe_shift = shift.masked_fill(scale == 0, 0.0)
+        sums[1] = (sums[1] + safe_shift * sums[0]) * scale
+        sums[0] *= scale
+        sums[2] = (sums[2] + safe_shift).masked_fill(~owned, 0.0)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        log_z = sums[0].log()
+        logprobs = sums[2] - log_z
+        entropy = log_z - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, index, owned, top_all + log_z, entropy)
+        ctx.settings = (temperature, vocab_end - vocab_start, chunk)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, index, owned, log_z, entropy = ctx.saved_tensors
+        temperature, num_rows, chunk = ctx.settings
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        rows = weight[:num_rows]
+        if num_rows:
+            for span in _spans(hidden.size(0), chunk):
+                logp = _logits(hidden[span], rows, temperature) - log_z[span, None]
+                prob = logp.exp()
+                # d logp_t / d x = onehot - p;  d H / d x = -p (log p + H)
+                grad = -prob * (
+                    grad_logprobs[span, None]
+                    + grad_entropy[span, None] * (logp + entropy[span, None])
+                )
+                own = (grad_logprobs[span] * owned[span])[:, None]
+                grad.scatter_add_(-1, index[span, None], own)
+                grad = (grad / temperature).to(hidden.dtype)
+                grad_hidden[span] = grad @ rows
+                grad_weight[:num_rows] += grad.t() @ hidden[span]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+
+
+def _spans(num: int, chunk: int) -> list[slice]:
+    return [slice(i, min(i + chunk, num)) for i in range(0, num, chunk)]
+
+
+def _logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[n, h] x [v, h] -> fp32 logits [n, v] over temperature."""
+    return (hidden @ rows.t()).float().div_(temperature)
+
+
+def selected_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    tp_rank: int,
+    group: dist.ProcessGroup | None,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(target) and entropy of softmax(hidden weight^T / temperature).
+
+    Collective over ``group`` (the tensor-parallel group; ``None`` for one rank). Padding rows of
+    the vocabulary have probability 0. Gradients flow to ``hidden`` and ``weight``; that of
+    ``hidden`` is this rank's share, which the caller's tensor-parallel region sums.
+
+    Args:
+        hidden: [N, h].
+        weight: [V_t, h], this rank's rows of the output projection.
+        targets: [N] int64, global token ids below ``vocab_size``.
+        temperature: logits are divided by it.
+        vocab_size: real vocabulary; later rows are padding.
+        tp_rank: position in ``group``.
+        group: tensor-parallel group.
+        chunk: positions whose logits exist at a time.
+
+    Returns:
+        log-probs [N] fp32 and entropies [N] fp32, in nats.
+    """
+    start = tp_rank * weight.size(0)
+    end = max(start, min(start + weight.size(0), vocab_size))
+    result: tuple[torch.Tensor, torch.Tensor] = _SelectedLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperature, start, end, group, chunk
+    )
+    return result

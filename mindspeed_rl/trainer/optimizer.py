@@ -1,0 +1,70 @@
+"""The optimizer of a TrainEngine and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from mindspeed_rl.config import ParallelConfig, TrainConfig
+
+
+class LearningRateSchedule:
+    """Linear warm-up, then constant, linear or cosine decay; counts optimizer updates.
+
+    Update ``n`` (from 1) uses ``lr * n / warmup`` during warm-up. After the decay steps the rate
+    stays at ``--min-lr``. The state is the number of updates alone, so a resumed run continues the
+    curve of the uninterrupted one (R47).
+    """
+
+    def __init__(self, train: TrainConfig, num_updates: int) -> None:
+        self.num_updates = 0
+        self._train = train
+        self.decay = train.lr_decay_iters or max(1, num_updates)
+        self.warmup = train.lr_warmup_iters or round(train.lr_warmup_fraction * self.decay)
+
+    def advance(self) -> float:
+        """Count one update and give its learning rate."""
+        self.num_updates += 1
+        return self.at(self.num_updates)
+
+    def at(self, update: int) -> float:
+        """The learning rate of an update, counted from 1."""
+        train = self._train
+        if update <= self.warmup:
+            return train.lr * update / self.warmup
+        if train.lr_decay_style == "constant":
+            return train.lr
+        span = max(1, self.decay - self.warmup)
+        progress = min(1.0, (update - self.warmup) / span)
+        share = 1.0 - progress
+        if train.lr_decay_style == "cosine":
+            share = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return train.min_lr + (train.lr - train.min_lr) * share
+
+
+def build_optimizer(model: Any, train: TrainConfig, parallel: ParallelConfig) -> Any:
+    """AdamW of megatron-core over a DistributedDataParallel model. Collective."""
+    dtype = torch.bfloat16 if train.bf16 else torch.float32
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=train.bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside a (possibly chained) megatron-core optimizer."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in chained]

@@ -1,0 +1,49 @@
+"""What the reward tests share: a file of user functions, requests, a look at processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mindspeed_rl.rewards import RewardRequest
+
+USER_FILE = Path(__file__).with_name("data_rewards.py")
+
+
+def children() -> set[int]:
+    result = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):  # ended since the listing
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+                result.add(int(entry.name))
+    return result
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def make_requests(*responses: str, answer: str = "") -> list[RewardRequest]:
+    return [
+        RewardRequest(100 + i, "question", response, answer, "stop", 5)
+        for i, response in enumerate(responses)
+    ]

@@ -1,0 +1,92 @@
+"""Supervised examples: the loss border, the end token, the length filter."""
+
+import logging
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl.data import (
+    SupervisedExample,
+    build_tokenizer,
+    generate_task,
+    load_prompts,
+    load_supervised,
+    write_jsonl,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(["apples and pears"], 261)
+
+
+def write(tmp_path, rows):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, rows)
+    return path
+
+
+def test_digit_sort_examples_are_prompt_then_answer_then_end(tmp_path, tokenizer):
+    path = write(tmp_path, generate_task("digit_sort", 1500, seed=0))
+    examples = load_supervised(path, tokenizer, max_length=15)
+    prompts = load_prompts(path, tokenizer, max_prompt_length=8)
+    assert len(examples) == len(prompts) == 1500
+    for example, prompt in zip(examples, prompts, strict=True):
+        assert (example.num_prompt_tokens, example.num_response_tokens) == (8, 7)
+        assert example.token_ids[:8] == prompt.token_ids
+        assert tokenizer.decode(example.token_ids[8:]) == f"{prompt.answer}<|end|>"
+        assert example.token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_conversation_template_gives_the_same_sequence(tmp_path, tokenizer):
+    (row,) = generate_task("word_problem", 1, seed=0)
+    (example,) = load_supervised(write(tmp_path, [row]), tokenizer, max_length=500)
+    whole = [*row["prompt"], {"role": "assistant", "content": row["solution"]}]
+    expected = tokenizer.apply_chat_template(whole, return_dict=False)
+    assert example.token_ids == tuple(expected)
+
+
+def test_solution_is_preferred_and_answer_is_the_fallback(tmp_path, tokenizer):
+    rows = [
+        {"prompt": "1", "solution": "2 so 3", "answer": "3"},
+        {"prompt": "1", "answer": 3},
+        {"prompt": "1", "solution": None, "answer": "3"},
+    ]
+    examples = load_supervised(write(tmp_path, rows), tokenizer, max_length=50)
+    responses = [tokenizer.decode(e.token_ids[e.num_prompt_tokens :]) for e in examples]
+    assert responses == ["2 so 3<|end|>", "3<|end|>", "3<|end|>"]
+
+
+def test_plain_text_prompts(tmp_path, tokenizer):
+    path = write(tmp_path, [{"prompt": "12", "answer": "3"}])
+    (example,) = load_supervised(path, tokenizer, max_length=9, apply_chat_template=False)
+    ids = tokenizer.convert_tokens_to_ids(["1", "2", "3", "<|end|>"])
+    assert example == SupervisedExample(token_ids=tuple(ids), num_prompt_tokens=2)
+
+
+def test_long_sequences_are_left_out_and_counted(tmp_path, tokenizer, caplog):
+    # 2 roles + prompt + response + end token: 6, 7 and 8 tokens.
+    rows = [{"prompt": "1" * n, "answer": "22"} for n in (1, 2, 3)]
+    path = write(tmp_path, rows)
+    with caplog.at_level(logging.WARNING):
+        examples = load_supervised(path, tokenizer, max_length=7)
+    assert [len(example.token_ids) for example in examples] == [6, 7]
+    assert "left out 1 of 3 rows, longer than max_length=7" in caplog.text
+    with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 are longer.*max_length=5"):
+        load_supervised(path, tokenizer, max_length=5)
+
+
+def test_bad_rows_are_named(tmp_path, tokenizer):
+    path = write(tmp_path, [{"prompt": "1", "answer": "1"}, {"prompt": "1"}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: answer_key='answer' gives None"):
+        load_supervised(path, tokenizer, max_length=9)
+    path = write(tmp_path, [{"prompt": "1", "solution": " ", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: solution_key='solution' gives ' '"):
+        load_supervised(path, tokenizer, max_length=9)
+
+
+def test_tokenizer_without_end_token(tmp_path, tokenizer):
+    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    path = write(tmp_path, [{"prompt": "1", "answer": "1"}])
+    with pytest.raises(ValueError, match="no eos_token_id"):
+        load_supervised(path, endless, max_length=9)

@@ -1,0 +1,155 @@
+"""Generated tasks: right answers, disjoint splits, determinism, atomic files."""
+
+import json
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.data import TASK_NAMES, generate_task, is_heldout, write_jsonl
+
+
+def question(row):
+    return row["prompt"][-1]["content"]
+
+
+def test_digit_sort_sorts_digits():
+    rows = list(generate_task("digit_sort", 200, seed=0))
+    for row in rows:
+        assert re.fullmatch(r"\d{6}", question(row))
+        assert row["answer"] == row["solution"] == "".join(sorted(question(row)))
+        assert row["metadata"] == {"task": "digit_sort", "difficulty": 6}
+        assert [message["role"] for message in row["prompt"]] == ["user"]
+
+
+def test_digit_sort_with_wrong_solutions_keeps_questions_and_answers():
+    clean = list(generate_task("digit_sort", 2000, seed=3))
+    noisy = list(generate_task("digit_sort", 2000, seed=3, unsorted_share=0.5))
+    assert [question(row) for row in noisy] == [question(row) for row in clean]
+    assert [row["answer"] for row in noisy] == [row["answer"] for row in clean]
+    num_wrong = sum(row["solution"] != row["answer"] for row in noisy)
+    assert 880 < num_wrong < 1120  # 5 standard deviations around 1000
+    assert all(row["solution"] in (row["answer"], question(row)) for row in noisy)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_word_problem_solution_follows_from_its_numbers(num_steps):
+    for row in generate_task("word_problem", 300, seed=1, num_steps=num_steps):
+        *steps, last = row["solution"].split("\n")
+        assert last == f"#### {row['answer']}"
+        assert row["metadata"]["difficulty"] == len(steps) == num_steps
+        start, *amounts = re.findall(r"\d+", question(row))
+        value = int(start)
+        for step, amount in zip(steps, amounts, strict=True):
+            left, symbol, right, result = re.fullmatch(r"(\d+) (.) (\d+) = (\d+)", step).groups()
+            assert (left, right) == (str(value), amount)
+            exact = {
+                "+": value + int(right),
+                "-": value - int(right),
+                "*": value * int(right),
+                "/": value / int(right),
+            }[symbol]
+            assert exact == int(result) > 0
+            value = int(result)
+        assert str(value) == row["answer"]
+
+
+def test_word_problem_mixes_steps_and_operations():
+    rows = list(generate_task("word_problem", 300, seed=0))
+    assert {row["metadata"]["difficulty"] for row in rows} == {1, 2, 3}
+    assert set("+-*/") <= set("".join(row["solution"] for row in rows))
+
+
+@given(
+    name=st.sampled_from(TASK_NAMES),
+    seeds=st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)),
+    num_rows=st.integers(1, 60),
+)
+@settings(max_examples=25, deadline=None)
+def test_prompts_are_unique_and_splits_disjoint(name, seeds, num_rows):
+    train = [question(row) for row in generate_task(name, num_rows, seeds[0])]
+    heldout = [question(row) for row in generate_task(name, num_rows, seeds[1], "heldout")]
+    assert len(set(train)) == len(set(heldout)) == num_rows
+    assert not set(train) & set(heldout)
+    assert not any(is_heldout(text) for text in train)
+    assert all(is_heldout(text) for text in heldout)
+
+
+@pytest.mark.parametrize("name", TASK_NAMES)
+def test_rows_depend_on_the_seed_only(name):
+    rows = list(generate_task(name, 50, seed=7))
+    assert rows == list(generate_task(name, 50, seed=7))
+    assert rows[:20] == list(generate_task(name, 20, seed=7))
+    assert rows != list(generate_task(name, 50, seed=8))
+
+
+def test_first_rows_do_not_change_between_processes_or_versions():
+    # Data made on two machines must agree, and published numbers must stay reproducible.
+    assert [question(row) for row in generate_task("digit_sort", 3, seed=0)] == [
+        "713914",
+        "843956",
+        "710070",
+    ]
+    (row,) = generate_task("word_problem", 1, seed=0)
+    assert row["solution"] == "3 * 4 = 12\n12 - 11 = 1\n1 + 8 = 9\n#### 9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "sorting"}, r"name='sorting'.*digit_sort.*word_problem"),
+        ({"split": "test"}, r"split='test'.*train.*heldout"),
+        ({"num_rows": 0}, "num_rows=0"),
+        ({"num_digits": 0}, "num_digits=0"),
+        ({"num_digits": 2.0}, "num_digits=2.0"),
+        ({"digits": 3}, r"no option 'digits'.*num_digits"),
+        ({"unsorted_share": 1.5}, "unsorted_share=1.5"),
+        ({"name": "word_problem", "num_steps": 4}, r"num_steps=4.*1\.\.3"),
+        ({"name": "word_problem", "max_start": 1}, "max_start=1"),
+    ],
+)
+def test_wrong_arguments_are_named_before_the_first_row(arguments, message):
+    call = {"name": "digit_sort", "num_rows": 1, "seed": 0, **arguments}
+    with pytest.raises(ValueError, match=message):
+        generate_task(**call)
+
+
+def test_exhausted_task_says_how_many_prompts_there_are():
+    num_prompts = sum(not is_heldout(str(digit)) for digit in range(10))
+    rows = generate_task("digit_sort", 11, seed=0, num_digits=1)
+    assert len(list(islice(rows, num_prompts))) == num_prompts
+    with pytest.raises(ValueError, match=rf"num_rows=11.*only {num_prompts} different"):
+        next(rows)
+
+
+def test_write_jsonl_round_trip(tmp_path):
+    rows = [*generate_task("word_problem", 20, seed=0), {"prompt": "naïve \u2028 line"}]
+    path = tmp_path / "new" / "rows.jsonl"
+    assert write_jsonl(path, iter(rows)) == 21
+    assert [json.loads(line) for line in path.read_bytes().splitlines()] == rows
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_write_jsonl_failure_leaves_the_old_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"old": 1}])
+
+    def broken():
+        yield {"new": 1}
+        raise RuntimeError("generator broke")
+
+    with pytest.raises(RuntimeError, match="generator broke"):
+        write_jsonl(path, broken())
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_importing_the_package_is_light():
+    heavy = ["torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "tqdm"]
+    code = f"import sys, mindspeed_rl.data; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,190 @@
+"""The tiny tokenizer and model: token budgets, reversibility, determinism, a loadable folder."""
+
+import json
+import unicodedata
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from mindspeed_rl.data import build_tokenizer, generate_task, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+def test_digit_sort_costs_eight_plus_seven_tokens(tokenizer):
+    for row in generate_task("digit_sort", 50, seed=0):
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=False
+        )
+        digits = row["prompt"][0]["content"]
+        tokens = tokenizer.convert_ids_to_tokens(prompt)
+        assert tokens == ["<|user|>", *digits, "<|assistant|>"]
+        assert len(prompt) == 8
+        conversation = [*row["prompt"], {"role": "assistant", "content": row["answer"]}]
+        whole = tokenizer.apply_chat_template(conversation, return_dict=False)
+        assert whole[:8] == prompt
+        assert tokenizer.convert_ids_to_tokens(whole[8:]) == [*row["answer"], "<|end|>"]
+        assert len(whole) - 8 == 7
+
+
+def test_special_tokens(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>"]) == [2, 3, 4]
+    assert len(tokenizer) == 307
+    assert tokenizer.decode([2, 25, 1], skip_special_tokens=True) == tokenizer.decode([25])
+
+
+def test_no_token_joins_digits(tokenizer):
+    assert sorted(t for t in tokenizer.get_vocab() if any(c.isdigit() for c in t)) == [
+        *"0123456789",
+        *DIGIT_LIKE_BYTES,
+    ]
+    tokens = tokenizer.tokenize(" 1207 and 45")
+    assert [t for t in tokens if t.isdigit()] == list("120745")
+
+
+# Bytes whose printable stand-ins in byte-level BPE happen to be superscript digits.
+DIGIT_LIKE_BYTES = "\u00b2\u00b3\u00b9"
+
+
+def test_merges_shorten_the_corpus(tokenizer):
+    text = "How many stickers does Dana have now?"
+    assert len(tokenizer.encode(text)) < 0.75 * len(text)
+
+
+plain_texts = st.text(st.characters(codec="utf-8"), max_size=40).filter(lambda t: "<|" not in t)
+
+
+@given(plain_texts)
+@example("e\u0301 It's 12 (apples)\n\n 3")
+@settings(max_examples=200, deadline=None)
+def test_plain_text_is_reversible(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoded = tokenizer.decode(ids)
+    assert decoded == unicodedata.normalize("NFC", text)
+    assert tokenizer.encode(decoded, add_special_tokens=False) == ids
+
+
+@given(plain_texts)
+@example("e\u0301 It's 12 (apples)\n\n 3")
+@settings(max_examples=200, deadline=None)
+def test_every_loader_gives_the_same_ids(tokenizer, model_dir, text):
+    # transformers rebuilds the tokenizer of a "qwen2" folder from its own rules in AutoTokenizer,
+    # and reads tokenizer.json as it is in the generic class and in other programs.
+    generic = generic_tokenizer(model_dir)
+    assert len(generic) == len(tokenizer) == 307
+    assert generic.encode(text) == tokenizer.encode(text)
+
+
+@cache
+def generic_tokenizer(model_dir):
+    return PreTrainedTokenizerFast.from_pretrained(model_dir)
+
+
+def test_every_loader_gives_the_same_ids_on_the_corpus(tokenizer, model_dir):
+    generic = generic_tokenizer(model_dir)
+    for row in generate_task("word_problem", 100, seed=5):
+        for text in (row["prompt"][0]["content"], row["solution"]):
+            assert generic.encode(text) == tokenizer.encode(text)
+
+
+def test_template_refuses_unknown_roles(tokenizer):
+    with pytest.raises(Exception, match="unknown role tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
+
+
+@pytest.mark.parametrize(("vocab_size", "message"), [(260, "at least 261"), (5000, "gives only")])
+def test_vocabulary_size_out_of_reach(vocab_size, message):
+    with pytest.raises(ValueError, match=rf"vocab_size={vocab_size}.*{message}"):
+        build_tokenizer(["ab abc abc"], vocab_size)
+
+
+def test_config_agrees_with_the_tokenizer(model_dir, tokenizer):
+    config = json.loads((model_dir / "config.json").read_text())
+    expected = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 307,
+        "hidden_size": 64,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "max_position_embeddings": tokenizer.model_max_length,
+        "dtype": "float32",
+    }
+    assert {key: config[key] for key in expected} == expected
+    rope_theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    assert rope_theta == 10_000.0
+    generation = json.loads((model_dir / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == (1, 0)
+
+
+def test_weights_have_the_stated_distribution(model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    drawn = []
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        if name.endswith(".bias"):
+            assert not parameter.any()
+        elif name.endswith("norm.weight"):
+            assert (parameter == 1).all()
+        else:
+            drawn.append(parameter.detach().flatten())
+    values = torch.cat(drawn)
+    assert abs(values.mean()) < 1e-3
+    assert abs(values.std() - 0.05) < 1e-3
+    logits = model(torch.tensor([[2, 25, 3]])).logits
+    assert logits.shape == (1, 3, 307)
+    assert logits.isfinite().all()
+
+
+def test_folder_is_deterministic_in_the_seed_and_spares_the_global_generator(model_dir, tmp_path):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    again = write_tiny_model(tmp_path / "again")
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    names = sorted(file.name for file in model_dir.iterdir())
+    assert names == sorted(file.name for file in again.iterdir())
+    for name in names:
+        assert (again / name).read_bytes() == (model_dir / name).read_bytes(), name
+    weights = "model.safetensors"
+    assert (other / weights).read_bytes() != (model_dir / weights).read_bytes()
+
+
+def test_grouped_query_heads(tmp_path):
+    folder = write_tiny_model(tmp_path, hidden_size=128, num_heads=4, num_kv_heads=1, num_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (32, 128)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 65}, "hidden_size=65 with num_heads=2"),
+        ({"hidden_size": 66}, "even head size"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+    ],
+)
+def test_contradicting_sizes(tmp_path, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        write_tiny_model(tmp_path / "model", **sizes)
+    assert not (tmp_path / "model").exists()

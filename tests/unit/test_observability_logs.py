@@ -1,0 +1,331 @@
+"""What a run writes: whole files, strict JSON, and no step twice after a resume (R46, R57)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mindspeed_rl.observability.files import atomic_path, write_text_atomic
+from mindspeed_rl.observability.jsonl import JsonlWriter, encode_json, read_jsonl
+from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.progress import RunProgress
+from mindspeed_rl.observability.rollout_dump import RolloutDump, RolloutRow
+from mindspeed_rl.observability.summary import write_summary
+
+
+def _steps(path: Path) -> list[int]:
+    return [record["step"] for record in read_jsonl(path)]
+
+
+# ---- files
+
+
+def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder" / "a.json"
+    write_text_atomic(target, "old")
+    write_text_atomic(target, "new")
+    assert target.read_text() == "new"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    write_text_atomic(target, "old")
+    with pytest.raises(KeyError), atomic_path(target) as temporary:
+        assert temporary.suffix == ".json"
+        temporary.write_text("half")
+        raise KeyError
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_forgotten_write_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "a.json"):
+        pass
+
+
+# ---- JSON
+
+
+def test_nonfinite_numbers_become_null_and_are_named() -> None:
+    text = encode_json({"a": math.nan, "b": {"c": [1.0, -math.inf]}, "d": np.float32(0.5)})
+    assert json.loads(text) == {
+        "a": None,
+        "b": {"c": [1.0, None]},
+        "d": 0.5,
+        "nonfinite": ["a", "b.c.1"],
+    }
+    assert "nonfinite" not in encode_json({"a": 1.0, "flag": True})
+
+
+@pytest.mark.parametrize("record", [{"nonfinite": 1}, {"nonfinite": []}])
+def test_reserved_key_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="reserved"):
+        encode_json(record)
+
+
+def test_what_json_cannot_hold_is_named() -> None:
+    with pytest.raises(TypeError, match=r"a\.b is a object"):
+        encode_json({"a": {"b": object()}})
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats() | st.text() | st.integers() | st.none()))
+def test_encoded_records_are_one_strict_line(record: dict[str, Any]) -> None:
+    record.pop("nonfinite", None)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = encode_json(record)
+    assert "\n" not in text
+    decoded = json.loads(text, parse_constant=refuse)
+    lost = set(decoded.pop("nonfinite", []))
+    assert lost == {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    assert decoded == {k: None if k in lost else v for k, v in record.items()}
+
+
+def test_summary_is_readable_json(tmp_path: Path) -> None:
+    write_summary(tmp_path / "summary.json", {"accuracy": 0.5, "loss": math.inf})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "accuracy": 0.5,
+        "loss": None,
+        "nonfinite": ["loss"],
+    }
+
+
+# ---- JSON lines
+
+
+def test_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "a.jsonl")
+    writer.append(1, {"x": 1})
+    assert (tmp_path / "a.jsonl").read_text() == '{"step": 1, "x": 1}\n'
+    writer.close()
+
+
+@pytest.mark.parametrize("resume_at", [0, 2, 9])
+def test_truncation_keeps_what_the_checkpoint_knows(tmp_path: Path, resume_at: int) -> None:
+    path = tmp_path / "a.jsonl"
+    writer = JsonlWriter(path)
+    for step in (1, 2, 2, 3, 4):
+        writer.append(step, {"text": "line\rwith\nends\u2028"})
+    before = path.read_bytes().splitlines(keepends=True)
+    writer.truncate_after(resume_at)
+    kept = [step for step in (1, 2, 2, 3, 4) if step <= resume_at]
+    assert path.read_bytes().splitlines(keepends=True) == before[: len(kept)]
+    writer.append(resume_at + 1, {})
+    writer.close()
+    assert _steps(path) == [*kept, resume_at + 1]
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_torn_tail_of_a_killed_writer_disappears(tmp_path: Path, truncate: bool) -> None:
+    path = tmp_path / "a.jsonl"
+    whole = '{"step": 1, "text": "\u00e9"}\n'.encode()
+    torn = whole[: whole.index("\u00e9".encode()) + 1]  # ends inside a character
+    path.write_bytes(whole + torn)
+    assert _steps(path) == [1]
+    writer = JsonlWriter(path)
+    if truncate:
+        writer.truncate_after(1)
+        assert path.read_bytes() == whole
+    writer.append(2, {})
+    writer.close()
+    assert _steps(path) == [1, 2]
+
+
+@pytest.mark.parametrize("num_lines", [0, 1])
+def test_torn_tail_longer_than_one_read(tmp_path: Path, num_lines: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}\n' * num_lines + b"x" * 200_000)
+    writer = JsonlWriter(path)
+    writer.append(2, {})
+    writer.close()
+    assert path.read_bytes() == b'{"step": 1}\n' * num_lines + b'{"step": 2}\n'
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"x": 1}', '{"step": "1"}'])
+def test_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        list(read_jsonl(path))
+
+
+# ---- RunLogger
+
+
+def _tensorboard(output_dir: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(output_dir / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as first:
+        for step in (1, 2, 3, 4):
+            first.log(step, {"reward/mean": float(step)})
+    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as resumed:
+        resumed.truncate_after(2)
+        for step in (3, 4, 5):
+            resumed.log(step, {"reward/mean": 10.0 * step})
+    expected = [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
+    records = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["reward/mean"]) for record in records] == expected
+    assert _tensorboard(tmp_path, "reward/mean") == expected
+
+
+def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLogger(tmp_path / "run", is_writer=False) as logger:
+        logger.truncate_after(0)
+        logger.log(1, {"reward/mean": 1.0})
+    dump = RolloutDump(tmp_path / "run" / "rollouts.jsonl", 4, is_writer=False)
+    dump.write(1, [_row(0)])
+    dump.close()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_step_logged_twice_is_refused(tmp_path: Path, step: int) -> None:
+    with RunLogger(tmp_path, True, ("jsonl",)) as logger:
+        logger.log(3, {})
+        with pytest.raises(ValueError, match=r"after step 3.*truncate_after"):
+            logger.log(step, {})
+    # A new process in an old folder must say whether it resumes.
+    with (
+        RunLogger(tmp_path, True, ("jsonl",)) as logger,
+        pytest.raises(ValueError, match="truncate_after"),
+    ):
+        logger.log(step, {})
+
+
+def test_unknown_backend_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\['disk'\].*console.*jsonl.*tensorboard"):
+        RunLogger(tmp_path, False, ("disk",))
+
+
+def test_console_shows_the_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLogger(tmp_path, True, ("console",)) as logger:
+        logger.log(7, {"loss/policy": 0.1, "reward/mean": 0.25, "time/step_s": 3.0})
+        logger.log(8, {"loss/policy": 0.1})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 7 | reward 0.25 | step_s 3",
+        "step 8 | loss/policy 0.1",
+    ]
+
+
+# ---- rollouts
+
+
+def _row(sample_id: int) -> RolloutRow:
+    return RolloutRow(
+        sample_id=sample_id,
+        prompt="1+1?",
+        response="2",
+        answer="2",
+        reward=None if sample_id else 1.0,
+        finish_reason="stop",
+        parts={"math": 1.0},
+        mismatch=math.nan,
+    )
+
+
+def test_rollout_rows_are_complete_and_spread_over_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    dump = RolloutDump(path, num_per_step=2, is_writer=True)
+    dump.write(1, [_row(sample_id) for sample_id in reversed(range(8))])
+    dump.write(2, [_row(5)])
+    dump.truncate_after(1)
+    dump.write(2, [_row(6)])
+    dump.close()
+    rows = list(read_jsonl(path))
+    assert [(row["step"], row["sample_id"]) for row in rows] == [(1, 0), (1, 4), (2, 6)]
+    assert rows[0] == {
+        "step": 1,
+        "sample_id": 0,
+        "prompt": "1+1?",
+        "response": "2",
+        "answer": "2",
+        "reward": 1.0,
+        "finish_reason": "stop",
+        "parts": {"math": 1.0},
+        "mismatch": None,
+        "nonfinite": ["mismatch"],
+    }
+
+
+def test_negative_number_of_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_per_step is -1"):
+        RolloutDump(tmp_path / "a.jsonl", -1, is_writer=True)
+
+
+# ---- progress
+
+
+class _Stream:
+    """A text stream that is, or is not, a terminal."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+def _run_progress(stream: _Stream, is_writer: bool = True) -> str:
+    now_s = 0.0
+    progress = RunProgress(
+        total=7,
+        start=2,
+        desc="GRPO",
+        is_writer=is_writer,
+        log_interval=2,
+        stream=stream,  # type: ignore[arg-type]
+        clock=lambda: now_s,
+    )
+    for step in range(3, 8):
+        now_s += 10.0
+        progress.update(step, {"reward": 0.5, "tokens/s": 1234.0})
+    progress.close()
+    return stream.text
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    assert _run_progress(_Stream(is_terminal=False)).splitlines() == [
+        "GRPO 4/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:20 | left 0:00:30",
+        "GRPO 6/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:40 | left 0:00:10",
+        "GRPO 7/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:50 | left 0:00:00",
+    ]
+
+
+def test_bar_on_a_terminal() -> None:
+    last = _run_progress(_Stream(is_terminal=True)).rstrip("\n").split("\r")[-1]
+    assert last.startswith("GRPO: 100%")
+    assert "7/7" in last and "reward 0.5 | tokens/s 1234" in last
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_progress_from_other_ranks(is_terminal: bool) -> None:
+    assert _run_progress(_Stream(is_terminal), is_writer=False) == ""
+
+
+@pytest.mark.parametrize(("start", "log_interval"), [(8, 1), (-1, 1), (0, 0)])
+def test_progress_out_of_range(start: int, log_interval: int) -> None:
+    with pytest.raises(ValueError, match=r"start is|log_interval is"):
+        RunProgress(7, start, "GRPO", True, log_interval)

@@ -1,0 +1,192 @@
+"""Phases are disjoint and cover the step (R57)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.observability.host_memory import PeakMemory
+from mindspeed_rl.observability.metrics import Max, Mean
+from mindspeed_rl.observability.timers import PhaseTimer
+
+
+class _Clock:
+    """Stands still until told to move."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class _Memory(PeakMemory):
+    """Reports a peak that the test sets; each interval begins again at 10."""
+
+    def __init__(self) -> None:
+        self.peak = 10
+
+    def restart(self) -> None:
+        self.peak = 10
+
+    def peak_bytes(self) -> int | None:
+        return self.peak
+
+
+def test_nested_phases_are_not_counted_twice() -> None:
+    clock, memory = _Clock(), _Memory()
+    timer = PhaseTimer(clock=clock, memory=memory)
+    clock.now_s += 0.5  # no phase
+    with timer("rollout"):
+        clock.now_s += 1
+        memory.peak = 50
+        with timer("reward"):
+            clock.now_s += 2
+            memory.peak = 30
+        clock.now_s += 4
+        with timer("reward"):
+            clock.now_s += 8
+    with timer("update"):
+        clock.now_s += 16
+    assert timer.step_seconds() == 31.5
+    times = timer.finish_step()
+    assert times.step_s == 31.5
+    assert {name: use.seconds for name, use in times.phases.items()} == {
+        "rollout": 5,
+        "reward": 10,
+        "update": 16,
+    }
+    assert {name: use.peak_rss_bytes for name, use in times.phases.items()} == {
+        "rollout": 50,
+        "reward": 30,
+        "update": 10,
+    }
+    assert times.sum_of_phases_s == 31
+
+
+def test_a_step_begins_where_the_last_one_ended() -> None:
+    clock = _Clock()
+    timer = PhaseTimer(clock=clock)
+    with timer("update"):
+        clock.now_s += 3
+    timer.finish_step()
+    clock.now_s += 1
+    second = timer.finish_step()
+    assert (second.step_s, second.phases) == (1.0, {})
+
+
+def test_a_phase_that_raises_is_closed() -> None:
+    clock = _Clock()
+    timer = PhaseTimer(clock=clock)
+    with pytest.raises(KeyError), timer("outer"), timer("inner"):
+        clock.now_s += 2
+        raise KeyError
+    clock.now_s += 5
+    times = timer.finish_step()
+    assert {name: use.seconds for name, use in times.phases.items()} == {"outer": 0, "inner": 2}
+
+
+def test_time_that_no_phase_accounts_for_is_an_error() -> None:
+    clock = _Clock()
+    timer = PhaseTimer(clock=clock)
+    with timer("update"):
+        clock.now_s += 94
+    clock.now_s += 6
+    times = timer.finish_step()
+    times.check_phases_cover_step(tolerance=0.06)
+    with pytest.raises(RuntimeError, match=r"6\.000 s of a step of 100\.000 s.*update 94\.000"):
+        times.check_phases_cover_step()
+
+
+def test_real_phases_sum_to_the_step() -> None:
+    timer = PhaseTimer()
+    with timer("generate"):
+        time.sleep(0.1)
+        with timer("reward"):
+            time.sleep(0.05)
+    with timer("update"):
+        time.sleep(0.1)
+    times = timer.finish_step()
+    times.check_phases_cover_step(0.05)
+    assert times.sum_of_phases_s <= times.step_s
+    assert times.phases["reward"].seconds >= 0.05
+
+
+def test_device_work_is_waited_for_at_every_border() -> None:
+    clock = _Clock()
+    queued_s = 0.0
+
+    def synchronize() -> None:
+        nonlocal queued_s
+        clock.now_s += queued_s
+        queued_s = 0.0
+
+    timer = PhaseTimer(synchronize=synchronize, clock=clock)
+    with timer("forward"):
+        queued_s = 7.0
+    with timer("read_result"):
+        synchronize()
+    phases = timer.finish_step().phases
+    assert (phases["forward"].seconds, phases["read_result"].seconds) == (7, 0)
+
+
+def test_metrics_carry_their_reduction() -> None:
+    clock = _Clock()
+    timer = PhaseTimer(clock=clock, memory=_Memory())
+    with timer("update"):
+        clock.now_s += 2
+    assert timer.finish_step().metrics() == {
+        "time/step_s": Mean(2, 1),
+        "time/update_s": Mean(2, 1),
+        "time_max/update_s": Max(2),
+        "memory/update_peak_rss_bytes": Max(10),
+    }
+
+
+def test_a_phase_called_step_is_refused() -> None:
+    with pytest.raises(ValueError, match='"step"'), PhaseTimer()("step"):
+        pytest.fail("the block must not run")
+
+
+def _status(path: Path, rss_kib: int, peak_kib: int) -> None:
+    path.write_text(f"Name:\tpython\nVmHWM:\t{peak_kib:8d} kB\nVmRSS:\t{rss_kib:8d} kB\n")
+
+
+def test_peak_memory_with_a_mark_that_can_be_reset(tmp_path: Path) -> None:
+    status, clear_refs = tmp_path / "status", tmp_path / "clear_refs"
+    _status(status, rss_kib=1, peak_kib=9)
+    memory = PeakMemory(status, clear_refs)
+    assert clear_refs.read_text() == "5"
+    _status(status, rss_kib=1, peak_kib=4)
+    assert memory.peak_bytes() == 4 * 1024
+
+
+def test_peak_memory_with_a_mark_that_cannot_be_reset(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    _status(status, rss_kib=3, peak_kib=9)
+    memory = PeakMemory(status, clear_refs=tmp_path / "no_folder" / "clear_refs")
+    _status(status, rss_kib=2, peak_kib=9)
+    assert memory.peak_bytes() == 3 * 1024  # at least the size at the two ends
+    _status(status, rss_kib=2, peak_kib=12)
+    assert memory.peak_bytes() == 12 * 1024  # a new mark was set in this interval
+    memory.restart()
+    assert memory.peak_bytes() == 2 * 1024
+
+
+def test_no_peak_memory_without_proc(tmp_path: Path) -> None:
+    memory = PeakMemory(tmp_path / "missing", tmp_path / "missing")
+    assert memory.peak_bytes() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_peak_memory_sees_a_real_allocation() -> None:
+    memory = PeakMemory()
+    before = memory.peak_bytes()
+    block = bytearray(64 << 20)
+    block[:: 4 << 10] = b"x" * len(block[:: 4 << 10])  # touch every page
+    after = memory.peak_bytes()
+    assert before is not None and after is not None
+    assert after - before > 48 << 20
+    del block

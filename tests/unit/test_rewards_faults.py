@@ -1,0 +1,234 @@
+"""The reward pool against functions that hang, eat memory and die (R42, R56)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rewards_support import USER_FILE, children, is_running, make_requests, wait_for
+
+from mindspeed_rl.rewards import RewardPool, RewardRequest
+from mindspeed_rl.rewards.worker_process import worker_environment
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_child_left() -> Iterator[None]:
+    """Every test must leave no child behind, zombies included."""
+    before = children()
+    yield
+    assert not children() - before
+
+
+@pytest.mark.parametrize("function", ["hangs_on_bad", "hangs_in_c_on_bad"])
+def test_a_stuck_sample_costs_its_limit_only(
+    function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R42: killed at its limit, the others scored, order kept, pool back to size, logged."""
+    responses = ["good"] * 40
+    responses[0] = responses[17] = "bad" + "!" * 5000
+    with RewardPool(
+        [f"{USER_FILE}:{function}"], num_workers=2, timeout_s=1.0, timeout_score=-0.5
+    ) as pool:
+        before = set(pool.worker_pids)
+        start_s = time.monotonic()
+        with caplog.at_level(logging.WARNING):
+            results = pool.score(make_requests(*responses))
+        elapsed_s = time.monotonic() - start_s
+        after = set(pool.worker_pids)
+        assert len(after) == 2 and len(before & after) <= 1
+        assert all(map(is_running, after)) and not any(map(is_running, before - after))
+        assert {r.reward for r in pool.score(make_requests(*["good"] * 8))} == {1.0}
+    assert 1.0 <= elapsed_s < 4.0
+    assert [r.sample_id for r in results] == list(range(100, 140))
+    assert [r.status for r in results] == ["timeout" if "bad" in r else "ok" for r in responses]
+    assert {r.reward for r in results if r.status == "timeout"} == {-0.5}
+    assert {r.reward for r in results if r.status == "ok"} == {1.0}
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == 2
+    assert "sample 100" in messages[0] and "sample 117" in messages[1]
+    assert "bad!!!" in messages[0] and len(messages[0]) < 600
+
+
+def test_the_limit_is_per_sample() -> None:
+    """R42: a chunk may take longer than the limit of a sample."""
+    with RewardPool([f"{USER_FILE}:sleeps"], num_workers=1, timeout_s=0.6) as pool:
+        results = pool.score(make_requests(*["0.2"] * 10))  # the first chunk holds 5
+    assert {r.status for r in results} == {"ok"}
+
+
+def test_loading_the_functions_does_not_count(tmp_path: Path) -> None:
+    """R42: neither at the start nor when a worker was replaced."""
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import time\n"
+        "time.sleep(0.8)\n"
+        "def score(request):\n"
+        "    time.sleep(float(request.response))\n"
+        "    return 1.0\n"
+    )
+    with RewardPool([f"{file}:score"], num_workers=1, timeout_s=0.4) as pool:
+        results = pool.score(make_requests("0", "5", "0"))
+    assert [r.status for r in results] == ["ok", "timeout", "ok"]
+
+
+def test_a_function_that_vanishes_stops_the_run(tmp_path: Path) -> None:
+    file = Path(shutil.copy(USER_FILE, tmp_path))
+    with RewardPool([f"{file}:hangs_on_bad"], num_workers=1, timeout_s=0.2) as pool:
+        file.unlink()
+        with pytest.raises(ValueError, match="no Python file at"):
+            pool.score(make_requests("bad", "good"))
+        with pytest.raises(ValueError, match="closed"):
+            pool.score(make_requests("good"))
+
+
+def test_a_killed_worker_takes_its_programs_along(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    with RewardPool([f"{USER_FILE}:starts_a_program"], num_workers=1, timeout_s=0.5) as pool:
+        (result,) = pool.score(make_requests("x", answer=str(pid_file)))
+    assert result.status == "timeout"
+    assert wait_for(lambda: not is_running(int(pid_file.read_text())), 2.0)
+
+
+def test_batch_limit_times_out_what_is_open(caplog: pytest.LogCaptureFixture) -> None:
+    """R42: the limit of the batch."""
+    with RewardPool(
+        [f"{USER_FILE}:sleeps"], num_workers=2, timeout_s=1.0, batch_timeout_s=1.0
+    ) as pool:
+        start_s = time.monotonic()
+        results = pool.score(make_requests("0", "0", *["0.3"] * 30))
+        assert time.monotonic() - start_s < 2.0
+        statuses = [r.status for r in results]
+        assert 2 <= statuses.count("ok") <= 9
+        assert statuses.count("timeout") == 32 - statuses.count("ok")
+        assert {r.reward for r in results if r.status == "timeout"} == {0.0}
+        assert [r.sample_id for r in results] == list(range(100, 132))
+        assert "the batch was not done within 1 s" in caplog.text
+        assert [r.status for r in pool.score(make_requests("0"))] == ["ok"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
+def test_an_allocation_above_the_limit_is_an_error() -> None:
+    """R42: 10 GB against a limit of 1 GiB; the worker is replaced, its other samples scored."""
+    responses = ["good"] * 5 + ["bad"] + ["good"] * 24
+    with RewardPool(
+        [f"{USER_FILE}:allocates_on_bad"], num_workers=1, memory_limit_bytes=GIB
+    ) as pool:
+        (before,) = pool.worker_pids
+        results = pool.score(make_requests(*responses))
+        (after,) = pool.worker_pids
+    assert [r.status for r in results].count("ok") == 29
+    assert (results[5].status, results[5].reward) == ("error", None)
+    assert "MemoryError" in results[5].detail and "memory limit" in results[5].detail
+    assert before != after
+    assert {r.reward for r in results} == {before, after, None}
+
+
+def test_a_worker_that_dies_costs_one_sample() -> None:
+    with RewardPool([f"{USER_FILE}:dies_on_bad"], num_workers=2) as pool:
+        results = pool.score(make_requests(*["good"] * 29, "bad"))
+        assert len(pool.worker_pids) == 2
+    assert [r.status for r in results] == ["ok"] * 29 + ["error"]
+    assert "exit code 3" in results[-1].detail
+
+
+def test_a_worker_killed_from_outside() -> None:
+    """R42: as the kernel's out-of-memory killer does it, at work and at rest."""
+    with RewardPool([f"{USER_FILE}:sleeps"], num_workers=2, max_error_rate=0.5) as pool:
+        victim = pool.worker_pids[0]
+        killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        results = pool.score(make_requests(*["0.2"] * 12))
+        killer.join()
+        assert [r.status for r in results].count("error") == 1
+        (failed,) = [r for r in results if r.status == "error"]
+        assert "exit code -9" in failed.detail and failed.reward is None
+        assert victim not in pool.worker_pids and len(pool.worker_pids) == 2
+        for pid in pool.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_for(lambda: not any(map(is_running, pool.worker_pids)), 2.0)
+        assert {r.status for r in pool.score(make_requests(*["0"] * 12))} == {"ok"}
+
+
+def test_timeouts_leak_nothing() -> None:
+    """R42: memory, file descriptors and processes are flat over 50 timeouts."""
+
+    def rss_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+    def num_fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    children_before = children()
+    with RewardPool([f"{USER_FILE}:hangs_on_bad"], num_workers=2, timeout_s=0.05) as pool:
+        pool.score(make_requests("bad", "bad"))
+        rss_before, fds_before = rss_bytes(), num_fds()
+        results = pool.score(make_requests(*["bad"] * 50))
+        assert [r.status for r in results] == ["timeout"] * 50
+        assert rss_bytes() - rss_before < 4 << 20
+        assert num_fds() == fds_before
+        assert children() - children_before == set(pool.worker_pids)
+
+
+def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
+    """Answers to an abandoned batch must not be taken for answers to the next."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardPool([f"{USER_FILE}:sleeps"], num_workers=1) as pool:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(make_requests("0.5", "0.5"))
+            results = pool.score(
+                [RewardRequest(i, "", "0", "", "stop", 1) for i in range(3)],
+            )
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert [(r.sample_id, r.status) for r in results] == [(0, "ok"), (1, "ok"), (2, "ok")]
+
+
+PARENT = """
+import signal, sys, threading, time
+from mindspeed_rl.rewards import RewardPool, RewardRequest
+from mindspeed_rl.rewards.worker_process import worker_environment
+pool = RewardPool([sys.argv[1] + ":hangs_on_bad"], num_workers=2, timeout_s=60)
+print(*pool.worker_pids, flush=True)
+if sys.argv[2] == "kill":
+    pool.score([RewardRequest(0, "", "bad", "", "stop", 1)])  # one worker busy, one idle
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_workers_end_with_their_parent(end: str) -> None:
+    """R56: SIGKILL of the parent mid-work, and an exit without close, leave no worker."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), str(USER_FILE), end],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=worker_environment(os.environ),  # able to import this package
+    )
+    assert parent.stdout is not None
+    with parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "kill":
+            time.sleep(0.2)
+            assert all(map(is_running, pids))
+            parent.kill()
+    assert wait_for(lambda: not any(map(is_running, pids)), 5.0)

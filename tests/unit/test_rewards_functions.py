@@ -1,0 +1,342 @@
+"""The reward functions, their names on the command line, and scoring in one process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rl.rewards import (
+    RewardRequest,
+    RewardResult,
+    RewardSpec,
+    WeightedReward,
+    extract_last_number,
+    known_rewards,
+    lenient_match,
+    register_reward,
+    resolve_reward,
+    score_sample,
+    status_rate,
+)
+from mindspeed_rl.rewards.worker_process import worker_environment
+
+
+def request(response: str = "", answer: str = "", **fields: object) -> RewardRequest:
+    values: dict[str, object] = {
+        "sample_id": 7,
+        "prompt": "question",
+        "response": response,
+        "answer": answer,
+        "finish_reason": "stop",
+        "num_response_tokens": 3,
+    }
+    return RewardRequest(**{**values, **fields})  # type: ignore[arg-type]
+
+
+# ---- math, exact_match ---------------------------------------------------------------------------
+
+MATH_CASES = [
+    ("42", r"so it is \boxed{42}", 1.0),
+    ("42", "so it is 42.", 1.0),
+    ("42", "3 + 4 = 42", 1.0),
+    ("42", "42 is wrong, I say 41", 0.0),
+    ("5", r"\boxed{15}", 0.0),  # no substring test
+    ("42", r"\boxed{41}, not 42", 0.0),  # the box wins over the last number
+    ("1,234", "it is 1234", 1.0),
+    ("1/2", r"\boxed{\frac{1}{2}}", 1.0),
+    (r"\frac{1}{2}", "0.5", 1.0),
+    ("2x+1", r"\boxed{1 + 2x}", 1.0),
+    ("2x+1", "2", 0.0),  # the reference is the expression, not its first number
+    ("$x^2$", r"$x \cdot x$", 1.0),
+    (r"\boxed{7}", "7", 1.0),
+    ("$5", "5", 1.0),
+    ("(1,2)", r"\boxed{(1,2)}", 1.0),
+    ("42", "", 0.0),
+    ("42", "I do not know", 0.0),
+    ("42", r"\boxed{", 0.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "response", "expected"), MATH_CASES)
+def test_math_reward(answer: str, response: str, expected: float) -> None:
+    assert resolve_reward("math")(request(response, answer)) == expected
+
+
+def test_math_reward_in_a_thread_scores_as_in_the_main_thread() -> None:
+    """R41: math-verify's time limits need signals; in a thread they used to give 0 for all."""
+    scores: list[float | None] = []
+    thread = threading.Thread(
+        target=lambda: scores.extend(
+            resolve_reward("math")(request(response, answer)) for answer, response, _ in MATH_CASES
+        )
+    )
+    thread.start()
+    thread.join()
+    assert scores == [expected for *_, expected in MATH_CASES]
+
+
+@pytest.mark.parametrize("answer", ["", "   ", "$$"])
+def test_math_reward_refuses_an_unreadable_reference(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"reference answer .* of sample 7.*exact_match"):
+        resolve_reward("math")(request("7", answer))
+
+
+def test_math_reward_does_not_log_that_limits_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        resolve_reward("math")(request("7", "7"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"), [("a b", 1.0), (" a b\n", 1.0), ("a  b", 0.0), ("a b.", 0.0)]
+)
+def test_exact_match(response: str, expected: float) -> None:
+    assert resolve_reward("exact_match")(request(response, "a b ")) == expected
+
+
+# ---- format, lenient extraction ------------------------------------------------------------------
+
+THINK = r"<think>.*</think> *[0-9]+"
+
+
+@pytest.mark.parametrize(
+    ("response", "finish_reason", "metadata", "expected"),
+    [
+        ("anything", "stop", {}, 1.0),
+        ("anything", "length", {}, 0.0),
+        ("<think>a\nb</think> 4", "stop", {"format_regex": THINK}, 1.0),
+        ("<think>a\nb</think> 4", "length", {"format_regex": THINK}, 0.0),
+        ("<think>a</think> 4.", "stop", {"format_regex": THINK}, 0.0),
+        ("so <think>a</think> 4", "stop", {"format_regex": THINK}, 0.0),
+    ],
+)
+def test_format_reward(
+    response: str, finish_reason: str, metadata: dict[str, str], expected: float
+) -> None:
+    sample = request(response, finish_reason=finish_reason, metadata=metadata)
+    assert resolve_reward("format")(sample) == expected
+
+
+@pytest.mark.parametrize("pattern", ["(", 3])
+def test_format_reward_refuses_a_bad_pattern(pattern: object) -> None:
+    with pytest.raises(ValueError, match=r"'format_regex' of sample 7"):
+        resolve_reward("format")(request(metadata={"format_regex": pattern}))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("none", None),
+        ("first 3 then 4.", "4"),
+        ("3-4", "4"),
+        ("(3)-4", "4"),
+        ("x = -4", "-4"),
+        ("-4", "-4"),
+        ("1,234.50 dollars", "1234.50"),
+        ("1,234,567", "1234567"),
+        ("12,3456", "3456"),
+        ("2, 3", "3"),
+        ("is .5", ".5"),
+        ("1.2.3", "3"),
+        ("0042!", "0042"),
+        (r"\boxed{17}", "17"),
+    ],
+)
+def test_extract_last_number(text: str, expected: str | None) -> None:
+    assert extract_last_number(text) == expected
+
+
+@given(st.decimals(-(10**9), 10**9, places=2), st.text(alphabet="ab =:\n$", max_size=20))
+def test_extract_last_number_finds_any_decimal(number: Decimal, noise: str) -> None:
+    found = extract_last_number(f"3 of {noise} {number:,}{noise}")
+    assert found is not None and Decimal(found) == number
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("The answer is 7.", "7", True),
+        ("7 then 8", "7", False),
+        ("it is 7.0", "7", True),
+        ("it is 1234", "1,234", True),
+        ("17", "7", False),
+        ("so 0123", "0123", True),
+        ("so 123", "0123", False),  # a digit string, not a number
+        ("so 0.5", ".5", True),
+        ("-3", "3", False),
+        (" Paris ", "Paris", True),
+        ("it is Paris", "Paris", False),
+        ("", "7", False),
+    ],
+)
+def test_lenient_match(response: str, answer: str, expected: bool) -> None:
+    assert lenient_match(response, answer) is expected
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "weight", "label"),
+    [
+        ("math", "math", 1.0, "math"),
+        (" format=0.2 ", "format", 0.2, "format"),
+        ("length=-1e-3", "length", -0.001, "length"),
+        ("my/file.py:score", "my/file.py:score", 1.0, "score"),
+        ("my/file.py:score=0.8", "my/file.py:score", 0.8, "score"),
+        ("a=b/file.py:score=1", "a=b/file.py:score", 1.0, "score"),
+    ],
+)
+def test_spec_syntax(text: str, name: str, weight: float, label: str) -> None:
+    spec = RewardSpec.parse(text)
+    assert (spec.name, spec.weight, spec.label) == (name, weight, label)
+
+
+@pytest.mark.parametrize("text", ["", "=1", "math=", "math=a", "math=nan", "math=inf"])
+def test_bad_spec_syntax(text: str) -> None:
+    with pytest.raises(ValueError, match="reward"):
+        RewardSpec.parse(text)
+
+
+def test_unknown_reward_names_the_known_and_the_nearest() -> None:
+    assert {"math", "exact_match", "format"} <= set(known_rewards())
+    with pytest.raises(ValueError, match=r"'fromat'.*mean 'format'.*exact_match, format.*math"):
+        resolve_reward("fromat")
+
+
+def test_registering_a_name_twice_or_malformed_is_refused() -> None:
+    with pytest.raises(ValueError, match="'math' is already registered"):
+        register_reward("math")(lambda sample: 1.0)
+    with pytest.raises(ValueError, match="'a=b'"):
+        register_reward("a=b")
+
+
+def test_user_function_by_file_with_a_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "reward_test_neighbour.py").write_text("FACTOR = 3\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from reward_test_neighbour import FACTOR\n"
+        "@dataclass\n"
+        "class Score:\n"
+        "    value: float\n"
+        "def triple(request):\n"
+        "    return Score(FACTOR * len(request.response)).value\n"
+        "def answer_length(request):\n"
+        "    return len(request.answer)\n"
+    )
+    triple = resolve_reward(f"{file}:triple")
+    assert triple(request("abc")) == 9
+    other = resolve_reward(RewardSpec(f"{file}:answer_length", 0.5))
+    assert other(request(answer="ab")) == 2
+    assert triple.__module__ == other.__module__  # the file is executed once
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "message"),
+    [
+        (None, "score", "no Python file at"),
+        ("def other(request): return 1\n", "score", r"defines no 'score'; its functions: other"),
+        ("score = 3\n", "score", "is a int, must be a function"),
+        ("def score(): return 1\n", "score", "exactly one argument"),
+        ("def score(a, b): return 1\n", "score", "exactly one argument"),
+        ("async def score(request): return 1\n", "score", "is async"),
+        ("import no_such_module_here\n", "score", "fails to import: ModuleNotFoundError"),
+        ("def score(:\n", "score", "fails to import: SyntaxError"),
+    ],
+)
+def test_bad_user_files(tmp_path: Path, source: str | None, function: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve_reward(f"{file}:{function}")
+    assert "mine.py" in str(caught.value)
+
+
+# ---- scoring -------------------------------------------------------------------------------------
+
+
+def constant(value: object, label: str = "f", weight: float = 1.0) -> WeightedReward:
+    return WeightedReward(label, weight, lambda sample: value)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("value", [True, False, 0, 3, -2.5, 1e300, Fraction(1, 2)])
+def test_accepted_values(value: float) -> None:
+    result = score_sample([constant(value)], request())
+    assert (result.status, result.reward, result.parts) == ("ok", float(value), {"f": float(value)})
+    assert type(result.reward) is float
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, "1", [1.0], (1.0,), {}, 1j, Decimal(1), object()]
+)
+def test_refused_values(value: object) -> None:
+    """R43: what is not a finite number is an error that names the function and the value."""
+    result = score_sample([constant(0.5, "good"), constant(value, "bad")], request())
+    assert (result.status, result.reward) == ("error", None)
+    assert "reward 'bad' returned" in result.detail and repr(value) in result.detail
+
+
+def test_weighted_sum_and_abstention() -> None:
+    """R43: ``None`` abstains; the total is ``None`` only when all abstain."""
+    rewards = [constant(1.0, "a", 0.5), constant(None, "b", 9.0), constant(2, "c", -1.0)]
+    result = score_sample(rewards, request())
+    assert (result.reward, result.parts) == (-1.5, {"a": 1.0, "c": 2.0})
+    nothing = score_sample([constant(None), constant(None, "g")], request())
+    assert (nothing.status, nothing.reward, nothing.parts) == ("ok", None, {})
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3), GeneratorExit()])
+def test_what_a_function_raises_is_an_error_with_its_traceback(error: BaseException) -> None:
+    """R41: an exception is not a 0, whatever its base class."""
+
+    def fails(sample: RewardRequest) -> float:
+        raise error
+
+    result = score_sample([constant(1.0, "a"), WeightedReward("b", 1.0, fails)], request())
+    assert (result.status, result.reward, result.sample_id) == ("error", None, 7)
+    assert "in fails" in result.detail and type(error).__name__ in result.detail
+
+
+def test_status_rate() -> None:
+    results = [RewardResult(i, 0.0, {}, "timeout" if i == 1 else "ok", "") for i in range(4)]
+    assert status_rate(results, "timeout") == 0.25
+    assert status_rate(results, "error") == 0.0
+    assert status_rate([], "error") == 0.0
+
+
+def test_requests_and_results_pickle() -> None:
+    sample = request("a", metadata=MappingProxyType({"k": [1]}))
+    assert pickle.loads(pickle.dumps(sample)) == request("a", metadata={"k": [1]})
+    result = RewardResult(1, None, {"a": 0.5}, "error", "why")
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, mindspeed_rl.rewards\n"
+        "print({'torch', 'numpy', 'sympy', 'math_verify', 'multiprocessing'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=worker_environment(os.environ),  # able to import this package
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,174 @@
+"""The reward pool: scores, order, environment, error rates, arguments (R41, R43)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from rewards_support import USER_FILE, make_requests
+
+from mindspeed_rl.rewards import RewardError, RewardPool, RewardRequest, resolve_reward
+from mindspeed_rl.rewards.wire import FrameBuffer, Kind, encode
+from mindspeed_rl.rewards.worker_process import worker_environment
+
+
+def test_same_scores_from_main_thread_and_pool() -> None:
+    """R41: the process, a pool, and a pool driven by a thread agree."""
+    requests = [
+        RewardRequest(i, "", rf"so \boxed{{{i % 3}}}", "1", "stop" if i % 2 else "length", 4)
+        for i in range(24)
+    ]
+    math, fmt = resolve_reward("math"), resolve_reward("format")
+    expected = [0.8 * float(math(r) or 0) + 0.2 * float(fmt(r) or 0) for r in requests]
+    assert len(set(expected)) == 4
+    from_thread: list[float | None] = []
+    with RewardPool(["math=0.8", "format=0.2"], num_workers=2) as pool:
+        results = pool.score(requests)
+        thread = threading.Thread(
+            target=lambda: from_thread.extend(r.reward for r in pool.score(requests))
+        )
+        thread.start()
+        thread.join()
+    assert [r.reward for r in results] == pytest.approx(expected)
+    assert from_thread == pytest.approx(expected)
+    assert [r.sample_id for r in results] == list(range(24))
+    assert results[3].parts == {"math": 0.0, "format": 1.0}
+
+
+def test_workers_are_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R41: own processes, without the parent's rank, preloads or imports."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "3")
+    with RewardPool([f"{USER_FILE}:process"], num_workers=2, max_error_rate=0.0) as pool:
+        used = {result.reward for result in pool.score(make_requests(*["x"] * 64))}
+        assert used <= set(pool.worker_pids) and os.getpid() not in used
+
+
+def test_worker_environment_keeps_the_rest() -> None:
+    result = worker_environment(
+        {"LD_PRELOAD": "x.so", "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": "mine", "HOME": "/home/me"}
+    )
+    root, _, mine = result.pop("PYTHONPATH").rpartition(os.pathsep)
+    assert (Path(root) / "mindspeed_rl" / "rewards").is_dir() and mine == "mine"
+    assert result.pop("HOME") == "/home/me"
+    assert set(result) == {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+
+
+def test_order_and_large_messages() -> None:
+    """Requests far above the socket's buffer neither block nor mix up."""
+    requests = make_requests(*["x" * (i * 997 % 300_000) for i in range(200)])
+    with RewardPool([f"{USER_FILE}:length"], num_workers=3) as pool:
+        results = pool.score(requests)
+    assert [r.sample_id for r in results] == [r.sample_id for r in requests]
+    assert [r.reward for r in results] == [float(len(r.response)) for r in requests]
+
+
+def test_empty_batch_and_closed_pool() -> None:
+    pool = RewardPool(["exact_match"], num_workers=1)
+    assert pool.score([]) == []
+    pool.close()
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.score(make_requests("x"))
+
+
+def test_raising_reward_is_counted_and_above_the_limit_raises() -> None:
+    """R41: an exception is not a 0."""
+    requests = make_requests(*["good"] * 9, "bad one", *["good"] * 10)
+    with RewardPool([f"{USER_FILE}:raises_on_bad"], num_workers=2) as pool:
+        results = pool.score(requests)  # 1 of 20 = 5% is not above 5%
+        assert [r.status for r in results].count("ok") == 19
+        assert (results[9].status, results[9].reward, results[9].parts) == ("error", None, {})
+        assert "RuntimeError: cannot score bad one" in results[9].detail
+        with pytest.raises(RewardError, match=r"(?s)2 of 21.*sample 109.*cannot score bad one"):
+            pool.score([*requests, *make_requests("bad two")])
+        assert [r.status for r in pool.score(requests)].count("ok") == 19  # it goes on working
+
+
+@pytest.mark.parametrize("value", [float("nan"), "1.0", [1.0]])
+def test_nonsense_values_are_errors(value: object) -> None:
+    """R43, through the pool."""
+    sample = RewardRequest(1, "", "", "", "stop", 1, {"value": value})
+    with (
+        RewardPool([f"{USER_FILE}:returns"], num_workers=1) as pool,
+        pytest.raises(RewardError, match=r"reward 'returns' returned"),
+    ):
+        pool.score([sample])
+
+
+def test_abstaining_is_no_error() -> None:
+    sample = RewardRequest(1, "", "", "", "stop", 1, {"value": None})
+    with RewardPool([f"{USER_FILE}:returns"], num_workers=1, max_error_rate=0.0) as pool:
+        (result,) = pool.score([sample])
+    assert (result.reward, result.status) == (None, "ok")
+
+
+def test_threads_may_share_a_pool() -> None:
+    scores: dict[int, list[float | None]] = {}
+    with RewardPool([f"{USER_FILE}:length"], num_workers=2) as pool:
+
+        def work(length: int) -> None:
+            scores[length] = [r.reward for r in pool.score(make_requests(*["x" * length] * 50))]
+
+        threads = [threading.Thread(target=work, args=(length,)) for length in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert scores == {length: [float(length)] * 50 for length in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("maths", r"unknown reward 'maths'; did you mean 'math'"),
+        ("no_such_file.py:score", "no Python file at"),
+        ("math=x", "finite number"),
+    ],
+)
+def test_bad_rewards_fail_at_construction(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardPool([spec], num_workers=1)
+
+
+def test_a_file_that_ends_the_worker_fails_at_construction(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit(5)\n")
+    with pytest.raises(RewardError, match="exit code 5 before it was ready"):
+        RewardPool([f"{file}:score"], num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers is 0, must be at least 1"),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0, must be above 0"),
+        ({"timeout_s": 9.0, "batch_timeout_s": 8.0}, "batch_timeout_s is 8.0"),
+        ({"timeout_score": float("nan")}, "timeout_score is nan"),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes is 0"),
+        ({"max_error_rate": 1.5}, "max_error_rate is 1.5"),
+    ],
+)
+def test_bad_options(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardPool(["exact_match"], **options)  # type: ignore[arg-type]
+
+
+def test_ambiguous_or_missing_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match="two reward functions are called 'f'"):
+        RewardPool(["a.py:f", "b.py:f"])
+    with pytest.raises(ValueError, match="no reward function"):
+        RewardPool([])
+
+
+def test_frames_split_anywhere() -> None:
+    messages = [(Kind.SCORE, ["x" * n]) for n in (0, 1, 5000)]
+    stream = b"".join(encode(*message) for message in messages)
+    for step in (1, 7, 4096, len(stream)):
+        buffer = FrameBuffer()
+        received = []
+        for start in range(0, len(stream), step):
+            received += buffer.feed(stream[start : start + step])
+        assert received == messages
