@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from mindspeed_rl.compat import classify
+from mindspeed_rl.compat import ForeignUse, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.flag import FlagInfo, flag_names
 
@@ -39,18 +39,16 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     sections = _sections(run_type)
     parser = build_parser(run_type, prog)
     own = {name for name in parser._option_string_actions if name.startswith("--")}
-    rest, vllm_options = _take_vllm_options(argv) if "vllm_options" in _names(run_type) else (
-        list(argv), {},
+    rest, vllm_options = (
+        _take_vllm_options(argv)
+        if "vllm_options" in _names(run_type)
+        else (
+            list(argv),
+            {},
+        )
     )
     use = classify(rest, own)
-    problems = [
-        f"unknown flag {item.token}; nearest: {', '.join(item.nearest) or 'none'}"
-        for item in use.unknown
-    ]
-    problems += [
-        f"{' '.join([item.flag, *item.values])} is refused: {item.reason}" for item in use.refused
-    ]
-    if problems:
+    if problems := _problems(use):
         raise ValueError("; ".join(problems))
     namespace = vars(parser.parse_args(list(use.own_argv)))
     built: dict[str, Any] = {
@@ -60,8 +58,21 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     if vllm_options:
         built["vllm_options"] = vllm_options
     _check_numbers(built)
-    ignored = tuple(" ".join([item.flag, *item.values]) for item in use.no_meaning)
+    ignored = tuple(_as_typed(used) for used in use.no_meaning)
     return ParsedArguments(run_type(**built), ignored)
+
+
+def _as_typed(used: UsedFlag) -> str:
+    return " ".join([used.flag, *used.values])
+
+
+def _problems(use: ForeignUse) -> list[str]:
+    """One sentence per flag that cannot be accepted."""
+    unknown = [
+        f"unknown flag {word.token}; nearest: {', '.join(word.nearest) or 'none'}"
+        for word in use.unknown
+    ]
+    return unknown + [f"{_as_typed(used)} is refused: {used.reason}" for used in use.refused]
 
 
 class _Parser(argparse.ArgumentParser):

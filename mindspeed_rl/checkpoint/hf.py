@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -55,7 +56,7 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[safe_open]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         handle = safe_open(str(path), framework="pt")
     except Exception as error:
@@ -107,8 +108,8 @@ def load_hf(
                         f"{path}: {name} has shape {shape}, config.json implies "
                         f"{tuple(layout.hf_shapes[name])}"
                     )
-                for param, hf_slices, param_slices in mine.get(name, ()):
-                    params[param][param_slices].copy_(view[hf_slices])
+                for local, hf_slices, param_slices in mine.get(name, ()):
+                    params[local][param_slices].copy_(view[hf_slices])
 
 
 def _check_names(directory: str | Path, layout: ShardLayout, files: Mapping[str, Path]) -> None:

@@ -20,6 +20,7 @@ class ModelConfig:
         "Directory with config.json, tokenizer and safetensors weights: architecture, tokenizer "
         "and first weights of the policy. Required.",
     )
+    tokenizer_name_or_path: str = flag("", "Tokenizer directory; default: --hf-checkpoint.")
     num_layers: int | None = flag(None, "Checked against the model's num_hidden_layers.")
     hidden_size: int | None = flag(None, "Checked against the model's hidden_size.")
     ffn_hidden_size: int | None = flag(None, "Checked against the model's intermediate_size.")
@@ -30,7 +31,8 @@ class ModelConfig:
     vocab_size: int | None = flag(None, "Checked against the model's vocab_size.")
     padded_vocab_size: int | None = flag(None, "Checked against the padded vocabulary.")
     make_vocab_size_divisible_by: int = flag(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        128,
+        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
         minimum=1,
     )
     max_position_embeddings: int | None = flag(None, "At most the model's own.")
@@ -38,7 +40,8 @@ class ModelConfig:
     rotary_base: float | None = flag(None, "Checked against the model's rope_theta.")
     normalization: str = flag("RMSNorm", "Norm of every layer.", choices=("RMSNorm",))
     norm_epsilon: float | None = flag(
-        None, "Checked against the model's rms_norm_eps.",
+        None,
+        "Checked against the model's rms_norm_eps.",
         names=("--norm-epsilon", "--layernorm-epsilon"),
     )
     swiglu: bool = flag(False, "Accepted; the model's config decides.")
@@ -62,14 +65,16 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, "Pipeline stages of training.", minimum=1)
     context_parallel_size: int = flag(1, "Context parallelism of training.", minimum=1)
     sequence_parallel: bool = flag(False, "Shard activations along the sequence within TP.")
+    expert_model_parallel_size: int = flag(1, "Expert parallelism of training.", minimum=1)
+    expert_tensor_parallel_size: int | None = flag(
+        None, "Tensor parallelism of experts; default: the tensor-parallel size.", minimum=1
+    )
     use_distributed_optimizer: bool = flag(
-        True, "Keep one full optimizer state per data-parallel rank instead of sharding it.",
-        names=("--no-use-distributed-optimizer",),
+        False, "Shard optimizer state and master weights over data parallelism."
     )
-    distributed_timeout_minutes: int = flag(
-        60, "Limit of one collective, in minutes.", minimum=1
-    )
+    distributed_timeout_minutes: int = flag(60, "Limit of one collective, in minutes.", minimum=1)
     platform: str = flag(
-        "auto", "Device platform; auto takes CUDA where torch sees it, else CPU.",
+        "auto",
+        "Device platform; auto takes CUDA where torch sees it, else CPU.",
         choices=("auto", "cpu", "cuda"),
     )

@@ -19,7 +19,8 @@ class RLConfig:
     grpo_clamp_eps_lower: float = flag(0.2, "Ratio is clipped at 1 minus this.", minimum=0.0)
     grpo_clamp_eps_upper: float = flag(0.2, "Ratio is clipped at 1 plus this.", minimum=0.0)
     grpo_kl_beta: float = flag(
-        0.0, "Weight of the k3 KL term against the first policy; 0 skips the reference pass.",
+        0.0,
+        "Weight of the k3 KL term against the first policy; 0 skips the reference pass.",
         minimum=0.0,
     )
     grpo_entropy_term_weight: float = flag(0.0, "Weight of the entropy bonus.")
@@ -40,15 +41,18 @@ class RLConfig:
         choices=("none", "shuffled-rewards"),
     )
     rl_default_temperature: float = flag(
-        1.0, "Sampling temperature; the trainer's log-probs use the same.",
+        1.0,
+        "Sampling temperature; the trainer's log-probs use the same.",
         names=("--rl-default-temperature", "--rollout-temperature"),
     )
     rl_default_top_p: float = flag(
-        1.0, "Only 1: a truncated distribution does not match the trainer's log-probs (R9).",
+        1.0,
+        "Only 1: a truncated distribution does not match the trainer's log-probs (R9).",
         names=("--rl-default-top-p", "--rollout-top-p"),
     )
     rl_default_top_k: int = flag(
-        -1, "Only -1, for the reason of --rl-default-top-p.",
+        -1,
+        "Only -1, for the reason of --rl-default-top-p.",
         names=("--rl-default-top-k", "--rollout-top-k"),
     )
     rl_max_logprob_diff: float = flag(
@@ -66,7 +70,9 @@ class RolloutConfig:
     """
 
     rl_inference_tensor_model_parallel_size: int = flag(
-        1, "Ranks of one engine; replicas = world / this.", minimum=1,
+        1,
+        "Ranks of one engine; replicas = world / this.",
+        minimum=1,
         names=("--rl-inference-tensor-model-parallel-size", "--rollout-tp"),
     )
     rollout_max_response_length: int = flag(128, "Longest response, in tokens.", minimum=1)
@@ -80,7 +86,8 @@ class RolloutConfig:
         512.0, "Send plus receive staging of one reshard round on one rank, in MiB.", minimum=0.001
     )
     reshard_verify_interval: int = flag(
-        1, "Steps between bit-equality checks of engine and trainer weights; 0: first sync only.",
+        1,
+        "Steps between bit-equality checks of engine and trainer weights; 0: first sync only.",
         minimum=0,
     )
     rl_sync_check_tol: float = flag(

@@ -187,6 +187,11 @@ def _check_common(
         raise ValueError(
             f"--context-parallel-size {parallel.context_parallel_size}: allowed is 1 for now"
         )
+    if parallel.expert_model_parallel_size != 1:
+        raise ValueError(
+            f"--expert-model-parallel-size {parallel.expert_model_parallel_size}: the model has no "
+            "experts; allowed is 1"
+        )
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
     if train.lr_warmup_iters and train.lr_warmup_fraction:

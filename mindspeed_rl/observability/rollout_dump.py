@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from mindspeed_rl.observability.jsonl import JsonlWriter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class RolloutDump:
             self._writer.close()
 
 
-def evenly_spread(rows: Sequence[RolloutRow], num: int) -> list[RolloutRow]:
+def evenly_spread(rows: Sequence[T], num: int) -> list[T]:
     """``num`` of the rows at even distances, the first one included; all rows when fewer."""
     num = min(num, len(rows))
     return [rows[index * len(rows) // num] for index in range(num)]

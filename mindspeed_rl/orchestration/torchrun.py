@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from mindspeed_rl.platforms.base import Platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig)
-Plan = TypeVar("Plan")
+Plan_co = TypeVar("Plan_co", covariant=True)
 
 USAGE_ERROR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Job(Generic[Run, Plan]):
+class Job(Generic[Run, Plan_co]):
     """Everything that an entry's main function gets.
 
     ``ignored`` are the flags that were accepted and do nothing here.
     """
 
     config: Run
-    plan: Plan
+    plan: Plan_co
     world: bootstrap.World
     platform: Platform
     watchdog: Watchdog
@@ -51,8 +51,8 @@ class Job(Generic[Run, Plan]):
 def run_entry(
     prog: str,
     run_type: type[Run],
-    check: Callable[[Run, int], Plan],
-    main: Callable[[Job[Run, Plan]], None],
+    check: Callable[[Run, int], Plan_co],
+    main: Callable[[Job[Run, Plan_co]], None],
     argv: Sequence[str] | None = None,
 ) -> None:
     """Run ``main`` under torchrun. Never returns normally on failure.
@@ -99,7 +99,8 @@ def _leave(watchdog: Watchdog) -> None:
     with watchdog.phase("exit"):
         dist.barrier()
     watchdog.stop()
-    dist.destroy_process_group()
+    if "vllm" not in sys.modules:  # else its own exit handler destroys the groups
+        dist.destroy_process_group()
 
 
 def _fail(error: BaseException, watchdog: Watchdog, prog: str) -> None:

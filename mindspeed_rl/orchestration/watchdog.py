@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 INTERVAL_S = 1.0
 # A rank whose thread is silent for this long is dead or its machine is.
@@ -46,12 +47,12 @@ class Watchdog:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     @staticmethod
-    def _connect() -> dist.Store:
+    def _connect() -> Store:
         """A connection of our own: the default group's may be blocked in another thread."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        return dist.PrefixStore(f"mindspeed_rl/{run}", store)
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+        return PrefixStore(f"mindspeed_rl/{run}", store)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -80,7 +81,7 @@ class Watchdog:
     def publish(self, cause: str) -> bool:
         """Tell all ranks why this one ends; true when nobody had told a cause before."""
         try:
-            first = self._store.add("failures", 1) == 1
+            first = int(self._store.add("failures", 1)) == 1
             if first:
                 self._store.set("failure", f"rank {self._rank} in phase {self._phase}: {cause}")
             return first
@@ -138,9 +139,7 @@ class Watchdog:
 
     def _end(self, cause: str) -> None:
         """Dump all stacks of this process and leave: the main thread may be stuck in C++."""
-        print(
-            f"rank {self._rank} (phase {self._phase}) ends: {cause}", file=sys.stderr, flush=True
-        )
+        print(f"rank {self._rank} (phase {self._phase}) ends: {cause}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         sys.stderr.flush()
         time.sleep(LINGER_S)

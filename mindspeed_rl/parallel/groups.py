@@ -10,16 +10,13 @@ from mindspeed_rl.parallel.layout import ParallelLayout
 def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:
     """The ranks of every tensor, pipeline and data-parallel group, as megatron-core forms them."""
     ranks = range(layout.world)
-    keys = {
-        "tp": lambda c: (c.cp, c.dp, c.pp),
-        "pp": lambda c: (c.tp, c.cp, c.dp),
-        "dp": lambda c: (c.tp, c.cp, c.pp),
-    }
     result = {}
-    for axis, key in keys.items():
+    for axis, others in (("tp", "cp dp pp"), ("pp", "tp cp dp"), ("dp", "tp cp pp")):
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in ranks:
-            groups.setdefault(key(layout.coords(rank)), []).append(rank)
+            coords = layout.coords(rank)
+            key = tuple(int(getattr(coords, other)) for other in others.split())
+            groups.setdefault(key, []).append(rank)
         result[axis] = list(groups.values())
     return result
 

@@ -58,5 +58,5 @@ class AllToAllTransport:
             start += sends[peer].numel()
         dist.all_to_all_single(incoming, outgoing, out_sizes, in_sizes, group=self._group)
         self.sent_bytes += outgoing.numel() * outgoing.element_size()
-        parts = incoming.split(out_sizes)
+        parts = torch.split(incoming, out_sizes)
         return {peer: parts[peer] for peer in receive_sizes}

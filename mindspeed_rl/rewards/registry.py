@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from mindspeed_rl.rewards.types import RewardFunction
 
@@ -148,7 +149,7 @@ def _function_of_file(path: Path, function_name: str) -> RewardFunction:
             f"{where}: is a {type(function).__name__}, must be a function of one RewardRequest"
         )
     _check_signature(function, where)
-    return function  # type: ignore[no-any-return]
+    return cast(RewardFunction, function)
 
 
 def _is_own_function(value: object, module: ModuleType) -> bool:

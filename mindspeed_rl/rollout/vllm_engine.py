@@ -1,7 +1,7 @@
 """vLLM in the training process: build, in-place weights, cache memory, the step loop.
 
 The engine is built once, with ``external_launcher``, inside the trainer's process group. Its
-weights are parameters like any others: a reshard writes into them (:meth:`VllmEngine.weight_views`).
+weights are parameters like any others: a reshard writes into :meth:`VllmEngine.weight_views`.
 ``generate`` refuses unless the weights are those of the trainer's current version (R3).
 """
 

@@ -25,9 +25,7 @@ class EngineCapabilities:
     sleep_mode: bool
 
 
-CAPABILITIES = (
-    EngineCapabilities("0.32.", "cpu", in_place_dense=True, sleep_mode=False),
-)
+CAPABILITIES = (EngineCapabilities("0.32.", "cpu", in_place_dense=True, sleep_mode=False),)
 
 
 def engine_capabilities(version: str, platform: str) -> EngineCapabilities:

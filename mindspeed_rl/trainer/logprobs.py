@@ -68,7 +68,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, index, owned, log_z, entropy = ctx.saved_tensors

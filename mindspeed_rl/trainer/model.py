@@ -30,7 +30,7 @@ class HiddenStateHead(ColumnParallelLinear):
     this class is made by :func:`keep_hidden_states`.
     """
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
         """[T, 1, h] -> the same."""
@@ -139,6 +139,7 @@ def check_built(model: GPTModel, spec: ModelSpec) -> None:
     config = model.config
     rotary = model.rotary_pos_emb
     exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    expected_freq = 1.0 / spec.rope_theta**exponent
     pairs = {
         "num_layers": (config.num_layers, spec.num_layers),
         "hidden_size": (config.hidden_size, spec.hidden_size),
@@ -153,9 +154,7 @@ def check_built(model: GPTModel, spec: ModelSpec) -> None:
         "qkv_bias": (config.add_qkv_bias or config.add_bias_linear, spec.qkv_bias),
         "linear bias": (config.add_bias_linear, False),
         "tie_embeddings": (model.share_embeddings_and_output_weights, spec.tie_embeddings),
-        "rope_theta": (
-            torch.allclose(rotary.inv_freq.cpu(), 1.0 / spec.rope_theta**exponent), True
-        ),  # fmt: skip
+        "rope_theta": (torch.allclose(rotary.inv_freq.cpu(), expected_freq), True),
         "softmax scale": (config.softmax_scale, None),
         "multi_latent_attention": (config.multi_latent_attention, False),
         "experts": (config.num_moe_experts, None),

@@ -61,7 +61,7 @@ def build_optimizer(model: Any, train: TrainConfig, parallel: ParallelConfig) ->
         params_dtype=dtype,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, [model])
+    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

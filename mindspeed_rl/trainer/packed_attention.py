@@ -136,10 +136,14 @@ class PackedSelfAttention(MegatronModule):
     ) -> torch.Tensor:
         """One dense batch -> [tokens, n, d] without its padding."""
         shape = group.index.shape
-        batch = [x[group.index.flatten()].view(*shape, *x.shape[1:]).transpose(1, 2)
-                 for x in (q, k, v)]  # fmt: skip
+
+        def dense(x: torch.Tensor) -> torch.Tensor:
+            return x[group.index.flatten()].view(*shape, *x.shape[1:]).transpose(1, 2)
+
         out = F.scaled_dot_product_attention(
-            *batch,
+            dense(q),
+            dense(k),
+            dense(v),
             is_causal=True,
             scale=self.softmax_scale,
             dropout_p=self.dropout if self.training else 0.0,
@@ -160,6 +164,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def __init__(self, head_dim: int, base: float, device: torch.device) -> None:
         super().__init__()
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", 1.0 / (base**exponent), persistent=False)
 
     def get_rotary_seq_len(

@@ -211,7 +211,7 @@ class TrainEngine:
         loss: Callable[[PreparedBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]],
         backward: bool = False,
     ) -> list[Any]:
-        """All micro-batches through the pipeline; the loss function's payloads on the last stage."""
+        """Run all micro-batches; the loss function's payloads, on the last stage."""
 
         def forward(iterator: Iterator[PreparedBatch], model: Any) -> tuple[torch.Tensor, Any]:
             prepared = next(iterator)

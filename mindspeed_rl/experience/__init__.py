@@ -1,0 +1,1 @@
+"""Samples between the stages of a step."""

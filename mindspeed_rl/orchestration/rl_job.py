@@ -1,0 +1,257 @@
+"""Everything an RL run holds on one rank, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_rl.algorithms.losses import ClipSettings
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.data.prompts import PromptDataset, load_prompts
+from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.rollout_dump import RolloutDump
+from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.phases import Phases, WeightSync
+from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.rewards import RewardPool, RewardSpec
+from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class RLJob:
+    """The parts of an RL run on this rank.
+
+    ``version`` counts optimizer updates: it names the weights that sampled a token.
+    ``rewards`` exists on the first rank of each engine only.
+    """
+
+    job: Job[RLRunConfig, RLPlan]
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    sampler: PromptSampler
+    policy: TrainEngine
+    reference: TrainEngine | None
+    engine: VllmEngine
+    phases: Phases
+    rewards: RewardPool | None
+    reward_names: tuple[str, ...]
+    clip: ClipSettings
+    timer: PhaseTimer
+    logger: RunLogger
+    dump: RolloutDump
+    version: int = 0
+
+    @property
+    def config(self) -> RLRunConfig:
+        """The configuration."""
+        return self.job.config
+
+    @property
+    def plan(self) -> RLPlan:
+        """Layouts and batch arithmetic."""
+        return self.job.plan
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.job.world.rank
+
+    @property
+    def leads_engine(self) -> bool:
+        """Whether this rank speaks for its engine."""
+        return self.plan.engine.tp_rank(self.rank) == 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name a phase for the timer and the watchdog."""
+        with self.timer(name), self.job.watchdog.phase(name):
+            yield
+
+    def sampling(self, temperature: float) -> SamplingSettings:
+        """Sampling settings at a temperature; 0 is greedy."""
+        return SamplingSettings(
+            temperature,
+            self.config.rollout.rollout_max_response_length,
+            stop_token_ids(self.tokenizer, self.plan),
+        )
+
+    def close(self) -> None:
+        """Stop reward workers and close files."""
+        if self.rewards is not None:
+            self.rewards.close()
+        self.logger.close()
+        self.dump.close()
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:
+    """Ids that end a response: the config's and the tokenizer's."""
+    ids = set(plan.spec.eos_token_ids)
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+    if not ids:
+        raise ValueError("neither config.json nor the tokenizer names an end-of-sequence token")
+    return tuple(sorted(ids))
+
+
+def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
+    """Build the parts in the order in which mistakes are cheapest. Collective: the world."""
+    config, plan, rank = job.config, job.plan, job.world.rank
+    specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
+    leads = plan.engine.tp_rank(rank) == 0
+    rewards = make_reward_pool(config, specs) if leads else None
+    tokenizer = training.load_tokenizer(config)
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        max_prompt_length=config.prompts.max_prompt_length,
+        prompt_key=config.prompts.prompt_key,
+        answer_key=config.prompts.answer_key,
+        progress=rank == 0,
+    )
+    prompts = load(config.prompts.prompt_data)
+    eval_file = config.prompts.eval_prompt_data
+    eval_prompts = load(eval_file) if eval_file else None
+    refuse_overlap(prompts, eval_prompts)
+    training.initialize_parallel(job)
+    updates = config.train.train_iters * plan.batch.updates
+    temperature = config.rl.rl_default_temperature
+    policy = training.build_engine(job, "policy", updates, temperature)
+    reference = None
+    if config.rl.grpo_kl_beta:
+        reference = training.build_engine(job, "reference", 0, temperature)
+    timer = PhaseTimer(job.platform.synchronize)
+    engine = build_rollout_engine(job)
+    holder: list[RLJob] = []
+    phases = build_phases(job, policy, engine, lambda name: holder[0].phase(name))
+    output = Path(config.logging.output_dir)
+    rl = config.rl
+    result = RLJob(
+        job=job,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
+        policy=policy,
+        reference=reference,
+        engine=engine,
+        phases=phases,
+        rewards=rewards,
+        reward_names=tuple(spec.label for spec in specs),
+        clip=ClipSettings(
+            rl.grpo_clamp_eps_lower,
+            rl.grpo_clamp_eps_upper,
+            rl.grpo_kl_beta,
+            rl.grpo_entropy_term_weight,
+        ),
+        timer=timer,
+        logger=RunLogger(output, rank == 0, ("jsonl", "tensorboard")),
+        dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, rank == 0),
+    )
+    holder.append(result)
+    return result
+
+
+def make_reward_pool(config: RLRunConfig, specs: list[RewardSpec]) -> RewardPool:
+    """The reward processes of this rank's engine."""
+    rewards = config.rewards
+    return RewardPool(
+        specs,
+        num_workers=rewards.reward_num_workers,
+        timeout_s=rewards.reward_timeout_s,
+        batch_timeout_s=config.logging.phase_timeout_s,
+        timeout_score=rewards.reward_timeout_score,
+        memory_limit_bytes=int(rewards.reward_memory_limit_gb * 2**30),
+        max_error_rate=rewards.reward_max_error_rate,
+    )
+
+
+def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> None:
+    """Held-out prompts must not be trained on.
+
+    Raises:
+        ValueError: naming how many are in both, and one of them.
+    """
+    if held_out is None:
+        return
+    known = {tuple(p.token_ids) for p in prompts}
+    both = [p.text for p in held_out if p.token_ids in known]
+    if both:
+        raise ValueError(
+            f"--eval-prompt-data {held_out.source}: {len(both)} of {len(held_out)} prompts are "
+            f"also in --prompt-data {prompts.source}, e.g. {both[0]!r}; remove them from one file"
+        )
+
+
+def rollout_dtype(config: RLRunConfig) -> torch.dtype:
+    """Element type of the engine."""
+    name = config.rollout.rollout_dtype
+    if name == "auto":
+        return torch.bfloat16 if config.train.bf16 else torch.float32
+    return DTYPES[name]
+
+
+def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
+    """The engine of this rank. Collective: the world."""
+    config = job.config
+    with job.watchdog.phase("build engine"):
+        return VllmEngine(
+            model_dir=config.model.hf_checkpoint,
+            layout=job.plan.vllm,
+            rank=job.world.rank,
+            platform=job.platform,
+            dtype=str(rollout_dtype(config)).removeprefix("torch."),
+            max_model_len=job.plan.max_model_len,
+            kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
+            seed=config.train.seed,
+            options=config.vllm_options,
+        )
+
+
+def build_phases(
+    job: Job[RLRunConfig, RLPlan],
+    policy: TrainEngine,
+    engine: VllmEngine,
+    phase: Callable[[str], AbstractContextManager[None]],
+) -> Phases:
+    """The state machine with its weight path. Collective: plans are compared."""
+    config, plan, world = job.config, job.plan, job.world
+    dtype = rollout_dtype(config)
+    resharder = Resharder(
+        plan.megatron,
+        plan.vllm,
+        rank=world.rank,
+        ranks_per_node=world.local_size,
+        transport=AllToAllTransport(world.size, dtype, job.platform.device, None),
+        dtype=dtype,
+        bucket_bytes=int(config.rollout.reshard_bucket_mb * 2**20),
+    )
+    read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
+    sync = WeightSync(
+        resharder,
+        plan.megatron,
+        plan.vllm,
+        world.rank,
+        read,
+        dtype,
+        config.rollout.reshard_verify_interval,
+    )
+    return Phases(engine, sync, phase)

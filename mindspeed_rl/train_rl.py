@@ -1,0 +1,45 @@
+"""RL entry: ``torchrun ... -m mindspeed_rl.train_rl``. The step, whole, is :func:`train`."""
+
+from __future__ import annotations
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.orchestration.torchrun import Job, run_entry
+
+
+def main(job: Job[RLRunConfig, RLPlan]) -> None:
+    """Build the run, train, evaluate, write the results."""
+    from mindspeed_rl.orchestration import rl_report
+    from mindspeed_rl.orchestration.rl_job import build_rl_job
+
+    run = build_rl_job(job)
+    try:
+        rl_report.describe(run)
+        train(run)
+    finally:
+        run.close()
+
+
+def train(run: object) -> None:
+    """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
+    from mindspeed_rl.orchestration import rl_report, rl_step
+    from mindspeed_rl.orchestration.rl_job import RLJob
+
+    assert isinstance(run, RLJob)
+    report = rl_report.Report(run)
+    for step in range(1, run.config.train.train_iters + 1):
+        run.phases.to_rollout(run.version)
+        report.evaluate_if_due(step - 1)
+        samples = rl_step.collect(run, step)
+        run.phases.to_train()
+        with run.phase("train"):
+            batches = rl_step.build_batches(run, samples, step)
+            batches = rl_step.annotate(run, batches)
+            metrics = rl_step.update(run, batches)
+        report.log_step(step, samples, metrics)
+    run.phases.to_rollout(run.version)
+    report.finish()
+
+
+if __name__ == "__main__":
+    run_entry("mindspeed_rl.train_rl", RLRunConfig, check_rl, main)
