@@ -154,34 +154,37 @@ def pack(samples: Sequence[TrainSample], padded_length: int) -> MicroBatch:
     total = sum(lengths)
     if total > padded_length:
         raise ValueError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
-    row = torch.zeros(3, padded_length, dtype=torch.int64)  # ids, positions, targets
+    length = torch.tensor(lengths, dtype=torch.int64)
+    num_prompt = torch.tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64)
+    owner = torch.repeat_interleave(length)  # [total] sequence of each token
+    position = torch.arange(total) - (length.cumsum(0) - length)[owner]
+    has_target = position < (length - 1)[owner]
+    token_ids = torch.zeros(padded_length, dtype=torch.int64)
+    token_ids[:total] = _cat([s.token_ids for s in samples], torch.int64)
+    positions = torch.zeros_like(token_ids)
+    positions[:total] = position
+    targets = torch.zeros_like(token_ids)
+    targets[:total] = token_ids.roll(-1)[:total] * has_target
     mask = torch.zeros(padded_length, dtype=torch.bool)
-    logprobs, advantages, owner = [], [], []
-    start = 0
-    for index, sample in enumerate(samples):
-        end = start + sample.length
-        num_trained = sample.length - sample.num_prompt_tokens
-        row[0, start:end] = sample.token_ids
-        row[1, start:end] = torch.arange(sample.length)
-        row[2, start : end - 1] = sample.token_ids[1:]
-        mask[start + sample.num_prompt_tokens - 1 : end - 1] = True
-        zeros = torch.zeros(num_trained)
-        logprobs.append(zeros if sample.rollout_logprobs is None else sample.rollout_logprobs)
-        advantages.append(torch.full((num_trained,), sample.advantage))
-        owner.append(torch.full((num_trained,), index, dtype=torch.int64))
-        start = end
+    mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
+    sequence_of = owner[mask[:total]]
+    num_trained = (length - num_prompt).tolist()
+    logprobs = [
+        torch.zeros(n) if s.rollout_logprobs is None else s.rollout_logprobs
+        for s, n in zip(samples, num_trained, strict=True)
+    ]
     return MicroBatch(
-        token_ids=row[0],
-        positions=row[1],
-        targets=row[2],
+        token_ids=token_ids,
+        positions=positions,
+        targets=targets,
         loss_mask=mask,
         lengths=lengths,
         sample_ids=tuple(s.sample_id for s in samples),
         rollout_logprobs=_cat(logprobs, torch.float32),
-        advantages=_cat(advantages, torch.float32),
-        sequence_of=_cat(owner, torch.int64),
+        advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32)[sequence_of],
+        sequence_of=sequence_of,
     )
 
 
 def _cat(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([p.to(dtype) for p in parts]) if parts else torch.zeros(0, dtype=dtype)
+    return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)

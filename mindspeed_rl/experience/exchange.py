@@ -67,10 +67,11 @@ def unpack_rollouts(integers: torch.Tensor, floats: torch.Tensor, num_parts: int
     """The inverse of :func:`pack_rollouts`. Local."""
     samples = []
     i = f = 0
-    while i < integers.numel():
-        sample_id, prompt, length, stopped, version = integers[i : i + _HEADER].tolist()
+    numbers, scores = integers.tolist(), floats.tolist()
+    while i < len(numbers):
+        sample_id, prompt, length, stopped, version = numbers[i : i + _HEADER]
         i += _HEADER
-        reward, *parts = floats[f : f + 1 + num_parts].tolist()
+        reward, *parts = scores[f : f + 1 + num_parts]
         f += 1 + num_parts
         samples.append(
             Sample(

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The main job on one machine without accelerators: makes data and a tiny model, warms it up with a
+# few supervised steps, trains it with GRPO (Megatron TP2 x PP2, four vLLM engines in the same four
+# processes), evaluates on held-out prompts and exports a Hugging Face checkpoint.
+#
+# usage: pretrain_scripts/quickstart.sh [--seed N] [--control shuffled-rewards] [--output DIR]
+#                                       [flags of mindspeed_rl.train_rl ...]
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+SEED="${SEED:-0}"
+OUTPUT="${OUTPUT:-}"
+CONTROL="${CONTROL:-none}"
+EXTRA=()
+while (( $# )); do
+    case "$1" in
+        -h|--help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --seed|--control|--output)
+            (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
+            case "$1" in --seed) SEED="$2" ;; --control) CONTROL="$2" ;; --output) OUTPUT="$2" ;; esac
+            shift 2 ;;
+        *) EXTRA+=("$1"); shift ;;
+    esac
+done
+NAME="seed$SEED"; [[ "$CONTROL" == none ]] || NAME+="-$CONTROL"
+OUTPUT="${OUTPUT:-$ROOT/outputs/quickstart/$NAME}"
+
+PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" | tail -n 1)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+NPROC_PER_NODE="${NPROC_PER_NODE:-4}"
+NNODES="${NNODES:-1}"
+NODE_RANK="${NODE_RANK:-0}"
+MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+MASTER_PORT="${MASTER_PORT:-$(( 20000 + RANDOM % 20000 ))}"
+TP="${TP:-2}"
+PP="${PP:-2}"
+
+DATA="$OUTPUT/data"; MODEL="$OUTPUT/model"; WARM="$OUTPUT/warm_start"; RL="$OUTPUT/rl"
+mkdir -p "$OUTPUT"
+
+DISTRIBUTED_ARGS=(
+    --nproc-per-node "$NPROC_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK"
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
+)
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --use-distributed-optimizer --make-vocab-size-divisible-by 8
+)
+TRAIN_ARGS=(--clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.0 --seed "$SEED")
+SFT_ARGS=(
+    --sft-data "$DATA/sft.jsonl" --train-iters 45 --global-batch-size 64 --micro-batch-size 64
+    --lr 2e-3 --lr-warmup-iters 20 --log-interval 15
+    --output-dir "$WARM" --export-hf "$WARM/hf"
+)
+RL_ARGS=(
+    --perform-rl-step --prompt-data "$DATA/rl.jsonl" --eval-prompt-data "$DATA/heldout.jsonl"
+    --train-iters 220 --grpo-prompts-per-step 64 --grpo-group-size 8 --grpo-kl-beta 0.0
+    --micro-batch-size 256 --lr 5e-4 --lr-warmup-iters 10
+    --eval-interval 20 --log-interval 10 --rl-control "$CONTROL"
+    --reward-function "$ROOT/pretrain_scripts/rewards_digit_sort.py:sorted_digits"
+    --output-dir "$RL"
+)
+ROLLOUT_ARGS=(
+    --rollout-tp 1 --max-prompt-length 16 --rollout-max-response-length 7
+    --rollout-kv-cache-gb 0.0078125 --vllm-block-size 32 --vllm-max-num-seqs 256
+)
+
+make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
+launch() { "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" -m "$@"; }
+
+echo "== data and a tiny model"
+make_data --num-rows 4000 --seed "$((1000 + SEED))" --output "$DATA/sft.jsonl"
+make_data --num-rows 16000 --seed "$((2000 + SEED))" --output "$DATA/rl.jsonl"
+make_data --num-rows 500 --seed 3000 --split heldout --output "$DATA/heldout.jsonl" \
+    --disjoint-from "$DATA/sft.jsonl" "$DATA/rl.jsonl"
+"$PYTHON" "$ROOT/tools/make_tiny_model.py" --output "$MODEL" --seed "$SEED"
+
+echo "== warm start: supervised, on right answers only"
+launch mindspeed_rl.pretrain --hf-checkpoint "$MODEL" \
+    "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${SFT_ARGS[@]}"
+
+echo "== GRPO"
+launch mindspeed_rl.train_rl --hf-checkpoint "$WARM/hf" \
+    "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EXTRA[@]}"
+
+[[ "$NODE_RANK" == 0 ]] || exit 0
+echo "== results in $RL"
+"$PYTHON" -m json.tool "$RL/summary.json"

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Creates or reuses .venv in the repository root with the pinned dependencies of
+# mindspeed_rl/versions.cfg. Prints the path of its python on the last line.
+#
+# usage: pretrain_scripts/setup_env.sh [--dev]
+#   --dev            also what the tests need
+#   PYTHON=...       interpreter to build .venv with (default: python3)
+#   TORCH_INDEX_URL  package index to take torch from, e.g. PyTorch's public CPU index
+#                    https://download.pytorch.org/whl/cpu
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHON="${PYTHON:-python3}"
+VENV="$ROOT/.venv"
+MATRIX="$ROOT/mindspeed_rl/versions.cfg"
+SECTIONS=(core cpu)
+[[ "${1:-}" == "--dev" ]] && SECTIONS+=(dev)
+
+fail() { echo "setup_env: $*" >&2; exit 2; }
+
+"$PYTHON" - <<'PY' || fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 or later is needed (set PYTHON=...)"
+import sys
+sys.exit(sys.version_info < (3, 11))
+PY
+command -v gcc >/dev/null || fail "gcc is missing; install a C compiler"
+
+fingerprint() { cat "$MATRIX" "$ROOT/setup.py" | sha256sum | cut -c1-16; }
+STAMP="$VENV/.mindspeed_rl"
+WANTED="$(fingerprint)"
+ready() { # section -> was it installed from this matrix?
+    [[ -f "$STAMP" ]] && grep -qx "$WANTED $1" "$STAMP"
+}
+
+MISSING=()
+for section in "${SECTIONS[@]}"; do ready "$section" || MISSING+=("$section"); done
+if (( ${#MISSING[@]} == 0 )); then
+    echo "setup_env: .venv matches the matrix" >&2
+    echo "$VENV/bin/python"
+    exit 0
+fi
+
+[[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
+PIP=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
+requirements() { # sections -> requirement lines
+    (cd "$ROOT" && "$VENV/bin/python" -c '
+import sys
+from mindspeed_rl import versions
+matrix = versions.read_matrix()
+print("\n".join(r for s in sys.argv[1:] for r in versions.requirements(s, matrix)))' "$@")
+}
+
+INDEX=(); [[ -n "${TORCH_INDEX_URL:-}" ]] && INDEX=(--index-url "$TORCH_INDEX_URL")
+TORCH="$(requirements cpu | grep '^torch==')"
+HINT="set TORCH_INDEX_URL to an index with CPU builds of torch, e.g. https://download.pytorch.org/whl/cpu"
+cuda_build() { "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
+
+echo "setup_env: installing $TORCH (CPU build)" >&2
+# Ask which file pip would take before it downloads gigabytes of CUDA packages.
+if [[ "$(uname -s)-$(uname -m)" == Linux-x86_64 ]]; then
+    CHOSEN="$("${PIP[@]}" install --dry-run --no-deps --ignore-installed --report - "${INDEX[@]}" "$TORCH" |
+        "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["download_info"]["url"])')" ||
+        fail "pip finds no $TORCH; $HINT"
+    [[ "$CHOSEN" == *cpu* ]] || fail "pip would take a CUDA build of torch ($(basename "$CHOSEN")); $HINT"
+fi
+"${PIP[@]}" install "${INDEX[@]}" "$TORCH"
+cuda_build && fail "the torch in .venv is a CUDA build; remove .venv and $HINT"
+
+echo "setup_env: installing the pinned dependencies (about 90 s)" >&2
+requirements "${SECTIONS[@]}" > "$VENV/requirements.txt"
+requirements cpu.no-deps > "$VENV/requirements-no-deps.txt"
+"${PIP[@]}" install -r "$VENV/requirements.txt"
+# Their own dependencies would pull CUDA builds and media libraries that nothing here uses.
+"${PIP[@]}" install --no-deps -r "$VENV/requirements-no-deps.txt"
+"${PIP[@]}" install --no-deps --no-build-isolation -e "$ROOT"
+cuda_build && fail "a dependency replaced torch by a CUDA build; remove .venv and $HINT"
+
+printf "$WANTED %s\n" "${SECTIONS[@]}" > "$STAMP"
+echo "$VENV/bin/python"

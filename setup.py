@@ -1,0 +1,36 @@
+"""Packaging: the version matrix mindspeed_rl/versions.cfg is the only place with pins (R52)."""
+
+import importlib.util
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def load_versions():
+    """Read versions.py without importing the package."""
+    spec = importlib.util.spec_from_file_location("versions", ROOT / "mindspeed_rl" / "versions.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+versions = load_versions()
+matrix = versions.read_matrix()
+extras = {
+    name: versions.requirements(name, matrix) for name in ("cpu", "cuda", "npu", "ray", "dev")
+}
+
+setup(
+    name="mindspeed-rl-megatron",
+    version="0.1.0",
+    description="RL post-training (GRPO) for Megatron and MindSpeed users",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["mindspeed_rl", "mindspeed_rl.*"]),
+    package_data={"mindspeed_rl": ["versions.cfg", "**/README.md"]},
+    python_requires=f">={matrix['python']['minimum']}",
+    install_requires=versions.requirements("core", matrix),
+    extras_require=extras,
+)
