@@ -27,6 +27,8 @@ _DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # C++ notices such as vLLM's NUMA policy; errors still show
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 # torch.compile on a CPU costs 10 s of C++ compilation and gains nothing for small models.
 _CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
@@ -90,11 +92,7 @@ def refuse_foreign_package() -> None:
 
 def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
     """Import torch, join the process group, install the platform. Collective: the world."""
-    import warnings
-
-    # PyTorch's and vLLM's own deprecations: nothing a user of this project can act on
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|megatron|vllm)\b")
+    quiet_libraries()
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -109,6 +107,17 @@ def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
     check_versions(platform.name)
     platform.install()
     return platform
+
+
+def quiet_libraries() -> None:
+    """Silence notices of libraries that no user of this project can act on."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|megatron|vllm)\b")
+    for name in ("torch._library.triton", "megatron.core.rerun_state_machine"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def check_versions(platform_name: str) -> None:

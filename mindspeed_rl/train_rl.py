@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
+
+if TYPE_CHECKING:
+    from mindspeed_rl.orchestration.rl_job import RLJob
+
+
+def train(run: RLJob) -> None:
+    """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
+    from mindspeed_rl.orchestration import rl_report, rl_step
+
+    report = rl_report.Report(run)
+    rl_step.probe(run)
+    for step in range(1, run.config.train.train_iters + 1):
+        run.phases.to_rollout(run.version)
+        report.evaluate_if_due(step - 1)
+        rollouts = rl_step.collect(run, step)
+        run.phases.to_train()
+        with run.phase("train"):
+            batches = rl_step.build_batches(run, rollouts.samples, step)
+            batches = rl_step.annotate(run, batches, rollouts.samples)
+            metrics = rl_step.update(run, batches)
+        report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
+    run.phases.to_rollout(run.version)
+    report.finish()
 
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
@@ -18,27 +43,6 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
         train(run)
     finally:
         run.close()
-
-
-def train(run: object) -> None:
-    """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
-    from mindspeed_rl.orchestration import rl_report, rl_step
-    from mindspeed_rl.orchestration.rl_job import RLJob
-
-    assert isinstance(run, RLJob)
-    report = rl_report.Report(run)
-    for step in range(1, run.config.train.train_iters + 1):
-        run.phases.to_rollout(run.version)
-        report.evaluate_if_due(step - 1)
-        samples = rl_step.collect(run, step)
-        run.phases.to_train()
-        with run.phase("train"):
-            batches = rl_step.build_batches(run, samples, step)
-            batches = rl_step.annotate(run, batches)
-            metrics = rl_step.update(run, batches)
-        report.log_step(step, samples, metrics)
-    run.phases.to_rollout(run.version)
-    report.finish()
 
 
 if __name__ == "__main__":

@@ -86,8 +86,9 @@ def classify(
     """Sorts ``argv`` by what each flag means in an RL run.
 
     An own flag keeps all its values, up to the next token that starts with ``--`` or is an own
-    flag; it wins over a foreign flag of the same spelling. Spellings match exactly (no prefixes),
-    ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
+    flag; it wins over a foreign flag of the same spelling. A flag that the table calls honoured
+    but that is not an own one here is unknown. Spellings match exactly (no prefixes), ``_`` and
+    ``-`` being equal. ``--flag=value`` is one flag with one value.
 
     Args:
         argv: the tokens after the program name.
@@ -136,7 +137,7 @@ class _Walk:
         if own is not None:
             self.own_argv += [own + equals + attached, *self.argv[position + 1 : end]]
             return end
-        if known is not None:
+        if known is not None and known.disposition is not Disposition.HONOURED:
             values = (attached,) if equals else self.argv[position + 1 : end]
             self._sort(known, written, values, bool(equals))
             return position + 1 + (0 if equals else len(_taken(known, values)))
@@ -151,9 +152,8 @@ class _Walk:
         for spelling in (written, _hyphenated(written)):
             if spelling in self.own:
                 return spelling
-        if known is not None and known.disposition is Disposition.HONOURED:
-            return known.name
-        return None
+        honoured = known is not None and known.disposition is Disposition.HONOURED
+        return known.name if known and honoured and known.name in self.own else None
 
     def _sort(
         self, flag: ForeignFlag, written: str, values: tuple[str, ...], attached: bool
@@ -181,7 +181,7 @@ class _Walk:
         accepted = (
             spelling
             for spelling, flag in self.foreign.items()
-            if flag.disposition is not Disposition.REFUSED
+            if flag.disposition not in (Disposition.REFUSED, Disposition.HONOURED)
         )
         return {*self.own, *accepted}
 

@@ -16,8 +16,13 @@ DENSE_ARCHITECTURE = Group(
     --norm-epsilon:1 --normalization:1 --position-embedding-type:1 --rotary-base:1 --swiglu:0
     --untie-embeddings-and-output-weights:0 --add-qkv-bias:0 --disable-bias-linear:0
     --make-vocab-size-divisible-by:1 --padded-vocab-size:1 --vocab-size:1 --attention-dropout:1
-    --hidden-dropout:1 --init-method-std:1 --qk-layernorm:0
+    --hidden-dropout:1
     """,
+)
+QK_NORM = Group(
+    Disposition.CHECKED_ARCH,
+    "compared with the query/key norm of the model family in the HF config",
+    "--qk-layernorm:0",
 )
 MOE_ARCHITECTURE = Group(
     Disposition.CHECKED_ARCH,
@@ -26,7 +31,7 @@ MOE_ARCHITECTURE = Group(
     --num-experts:1 --moe-layer-freq:1 --moe-ffn-hidden-size:1
     --moe-shared-expert-intermediate-size:1 --moe-shared-expert-gate:0 --moe-router-topk:1
     --moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-topk-scaling-factor:1
-    --moe-router-score-function:1 --moe-router-pre-softmax:0 --moe-router-enable-expert-bias:0
+    --moe-router-score-function:1 --moe-router-enable-expert-bias:0
     """,
 )
 MLA_ARCHITECTURE = Group(
@@ -67,14 +72,18 @@ WEIGHT_INITIALISATION = Group(
     Disposition.NO_MEANING,
     "weights come from --hf-checkpoint or --load, never from a random start",
     """
-    --no-initialization:0 --use-cpu-initialization:0 --init-model-with-meta-device:0
-    --embedding-init-method-std:1 --init-method-xavier-uniform:0 --data-parallel-random-init:0
+    --init-method-std:1 --no-initialization:0 --use-cpu-initialization:0
+    --init-model-with-meta-device:0 --embedding-init-method-std:1 --init-method-xavier-uniform:0
+    --data-parallel-random-init:0
     """,
 )
 ROUTER_NUMERICS = Group(
     Disposition.NO_MEANING,
-    "the router's dtype and permutation follow from the model family",
-    "--moe-router-dtype:1 --moe-router-padding-for-quantization:0 --moe-router-padding-for-fp8:0",
+    "the router's dtype, order and permutation follow from the model family",
+    """
+    --moe-router-dtype:1 --moe-router-pre-softmax:0 --moe-router-padding-for-quantization:0
+    --moe-router-padding-for-fp8:0
+    """,
 )
 ROUTER_TRAINING = Group(
     Disposition.NO_MEANING,
@@ -211,6 +220,7 @@ HIGH_PRECISION_PLACES = Group(
 
 GROUPS = (
     DENSE_ARCHITECTURE,
+    QK_NORM,
     MOE_ARCHITECTURE,
     MLA_ARCHITECTURE,
     ROPE_SCALING,

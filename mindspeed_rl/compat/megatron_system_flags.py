@@ -13,7 +13,7 @@ FILES = Group(
     """
     --save:1 --load:1 --save-interval|--persistent-save-interval:1 --no-save-optim:0
     --no-save-rng:0 --no-load-optim:0 --no-load-rng:0 --finetune:0 --log-interval:1
-    --tensorboard-dir:1 --tokenizer-type:1 --tokenizer-model:1 --data-path:*
+    --tensorboard-dir:1
     """,
 )
 CHECKPOINT_FORMAT = Group(
@@ -64,8 +64,8 @@ TOKENIZER = Group(
     Disposition.NO_MEANING,
     "the tokenizer is the one in --hf-checkpoint",
     """
-    --vocab-file:1 --merge-file:1 --vocab-extra-ids:1 --tokenizer-metadata:1
-    --tokenizer-special-tokens:+ --legacy-tokenizer:0 --tiktoken-pattern:1
+    --tokenizer-type:1 --tokenizer-model:1 --vocab-file:1 --merge-file:1 --vocab-extra-ids:1
+    --tokenizer-metadata:1 --tokenizer-special-tokens:+ --legacy-tokenizer:0 --tiktoken-pattern:1
     --tiktoken-num-special-tokens:1 --tiktoken-special-tokens:+
     --tokenizer-sentencepiece-legacy:0 --tokenizer-hf-use-fast:0
     --tokenizer-hf-include-special-tokens:0 --trust-remote-code:0
@@ -73,10 +73,11 @@ TOKENIZER = Group(
 )
 SUPERVISED_DATA = Group(
     Disposition.NO_MEANING,
-    "a setting of supervised data; RL reads --prompt-data",
+    "a setting of indexed data; train_rl reads --prompt-data and pretrain reads --sft-data",
     """
-    --split:1 --train-data-path:* --valid-data-path:* --test-data-path:* --data-args-path:1
-    --per-split-data-args-path:1 --per-dataset-sequences-path:1 --phase-transition-iterations:1
+    --data-path:* --split:1 --train-data-path:* --valid-data-path:* --test-data-path:*
+    --data-args-path:1 --per-split-data-args-path:1 --per-dataset-sequences-path:1
+    --phase-transition-iterations:1
     --dataloader-fast-cache-load:0 --dataloader-defer-npy-index-mmap:0 --data-cache-path:1
     --no-mmap-bin-files:0 --mock-data:0 --num-workers:1 --eod-mask-loss:0
     --no-create-attention-mask-in-dataloader:0 --num-dataset-builder-threads:1
@@ -88,8 +89,8 @@ SUPERVISED_DATA = Group(
     """,
 )
 DOCUMENT_MASKS = Group(
-    Disposition.REFUSED,
-    "every packed sequence has its own mask and positions already; remove the flag",
+    Disposition.NO_MEANING,
+    "every packed sequence has its own mask and positions in any case",
     "--reset-position-ids:0 --reset-attention-mask:0",
 )
 SUPERVISED_VALIDATION = Group(

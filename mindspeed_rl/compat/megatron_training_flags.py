@@ -25,12 +25,29 @@ NATIVE_RL = Group(
     """
     --perform-rl-step:0 --rl-prompts-per-eval:1 --grpo-prompts-per-step:1 --grpo-group-size:1
     --grpo-iterations:1 --grpo-clamp-eps-lower:1 --grpo-clamp-eps-upper:1 --grpo-kl-beta:1
-    --grpo-entropy-term-weight:1 --grpo-filter-groups-with-same-reward:0
-    --rl-default-temperature:1 --rl-default-top-p:1 --rl-default-top-k:1
-    --rl-inference-logprobs-is-correction:0 --no-rl-inference-logprobs-is-correction:0
-    --rl-importance-sampling-truncation-coef:1 --rl-inference-tensor-model-parallel-size:1
-    --rl-inference-pipeline-model-parallel-size:1 --rl-inference-expert-model-parallel-size:1
-    --rl-inference-expert-tensor-model-parallel-size:1
+    --grpo-entropy-term-weight:1 --rl-default-temperature:1 --rl-default-top-p:1
+    --rl-default-top-k:1 --rl-inference-tensor-model-parallel-size:1
+    """,
+)
+NATIVE_RL_UNAVAILABLE = Group(
+    Disposition.REFUSED,
+    "not available in this version; remove the flag",
+    """
+    --grpo-filter-groups-with-same-reward:0 --rl-inference-logprobs-is-correction:0
+    --rl-importance-sampling-truncation-coef:1
+    """,
+)
+NATIVE_RL_NO_CORRECTION = Group(
+    Disposition.NO_MEANING,
+    "log-probs of engine and trainer are not corrected for each other in any case",
+    "--no-rl-inference-logprobs-is-correction:0",
+)
+NATIVE_RL_ENGINE_LAYOUT = Group(
+    Disposition.REFUSED,
+    "an engine has tensor parallelism only in this version: use --rollout-tp, allowed here is 1",
+    """
+    --rl-inference-pipeline-model-parallel-size:1=1 --rl-inference-expert-model-parallel-size:1=1
+    --rl-inference-expert-tensor-model-parallel-size:1=1
     """,
 )
 NATIVE_RL_SWITCHING = Group(
@@ -304,6 +321,9 @@ FLAG_FILES = Group(
 GROUPS = (
     TRAINING,
     NATIVE_RL,
+    NATIVE_RL_UNAVAILABLE,
+    NATIVE_RL_NO_CORRECTION,
+    NATIVE_RL_ENGINE_LAYOUT,
     NATIVE_RL_SWITCHING,
     NATIVE_RL_RESHARD,
     NATIVE_RL_BATCHES,

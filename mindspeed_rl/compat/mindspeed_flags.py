@@ -32,8 +32,8 @@ ROPE_SCALING = Group(
     """,
 )
 NOOP_LAYERS = Group(
-    Disposition.CHECKED_ARCH,
-    "subtracted from --num-layers before it is compared with the HF config",
+    Disposition.HONOURED,
+    "",
     "--noop-layers:1",
 )
 NPU_KERNELS = Group(
@@ -185,8 +185,8 @@ AUTO_SETTINGS = Group(
     "--auto-settings:0",
 )
 PIPELINE_SCHEDULES = Group(
-    Disposition.REFUSED,
-    "the pipeline schedule is 1F1B: remove --schedules-method",
+    Disposition.NO_MEANING,
+    "the pipeline runs 1F1B; the schedule changes speed and memory, not results",
     "--schedules-method:1",
 )
 EXPERT_PLACEMENT = Group(

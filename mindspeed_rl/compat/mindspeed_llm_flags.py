@@ -13,17 +13,21 @@ MOE_ARCHITECTURE = Group(
     """
     --first-k-dense-replace:1 --norm-topk-prob:0 --moe-intermediate-size:1 --n-group:1
     --topk-group:1 --routed-scaling-factor:1 --shared-expert-gate:0
-    --shared-expert-gate-output-dimension:1
     """,
 )
 ROPE_SCALING = Group(
     Disposition.CHECKED_ARCH,
     "compared with the rope parameters of the HF config",
     """
-    --original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --longrope-freqs-type:1
-    --low-freq-factor:1 --high-freq-factor:1 --long-factor:1 --short-factor:1 --long-mscale:1
-    --short-mscale:1 --dynamic-factor:1 --partial-rotary-factor:1
+    --original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --low-freq-factor:1
+    --high-freq-factor:1 --long-factor:1 --short-factor:1 --long-mscale:1 --short-mscale:1
+    --dynamic-factor:1 --partial-rotary-factor:1
     """,
+)
+ROPE_NUMERICS = Group(
+    Disposition.NO_MEANING,
+    "how rotary frequencies are computed follows from the HF config",
+    "--longrope-freqs-type:1",
 )
 NPU_KERNELS = Group(
     Disposition.NO_MEANING,
@@ -92,7 +96,7 @@ LOOSE_LOADING = Group(
 )
 SUPERVISED_DATA = Group(
     Disposition.NO_MEANING,
-    "a setting of supervised data; RL reads --prompt-data",
+    "a setting of indexed data; train_rl reads --prompt-data and pretrain reads --sft-data",
     """
     --enable-share-memory:0 --handler-name:1 --streaming:0 --hf-datasets-params:1 --datasets:+
     --json-keys:+ --split-sentences:0 --keep-newlines:0 --interleave-probs:1 --mix-strategy:1
@@ -212,8 +216,8 @@ MODEL_VARIANTS = Group(
     --attn-logit-softcapping:1 --query-pre-attn-scalar:1 --add-rmsnorm-offset:0
     --input-embeds-norm:0 --cla-share-factor:1 --input-layernorm-in-fp32:0 --geglu:0
     --no-post-layer-norm:0 --rmsnorm-weight-in-fp32:0 --no-enable-linear-qkv:0 --fc-type:1
-    --num-zero-experts:1 --n-hash-layers:1 --enable-mla-scale-q-lora:0
-    --enable-mla-scale-kv-lora:0 --embed-layernorm:0 --enable-mhc:0
+    --shared-expert-gate-output-dimension:1=1 --num-zero-experts:1 --n-hash-layers:1
+    --enable-mla-scale-q-lora:0 --enable-mla-scale-kv-lora:0 --embed-layernorm:0 --enable-mhc:0
     """,
 )
 ATTENTION_VARIANTS = Group(
@@ -234,6 +238,7 @@ STATE_SPACE_MODELS = Group(
 GROUPS = (
     MOE_ARCHITECTURE,
     ROPE_SCALING,
+    ROPE_NUMERICS,
     NPU_KERNELS,
     NPU_MEMORY,
     NPU_MOE_OVERLAP,

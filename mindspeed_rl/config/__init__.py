@@ -27,7 +27,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RLRunConfig:
-    """Everything that ``mindspeed_rl.train_rl`` reads."""
+    """Reinforcement learning of a Hugging Face model with verifiable rewards.
+
+    megatron-core trains and vLLM samples, in the same torchrun processes and on the same devices.
+    Flags have Megatron-LM's names where the meaning is the same.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -43,7 +47,10 @@ class RLRunConfig:
 
 @dataclass(frozen=True, slots=True)
 class PretrainRunConfig:
-    """Everything that ``mindspeed_rl.pretrain`` reads."""
+    """Supervised training of a Hugging Face model, for a warm start before RL.
+
+    It runs on the training engine of the RL entry and reads the same flags.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig

@@ -11,8 +11,9 @@ from mindspeed_rl.config.flag import flag
 class ModelConfig:
     """Model.
 
-    The architecture comes from ``--hf-checkpoint``. Architecture flags of a pretraining script are
-    accepted and compared with it; a contradiction is an error (R51).
+    The architecture comes from ``--hf-checkpoint``. Architecture flags of a pretraining script,
+    those of experts and latent attention included, are accepted and compared with it; a
+    contradiction is an error, so that a script cannot train another model than it says.
     """
 
     hf_checkpoint: str = flag(
@@ -20,23 +21,34 @@ class ModelConfig:
         "Directory with config.json, tokenizer and safetensors weights: architecture, tokenizer "
         "and first weights of the policy. Required.",
     )
-    tokenizer_name_or_path: str = flag("", "Tokenizer directory; default: --hf-checkpoint.")
-    num_layers: int | None = flag(None, "Checked against the model's num_hidden_layers.")
+    tokenizer_name_or_path: str = flag("", "Tokenizer directory; empty takes --hf-checkpoint.")
+    num_layers: int | None = flag(
+        None, "Checked against the model's num_hidden_layers, after --noop-layers are taken off."
+    )
+    noop_layers: str = flag(
+        "",
+        "Numbers of empty layers that a MindSpeed script pads --num-layers with, like 94,95. None "
+        "are built here: only their count matters, in the check of --num-layers.",
+    )
     hidden_size: int | None = flag(None, "Checked against the model's hidden_size.")
     ffn_hidden_size: int | None = flag(None, "Checked against the model's intermediate_size.")
-    num_attention_heads: int | None = flag(None, "Checked against num_attention_heads.")
+    num_attention_heads: int | None = flag(None, "Checked against the model's num_attention_heads.")
     group_query_attention: bool = flag(False, "Accepted; the model's config decides.")
-    num_query_groups: int | None = flag(None, "Checked against num_key_value_heads.")
+    num_query_groups: int | None = flag(None, "Checked against the model's num_key_value_heads.")
     kv_channels: int | None = flag(None, "Checked against the model's head_dim.")
     vocab_size: int | None = flag(None, "Checked against the model's vocab_size.")
-    padded_vocab_size: int | None = flag(None, "Checked against the padded vocabulary.")
+    padded_vocab_size: int | None = flag(None, "Checked against the vocabulary after padding.")
     make_vocab_size_divisible_by: int = flag(
         128,
         "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
         minimum=1,
     )
-    max_position_embeddings: int | None = flag(None, "At most the model's own.")
-    position_embedding_type: str = flag("rope", "Rotary embeddings.", choices=("rope",))
+    max_position_embeddings: int | None = flag(
+        None, "Longest sequence of the model, in tokens; accepted, the model's config decides."
+    )
+    position_embedding_type: str = flag(
+        "rope", "Position embedding of the model.", choices=("rope",)
+    )
     rotary_base: float | None = flag(None, "Checked against the model's rope_theta.")
     normalization: str = flag("RMSNorm", "Norm of every layer.", choices=("RMSNorm",))
     norm_epsilon: float | None = flag(
@@ -58,16 +70,35 @@ class ModelConfig:
 class ParallelConfig:
     """Training layout.
 
-    Data parallelism is what remains of the world: ranks / (tensor x pipeline x context).
+    World size = tensor x pipeline x context x data parallelism. The world is what torchrun starts
+    (nnodes x nproc-per-node); data parallelism is not a flag but what remains of it. Tensor
+    parallel ranks are neighbours, pipeline stages furthest apart. Rollouts have a layout of their
+    own: see --rollout-tp.
+
+    Example, 16 ranks: --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 leaves data
+    parallelism 16 / (4 x 2) = 2, so every batch size must be a multiple of 2.
     """
 
-    tensor_model_parallel_size: int = flag(1, "Tensor parallelism of training.", minimum=1)
-    pipeline_model_parallel_size: int = flag(1, "Pipeline stages of training.", minimum=1)
-    context_parallel_size: int = flag(1, "Context parallelism of training.", minimum=1)
-    sequence_parallel: bool = flag(False, "Shard activations along the sequence within TP.")
-    expert_model_parallel_size: int = flag(1, "Expert parallelism of training.", minimum=1)
+    tensor_model_parallel_size: int = flag(
+        1, "Ranks that share each layer in training; must divide the key/value heads.", minimum=1
+    )
+    pipeline_model_parallel_size: int = flag(
+        1, "Pipeline stages of training; must divide the layers.", minimum=1
+    )
+    context_parallel_size: int = flag(
+        1, "Ranks that share each sequence in training; 1 is the only allowed value.", minimum=1
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "Shard activations along the sequence within a tensor-parallel group; needs one above 1.",
+    )
+    expert_model_parallel_size: int = flag(
+        1, "Ranks that share the experts in training; 1 for models without experts.", minimum=1
+    )
     expert_tensor_parallel_size: int | None = flag(
-        None, "Tensor parallelism of experts; default: the tensor-parallel size.", minimum=1
+        None,
+        "Ranks that share each expert in training; unset takes the tensor-parallel size.",
+        minimum=1,
     )
     use_distributed_optimizer: bool = flag(
         False, "Shard optimizer state and master weights over data parallelism."

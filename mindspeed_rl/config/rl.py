@@ -9,21 +9,43 @@ from mindspeed_rl.config.flag import flag
 
 @dataclass(frozen=True, slots=True)
 class RLConfig:
-    """Reinforcement learning."""
+    """Reinforcement learning.
+
+    One RL step: ``--grpo-prompts-per-step`` prompts are sampled ``--grpo-group-size`` times each
+    with the current weights, every sample gets a reward, its advantage is its reward relative to
+    its group, the policy is updated, and the new weights go to the rollout engines.
+
+    Samples of a step = prompts x group size. ``--global-batch-size`` divides them into optimizer
+    steps, ``--grpo-iterations`` repeats those. One optimizer step per RL step is on-policy: the
+    ratio is 1 and clipping does nothing. More are off-policy and clipped.
+
+    Example: --grpo-prompts-per-step 32 --grpo-group-size 8 makes 256 samples; with
+    --global-batch-size 64 there are 4 optimizer steps per RL step.
+    """
 
     perform_rl_step: bool = flag(False, "Accepted: train_rl always performs RL steps.")
     rl_algorithm: str = flag("grpo", "Advantage estimator and loss.", choices=("grpo",))
-    grpo_prompts_per_step: int = flag(32, "Prompts of one RL step.", minimum=1)
-    grpo_group_size: int = flag(8, "Samples per prompt; the group of a relative reward.")
-    grpo_iterations: int = flag(1, "Passes over one rollout batch.", minimum=1)
-    grpo_clamp_eps_lower: float = flag(0.2, "Ratio is clipped at 1 minus this.", minimum=0.0)
-    grpo_clamp_eps_upper: float = flag(0.2, "Ratio is clipped at 1 plus this.", minimum=0.0)
+    grpo_prompts_per_step: int = flag(32, "Prompts of one RL step, over all ranks.", minimum=1)
+    grpo_group_size: int = flag(
+        8, "Samples per prompt: the group that a reward is relative to. At least 2."
+    )
+    grpo_iterations: int = flag(
+        1, "Passes of optimizer steps over the samples of one RL step.", minimum=1
+    )
+    grpo_clamp_eps_lower: float = flag(
+        0.2, "The probability ratio is clipped at 1 minus this.", minimum=0.0
+    )
+    grpo_clamp_eps_upper: float = flag(
+        0.2, "The probability ratio is clipped at 1 plus this.", minimum=0.0
+    )
     grpo_kl_beta: float = flag(
         0.0,
         "Weight of the k3 KL term against the first policy; 0 skips the reference pass.",
         minimum=0.0,
     )
-    grpo_entropy_term_weight: float = flag(0.0, "Weight of the entropy bonus.")
+    grpo_entropy_term_weight: float = flag(
+        0.0, "Weight of the entropy bonus in the loss; 0 is off."
+    )
     grpo_no_std_normalization: bool = flag(
         False, "Do not divide advantages by the standard deviation of the group (Dr. GRPO)."
     )
@@ -42,22 +64,24 @@ class RLConfig:
     )
     rl_default_temperature: float = flag(
         1.0,
-        "Sampling temperature; the trainer's log-probs use the same.",
+        "Sampling temperature; the trainer's log-probs use the same. Must be above 0.",
         names=("--rl-default-temperature", "--rollout-temperature"),
     )
     rl_default_top_p: float = flag(
         1.0,
-        "Only 1: a truncated distribution does not match the trainer's log-probs (R9).",
+        "Nucleus sampling; only 1 (or Megatron's 0) is allowed, which is off: a truncated "
+        "distribution does not match the trainer's log-probs.",
         names=("--rl-default-top-p", "--rollout-top-p"),
     )
     rl_default_top_k: int = flag(
         -1,
-        "Only -1, for the reason of --rl-default-top-p.",
+        "Top-k sampling; only -1 (or 0) is allowed, which is off, for the reason of "
+        "--rl-default-top-p.",
         names=("--rl-default-top-k", "--rollout-top-k"),
     )
     rl_max_logprob_diff: float = flag(
         0.0,
-        "Stop when the largest |log p(trainer) - log p(engine)| of a step exceeds this; 0: off.",
+        "Stop when the largest |log p(trainer) - log p(engine)| of a step exceeds this; 0 is off.",
         minimum=0.0,
     )
 
@@ -66,28 +90,42 @@ class RLConfig:
 class RolloutConfig:
     """Rollout engine.
 
-    Engine flags that are not listed pass through with a prefix: --vllm-max-num-seqs 512.
+    vLLM runs in the training processes. An engine is ``--rollout-tp`` neighbouring ranks; the
+    world holds world / that many engines (replicas), which share the prompts. The layout is free
+    of the training layout: weights are resharded after every step.
+
+    Further engine options pass through with a prefix: ``--vllm-max-num-seqs 512``. A value is read
+    as JSON (``--vllm-compilation-config '{"level": 0}'``) and else as text; an option without a
+    value is switched on. Options that mindspeed_rl sets itself, like the tensor-parallel size, are
+    refused with the name of the flag to use.
+
+    Example, 16 ranks: --rollout-tp 2 makes 8 engines; 256 samples are 32 samples each.
     """
 
     rl_inference_tensor_model_parallel_size: int = flag(
         1,
-        "Ranks of one engine; replicas = world / this.",
+        "Ranks of one engine; must divide the world size and the attention heads.",
         minimum=1,
         names=("--rl-inference-tensor-model-parallel-size", "--rollout-tp"),
     )
-    rollout_max_response_length: int = flag(128, "Longest response, in tokens.", minimum=1)
+    rollout_max_response_length: int = flag(
+        128, "Longest response, in tokens; a longer one is cut and marked as truncated.", minimum=1
+    )
     rollout_kv_cache_gb: float = flag(
-        0.03125, "Key/value cache of each rank, in GiB; equal on all ranks.", minimum=0.0
+        0.03125, "Key/value cache of each rank, in GiB; must be above 0."
     )
     rollout_dtype: str = flag(
-        "auto", "Engine precision; auto: as the trainer.", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "Engine precision; auto takes that of training.",
+        choices=("auto", "float32", "bfloat16"),
     )
     reshard_bucket_mb: float = flag(
         512.0, "Send plus receive staging of one reshard round on one rank, in MiB.", minimum=0.001
     )
     reshard_verify_interval: int = flag(
         1,
-        "Steps between bit-equality checks of engine and trainer weights; 0: first sync only.",
+        "Steps between bit-equality checks of engine and trainer weights; 0 checks the first sync "
+        "only.",
         minimum=0,
     )
     rl_sync_check_tol: float = flag(
@@ -99,32 +137,50 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardConfig:
-    """Rewards."""
+    """Rewards.
+
+    Every sample is scored by the sum of the reward functions, in worker processes beside the
+    engines. A function of your own: ``--reward-function rewards.py:score=1.0 format=0.2``.
+    """
 
     reward_function: tuple[str, ...] = flag(
         ("math",),
-        "Rewards, summed: a registered name or FILE.py:FUNCTION, each with =WEIGHT (default 1).",
+        "Rewards, summed: a registered name or FILE.py:FUNCTION, each may end with =WEIGHT "
+        "(1 if not).",
         nargs="+",
     )
     reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
-    reward_timeout_s: float = flag(10.0, "Limit of one sample, in seconds.", minimum=0.01)
+    reward_timeout_s: float = flag(
+        10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01
+    )
     reward_timeout_score: float = flag(0.0, "Reward of a sample that hit the limit.")
-    reward_memory_limit_gb: float = flag(4.0, "Address space of a worker, in GiB.", minimum=0.1)
+    reward_memory_limit_gb: float = flag(
+        4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
+    )
     reward_max_error_rate: float = flag(
-        0.05, "Stop when a larger share of a batch raises in its reward.", minimum=0.0
+        0.05, "Stop when a larger share of a batch, from 0 to 1, raises in its reward.", minimum=0.0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptConfig:
-    """Prompts and evaluation."""
+    """Prompts and evaluation.
 
-    prompt_data: str = flag("", "jsonl or parquet file of training prompts. Required.")
-    eval_prompt_data: str = flag("", "jsonl or parquet file of held-out prompts.")
+    A line of the data holds a prompt (text, or a list of chat messages), a reference answer, and
+    whatever else a reward reads. Evaluation is greedy and reports the mean reward of held-out
+    prompts.
+    """
+
+    prompt_data: str = flag("", "File of training prompts, jsonl or parquet. Required.")
+    eval_prompt_data: str = flag(
+        "", "File of held-out prompts, jsonl or parquet; empty for no evaluation."
+    )
     max_prompt_length: int = flag(
-        512, "Longer prompts are left out, counted and reported, in tokens.", minimum=1
+        512, "Longest prompt, in tokens; longer ones are left out, counted and reported.", minimum=1
     )
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
     answer_key: str = flag("answer", "Field with the reference answer.")
-    eval_interval: int = flag(0, "Steps between evaluations; 0: before and after.", minimum=0)
-    rl_prompts_per_eval: int = flag(0, "Prompts of an evaluation; 0: all.", minimum=0)
+    eval_interval: int = flag(
+        0, "RL steps between evaluations; 0 evaluates before and after the run only.", minimum=0
+    )
+    rl_prompts_per_eval: int = flag(0, "Prompts of one evaluation; 0 takes all of them.", minimum=0)

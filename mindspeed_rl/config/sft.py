@@ -9,11 +9,17 @@ from mindspeed_rl.config.flag import flag
 
 @dataclass(frozen=True, slots=True)
 class SftConfig:
-    """Supervised fine-tuning."""
+    """Supervised fine-tuning.
+
+    Trains on pairs of prompt and solution; the loss is on the solution alone. One step is one
+    optimizer step on ``--global-batch-size`` pairs.
+    """
 
     stage: str = flag("sft", "Kind of supervised training.", choices=("sft",))
-    sft_data: str = flag("", "jsonl or parquet file with prompt and solution. Required.")
+    sft_data: str = flag("", "File of prompts and solutions, jsonl or parquet. Required.")
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
     solution_key: str = flag("solution", "Field with the text to learn; falls back to answer.")
     answer_key: str = flag("answer", "Field used where the solution is missing.")
-    shuffle: bool = flag(True, "Read the data in file order.", names=("--no-shuffle",))
+    shuffle: bool = flag(
+        True, "Read the data in file order in every epoch.", names=("--no-shuffle",)
+    )

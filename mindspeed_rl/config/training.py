@@ -9,44 +9,61 @@ from mindspeed_rl.config.flag import flag
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Training."""
+    """Training.
+
+    A step of the run is an RL step (rollouts, rewards, update) or an SFT batch; an optimizer step
+    takes ``--global-batch-size`` sequences; a micro-batch is what one rank packs into one forward
+    and backward pass. Per rank, an optimizer step is global batch / data parallelism sequences in
+    micro-batches of ``--micro-batch-size``. The micro-batch changes memory and speed, never
+    results: the loss is normalised over the global batch.
+    """
 
     train_iters: int = flag(
-        0, "Steps of the run: RL steps (one rollout batch each), or SFT batches.", minimum=0
+        0, "Steps of the run: RL steps (one rollout batch each) or SFT batches.", minimum=0
     )
     global_batch_size: int = flag(
         0,
-        "Sequences per optimizer step. RL: 0 takes the whole rollout batch, so that training is "
-        "on-policy; smaller divisors of it make several off-policy steps.",
+        "Sequences per optimizer step, over all ranks; a multiple of the data-parallel size. RL: 0 "
+        "takes all samples of a step, which is on-policy; a smaller divisor makes several "
+        "off-policy steps.",
         minimum=0,
     )
     micro_batch_size: int = flag(
-        1, "Sequences packed into one micro-batch (forward and backward pass).", minimum=1
+        1, "Sequences that a rank packs into one forward and backward pass.", minimum=1
     )
     max_tokens_per_micro_batch: int = flag(
-        0, "Pack by tokens instead of --micro-batch-size; 0: off. Unit: tokens.", minimum=0
+        0,
+        "Tokens that a rank packs into one forward and backward pass, instead of "
+        "--micro-batch-size; 0 is off.",
+        minimum=0,
     )
     seq_length: int = flag(
         0,
-        "Longest sequence, prompt plus response, in tokens; 0: prompt limit plus response limit.",
+        "Longest sequence, prompt plus response, in tokens; 0 takes the sum of both limits.",
         minimum=0,
     )
     lr: float = flag(1e-6, "Peak learning rate.", minimum=0.0)
-    min_lr: float = flag(0.0, "Learning rate at the end of decay.", minimum=0.0)
+    min_lr: float = flag(0.0, "Learning rate at the end of decay and after it.", minimum=0.0)
     lr_decay_style: str = flag(
-        "constant", "Shape after warm-up.", choices=("constant", "linear", "cosine")
+        "constant",
+        "How the learning rate falls after warm-up.",
+        choices=("constant", "linear", "cosine"),
     )
-    lr_decay_iters: int = flag(0, "Optimizer steps of decay; 0: all of the run.", minimum=0)
-    lr_warmup_iters: int = flag(0, "Optimizer steps of linear warm-up.", minimum=0)
+    lr_decay_iters: int = flag(
+        0, "Optimizer steps until --min-lr, warm-up included; 0 takes all of the run.", minimum=0
+    )
+    lr_warmup_iters: int = flag(0, "Optimizer steps of linear warm-up from 0.", minimum=0)
     lr_warmup_fraction: float = flag(
         0.0, "Warm-up as a share of the decay steps; excludes --lr-warmup-iters.", minimum=0.0
     )
-    weight_decay: float = flag(0.0, "AdamW weight decay.", minimum=0.0)
-    adam_beta1: float = flag(0.9, "AdamW beta 1.", minimum=0.0)
-    adam_beta2: float = flag(0.95, "AdamW beta 2.", minimum=0.0)
-    adam_eps: float = flag(1e-8, "AdamW epsilon.", minimum=0.0)
-    clip_grad: float = flag(1.0, "Clip the global gradient norm; 0: off.", minimum=0.0)
-    bf16: bool = flag(False, "Train in bfloat16 with fp32 master weights; default fp32.")
+    weight_decay: float = flag(0.0, "Decoupled weight decay of AdamW.", minimum=0.0)
+    adam_beta1: float = flag(0.9, "Decay of the first moment of AdamW.", minimum=0.0)
+    adam_beta2: float = flag(0.95, "Decay of the second moment of AdamW.", minimum=0.0)
+    adam_eps: float = flag(1e-8, "Added to the denominator of AdamW.", minimum=0.0)
+    clip_grad: float = flag(
+        1.0, "Largest global gradient norm, above which it is scaled down; 0 is off.", minimum=0.0
+    )
+    bf16: bool = flag(False, "Train in bfloat16 with fp32 master weights instead of fp32.")
     seed: int = flag(1234, "Seed of data order, sampling and dropout.", minimum=0)
     logprob_chunk_tokens: int = flag(
         1024,
@@ -57,31 +74,47 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """Checkpoints.
+
+    A run with the same flags and ``--load`` at its own ``--save`` goes on where it stopped and
+    gives the numbers of an uninterrupted run.
+    """
 
     save: str = flag("", "Directory of training checkpoints (iter_0000001, ...).")
     load: str = flag("", "Directory to resume from; its newest complete checkpoint is taken.")
-    save_interval: int = flag(0, "Steps between checkpoints; 0: only at the end.", minimum=0)
+    save_interval: int = flag(
+        0, "Steps of the run between checkpoints; 0 saves at the end only.", minimum=0
+    )
     finetune: bool = flag(
         False, "Take only the weights from --load: step, optimizer and data order start anew."
     )
-    no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
-    no_load_optim: bool = flag(False, "Start with a fresh optimizer.")
+    no_save_optim: bool = flag(False, "Leave optimizer states out of checkpoints.")
+    no_load_optim: bool = flag(False, "Start with fresh optimizer states despite --load.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
-    no_load_rng: bool = flag(False, "Start with fresh random states.")
+    no_load_rng: bool = flag(False, "Start with fresh random states despite --load.")
     export_hf: str = flag("", "Write a Hugging Face checkpoint here at the end of the run.")
 
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """Logs."""
+    """Logs.
+
+    Everything a run reports lands in one folder; the terminal shows progress and its summary.
+    """
 
     output_dir: str = flag(
-        "outputs", "metrics.jsonl, TensorBoard files, rollouts.jsonl, curves.png, summary.json."
+        "outputs",
+        "Folder for metrics.jsonl, TensorBoard files, rollouts.jsonl, curves.png and summary.json.",
     )
-    log_interval: int = flag(1, "Steps between progress lines without a terminal.", minimum=1)
-    tensorboard_dir: str = flag("", "TensorBoard files; default: OUTPUT_DIR/tensorboard.")
+    log_interval: int = flag(
+        1, "Steps between progress lines where there is no terminal.", minimum=1
+    )
+    tensorboard_dir: str = flag(
+        "", "Folder for TensorBoard files; empty takes OUTPUT_DIR/tensorboard."
+    )
     log_rollouts: int = flag(4, "Sampled rollouts written to rollouts.jsonl per step.", minimum=0)
     phase_timeout_s: float = flag(
-        1800.0, "A phase of a step that takes longer ends the job, in seconds.", minimum=1.0
+        1800.0,
+        "Limit of one phase of a step, in seconds; a longer one ends the job on all ranks.",
+        minimum=1.0,
     )

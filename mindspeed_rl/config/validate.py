@@ -215,9 +215,12 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     Raises:
         ValueError: every contradicting flag, its value and the model's.
     """
+    num_noop = len(_layer_numbers("--noop-layers", model.noop_layers))
+    num_layers = None if model.num_layers is None else model.num_layers - num_noop
+    num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
     padded = padded_vocab(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
     pairs = (
-        ("--num-layers", model.num_layers, spec.num_layers),
+        (num_layers_flag, num_layers, spec.num_layers),
         ("--hidden-size", model.hidden_size, spec.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
         ("--num-attention-heads", model.num_attention_heads, spec.num_heads),
@@ -244,3 +247,11 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
             f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
             "remove the flags or point --hf-checkpoint at the right model"
         )
+
+
+def _layer_numbers(flag: str, text: str) -> list[int]:
+    """The numbers in ``94,95``; an empty text has none."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{flag} {text}: must be layer numbers with commas between, like 94,95")
+    return [int(part) for part in parts]

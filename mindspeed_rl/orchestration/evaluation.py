@@ -39,7 +39,7 @@ def evaluate(run: RLJob, step: int) -> Evaluation:
     limit = run.config.prompts.rl_prompts_per_eval or len(run.eval_prompts)
     prompts = run.eval_prompts[: min(limit, len(run.eval_prompts))]
     with run.phase("evaluate"):
-        rollouts = generate(run, prompts, step, temperature=0.0)
+        rollouts = generate(run, prompts, step, run.sampling(temperature=0.0))
         samples = exchange_rollouts(rollouts if run.leads_engine else [], (), len(prompts))
     strict = lenient = 0
     for sample in samples:

@@ -56,6 +56,7 @@ class Report:
         self._run = run
         self._writer = run.rank == 0
         self._start = time.monotonic()
+        run.timer.finish_step()  # what happened so far belongs to no step
         self._totals = Totals()
         self._evaluations: dict[int, Evaluation] = {}
         config = run.config

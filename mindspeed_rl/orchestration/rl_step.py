@@ -15,11 +15,11 @@ from mindspeed_rl.algorithms.losses import clipped_policy_loss
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.rewards import RewardRequest
-from mindspeed_rl.rollout.engine import GenerationRequest, request_seed
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.trainer.train_engine import PreparedBatch
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
@@ -37,17 +37,27 @@ class UpdateBatch:
     denominators: Denominators
 
 
-def collect(run: RLJob, step: int) -> list[Sample]:
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The rollouts of a step on every rank, and what this rank has to report about them."""
+
+    samples: list[Sample]
+    metrics: MetricSet
+
+
+def collect(run: RLJob, step: int) -> Collected:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
     batch = run.plan.batch
     indices = run.sampler.next(batch.prompts)
     prompts = [run.prompts[i] for i in indices for _ in range(batch.group_size)]
     with run.phase("generate"):
-        mine = generate(run, prompts, step, run.config.rl.rl_default_temperature)
+        settings = run.sampling(run.config.rl.rl_default_temperature)
+        rollouts = generate(run, prompts, step, settings)
     with run.phase("reward"):
-        rollouts = score(run, mine) if run.leads_engine else []
+        rollouts, metrics = score(run, rollouts if run.leads_engine else [])
     with run.phase("exchange"):
-        return exchange_rollouts(rollouts, run.reward_names, batch.samples)
+        samples = exchange_rollouts(rollouts, run.reward_names, batch.samples)
+    return Collected(samples, metrics)
 
 
 def my_share(run: RLJob, num_samples: int) -> range:
@@ -57,7 +67,9 @@ def my_share(run: RLJob, num_samples: int) -> range:
     return range(num_samples * replica // count, num_samples * (replica + 1) // count)
 
 
-def generate(run: RLJob, prompts: Sequence[Prompt], step: int, temperature: float) -> list[Rollout]:
+def generate(
+    run: RLJob, prompts: Sequence[Prompt], step: int, settings: SamplingSettings
+) -> list[Rollout]:
     """Complete this engine's share of ``prompts``; position in the list is the sample id.
 
     Collective: the ranks of each engine.
@@ -67,7 +79,7 @@ def generate(run: RLJob, prompts: Sequence[Prompt], step: int, temperature: floa
     requests = [
         GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i)) for i in share
     ]
-    completions = run.engine.generate(requests, run.sampling(temperature), run.version)
+    completions = run.engine.generate(requests, settings, run.version)
     return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
 
 
@@ -76,9 +88,10 @@ def response_text(run: RLJob, completion: Completion) -> str:
     return str(run.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
 
 
-def score(run: RLJob, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The same rollouts with their rewards. Local; on the first rank of an engine."""
-    assert run.rewards is not None, "only the first rank of an engine scores"
+def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], MetricSet]:
+    """The same rollouts with their rewards, and how many failed or ran out of time. Local."""
+    if run.rewards is None:
+        return [], MetricSet({"reward/error_rate": Mean(0, 0), "reward/timeout_rate": Mean(0, 0)})
     requests = [
         RewardRequest(
             sample_id=r.sample_id,
@@ -92,10 +105,16 @@ def score(run: RLJob, rollouts: Sequence[Rollout]) -> list[Rollout]:
         for r in rollouts
     ]
     results = run.rewards.score(requests)
-    return [
+    scored = [
         replace(r, reward=result.reward, reward_parts=result.parts)
         for r, result in zip(rollouts, results, strict=True)
     ]
+    return scored, MetricSet(
+        {
+            f"reward/{status}_rate": Mean.of(float(r.status == status) for r in results)
+            for status in ("error", "timeout")
+        }
+    )
 
 
 def advantages_of(run: RLJob, samples: Sequence[Sample], step: int) -> list[float]:
@@ -112,20 +131,28 @@ def advantages_of(run: RLJob, samples: Sequence[Sample], step: int) -> list[floa
     return result
 
 
-def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
-    """Place and pack the samples of each optimizer step. Local, the same plan on all ranks."""
-    train_samples = []
-    for sample, advantage in zip(samples, advantages_of(run, samples, step), strict=True):
+def as_train_samples(
+    run: RLJob, samples: Sequence[Sample], advantages: Sequence[float] | None = None
+) -> list[TrainSample]:
+    """Prompt and response of every sample as one sequence to train on. Local."""
+    result = []
+    for i, sample in enumerate(samples):
         prompt = torch.tensor(run.prompts[sample.prompt_index].token_ids)
-        train_samples.append(
+        result.append(
             TrainSample(
                 sample.sample_id,
                 torch.cat([prompt, sample.response]),
                 prompt.numel(),
                 sample.logprobs,
-                advantage,
+                advantages[i] if advantages is not None else 0.0,
             )
         )
+    return result
+
+
+def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
+    """Place and pack the samples of each optimizer step. Local, the same plan on all ranks."""
+    train_samples = as_train_samples(run, samples, advantages_of(run, samples, step))
     size = run.plan.batch.samples_per_update
     batches = []
     for start in range(0, len(train_samples), size):
@@ -135,13 +162,31 @@ def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[Upda
     return batches
 
 
-def annotate(run: RLJob, batches: list[UpdateBatch]) -> list[UpdateBatch]:
+def check_on_policy(run: RLJob, samples: Sequence[Sample]) -> None:
+    """Every sample must come from the present weights.
+
+    Raises:
+        RuntimeError: naming samples of other versions; their ratio would silently be taken as 1.
+    """
+    stale = [s.sample_id for s in samples if s.weights_version != run.version]
+    if stale:
+        raise RuntimeError(
+            f"--old-logprob on-policy: samples {stale[:8]} were sampled by other weights than "
+            f"version {run.version}; use --old-logprob recompute or rollout"
+        )
+
+
+def annotate(
+    run: RLJob, batches: list[UpdateBatch], samples: Sequence[Sample]
+) -> list[UpdateBatch]:
     """Add old and reference log-probs where they are needed. Collective: the training grid.
 
     On-policy old log-probs cost no pass for the first optimizer step of a batch: they are the
     update pass's own (``old_logprobs`` stays ``None``).
     """
     choice, annotated = run.config.rl.old_logprob, []
+    if choice == "on-policy":
+        check_on_policy(run, samples)
     for i, batch in enumerate(batches):
         micro = batch.micro_batches
         own = choice == "on-policy" and i == 0 and run.plan.batch.iterations == 1
@@ -212,3 +257,45 @@ def _degenerate(samples: Sequence[Sample], group_size: int) -> float:
     """Share of groups whose rewards are all equal: they teach nothing."""
     groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
     return sum(len({s.reward for s in group}) == 1 for group in groups) / len(groups)
+
+
+PROBE_TOKENS = 24
+
+
+def probe(run: RLJob) -> float:
+    """Compare log-probs of engine and trainer on one prompt per engine (R4).
+
+    Bit-equal parameters do not prove that an engine computes with them: derived tensors (rotary
+    tables, absorbed projections) may be stale. Collective: the world; within TRAIN, and back.
+
+    Returns:
+        The mean |difference| over the sampled tokens.
+
+    Raises:
+        RuntimeError: it exceeds ``--rl-sync-check-tol``.
+    """
+    run.phases.to_rollout(run.version)
+    engines = run.plan.engine.num_replicas
+    prompts = [run.prompts[i % len(run.prompts)] for i in range(engines)]
+    settings = run.sampling(run.config.rl.rl_default_temperature)
+    settings = replace(
+        settings, max_response_tokens=min(PROBE_TOKENS, settings.max_response_tokens)
+    )
+    with run.phase("probe"):
+        mine = generate(run, prompts, step=0, settings=settings)
+        samples = exchange_rollouts(mine if run.leads_engine else [], (), engines)
+    run.phases.to_train()
+    with run.phase("probe"):
+        batches = training.local_batches(run.job, run.policy, as_train_samples(run, samples))
+        pairs = zip(run.policy.logprobs(batches), batches, strict=True)
+        gaps = [(logp - b.batch.rollout_logprobs).abs() for logp, b in pairs if logp is not None]
+        mean = MetricSet({"probe": Mean(float(sum(g.sum() for g in gaps)), sum(map(len, gaps)))})
+        gap = reduce_metrics(mean)["probe"]
+    limit = run.config.rollout.rl_sync_check_tol
+    if not gap <= limit:
+        raise RuntimeError(
+            f"probe: mean |log p(trainer) - log p(engine)| is {gap:.3g}, above "
+            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
+            "computes something else than the trainer"
+        )
+    return gap

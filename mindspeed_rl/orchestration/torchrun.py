@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.models.spec import read_hf_config
 
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.watchdog import Watchdog
@@ -71,6 +73,9 @@ def run_entry(
         parsed = parse(run_type, arguments, prog)
         config = parsed.config
         plan = check(config, world.size)
+        check_foreign_architecture(
+            parsed.checked_arch, read_hf_config(config.model.hf_checkpoint)
+        )
         bootstrap.prepare_environment(config.parallel.platform, os.environ)
         platform = bootstrap.start(
             config.parallel.platform, config.parallel.distributed_timeout_minutes, world

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mindspeed_rl.bootstrap import World
     from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
     from mindspeed_rl.config.validate import RunPlan
     from mindspeed_rl.orchestration.torchrun import Job
@@ -82,11 +85,13 @@ def local_batches(
 def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
     """Write the model as a Hugging Face checkpoint. Collective: the world.
 
-    Tensors travel to rank 0 in rounds of the reshard byte budget and are written as they come.
+    Tensors travel to the writer in rounds and are written as they come. Rank 0 writes; nodes that
+    do not share its file system write a copy of their own, so that the next job finds it.
     """
     rank, platform = job.world.rank, job.platform
     source = job.plan.megatron
-    files = HfFileLayout(source.hf_shapes)
+    writers = export_writers(Path(target), job.world)
+    files = HfFileLayout(source.hf_shapes, writers)
     dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
     resharder = Resharder(
         source,
@@ -97,7 +102,7 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
         dtype=dtype,
         bucket_bytes=512 << 20,
     )
-    if rank != 0:
+    if rank not in writers:
         resharder.run(engine.named_parameters(), {})
     else:
         with HfWriter(target, job.config.model.hf_checkpoint, dtype) as writer:
@@ -109,6 +114,22 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
 
             resharder.run(engine.named_parameters(), staging, after_round=write)
     dist.barrier()
+
+
+def export_writers(target: Path, world: World) -> range:
+    """Rank 0 where all nodes see its directory, else the first rank of every node. Collective."""
+    token = [os.urandom(8).hex()]
+    dist.broadcast_object_list(token, 0)
+    marker = target.parent / f".{target.name}.{token[0]}"
+    if world.rank == 0:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    dist.barrier()
+    seen: list[bool] = [True] * world.size
+    dist.all_gather_object(seen, marker.exists())
+    if world.rank == 0:
+        marker.unlink()
+    return range(0, world.size, world.size if all(seen) else world.local_size)
 
 
 class _Staging(dict[str, torch.Tensor]):

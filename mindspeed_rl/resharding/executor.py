@@ -73,7 +73,7 @@ class Resharder:
         bucket_bytes: int,
     ) -> None:
         self.plan = plan_reshard(source, target, rank, ranks_per_node)
-        names = plan_rounds(source, target, bucket_bytes, dtype.itemsize)
+        names = plan_rounds(source, target, bucket_bytes, dtype.itemsize, ranks_per_node)
         self.rounds = split_rounds(self.plan, names)
         self._transport = transport
         self._dtype = dtype

@@ -6,31 +6,52 @@ round takes tensors of every pipeline stage in turn, so that the ranks of all st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from math import ceil
+from functools import lru_cache
 
 from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.planner import choose_source
 
 
-def _largest_message(layout: ShardLayout, other: ShardLayout, name: str, item_bytes: int) -> int:
-    """Upper bound of what one rank sends plus receives for a tensor."""
-    receives = sends = 0
-    for shard in other.shards(name):
-        receives = max(receives, shard.piece.hf_box.num_elements)
-    for shard in layout.shards(name):
-        if shard.mirror:
+@lru_cache(maxsize=4096)
+def _most_served(sources: range, destinations: range, ranks_per_node: int) -> int:
+    """The largest number of other ranks that one source sends a shard to."""
+    load = Counter(
+        choose_source(sources, destinations, dst, ranks_per_node)
+        for dst in destinations
+        if dst not in sources
+    )
+    return max(load.values(), default=0)
+
+
+def _largest_staging(
+    source: ShardLayout, target: ShardLayout, name: str, ranks_per_node: int
+) -> int:
+    """Upper bound, in elements, of what one rank sends plus receives for a tensor.
+
+    Shards with the same holders lie on the same ranks, so their shares add up.
+    """
+    sends: Counter[range] = Counter()
+    receives: Counter[range] = Counter()
+    for dst in target.shards(name):
+        receives[dst.holders] += dst.piece.hf_box.num_elements
+    for src in source.shards(name):
+        if src.mirror:
             continue
-        served = sum(
-            box.num_elements * ceil(len(dst.holders) / len(shard.holders))
-            for dst in other.shards(name)
-            if (box := shard.piece.hf_box.intersect(dst.piece.hf_box))
-        )
-        sends = max(sends, served)
-    return (receives + sends) * item_bytes
+        for dst in target.shards(name):
+            if box := src.piece.hf_box.intersect(dst.piece.hf_box):
+                served = _most_served(src.holders, dst.holders, ranks_per_node)
+                sends[src.holders] += box.num_elements * served
+    return max(receives.values()) + max(sends.values())
 
 
 def plan_rounds(
-    source: ShardLayout, target: ShardLayout, bucket_bytes: int, item_bytes: int
+    source: ShardLayout,
+    target: ShardLayout,
+    bucket_bytes: int,
+    item_bytes: int,
+    ranks_per_node: int,
 ) -> tuple[tuple[str, ...], ...]:
     """HF tensor names of each round, the same on every rank.
 
@@ -40,6 +61,7 @@ def plan_rounds(
         bucket_bytes: bound of send plus receive staging of one round on one rank. A single tensor
             whose shards exceed it makes a round of its own.
         item_bytes: bytes of one element on the wire.
+        ranks_per_node: as in the plans.
     """
     if bucket_bytes < 1:
         raise ValueError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
@@ -47,7 +69,7 @@ def plan_rounds(
     current: list[str] = []
     used = 0
     for name in _interleave_stages(source):
-        cost = _largest_message(source, target, name, item_bytes)
+        cost = _largest_staging(source, target, name, ranks_per_node) * item_bytes
         if current and used + cost > bucket_bytes:
             rounds.append(tuple(current))
             current, used = [], 0

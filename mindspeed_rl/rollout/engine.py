@@ -72,8 +72,9 @@ def requests_digest(
     """16 bytes that are equal when two ranks are about to generate the same thing (R28)."""
     state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
     for request in requests:
-        state.update(struct.pack("<2q", request.sample_id, request.seed))
-        state.update(struct.pack(f"<{len(request.token_ids)}q", *request.token_ids))
+        ids = request.token_ids
+        state.update(struct.pack("<3q", request.sample_id, request.seed, len(ids)))
+        state.update(struct.pack(f"<{len(ids)}q", *ids))
     return state.digest()
 
 

@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -41,6 +46,23 @@ def keep_hidden_states(model: GPTModel) -> None:
     """Make the last stage return hidden states instead of logits; parameters stay as they are."""
     if model.post_process:
         model.output_layer.__class__ = HiddenStateHead
+
+
+def mark_tensor_parallel_shards(model: GPTModel) -> None:
+    """Tell megatron-core which weights are shards of a tensor-parallel group.
+
+    It sets the mark while it initialises weights, which is switched off here; a shard without it
+    counts as a copy, and the gradient norm would be that of the first rank's shards alone.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            dim = 1
+        elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+            dim = 0
+        else:
+            continue
+        if module.weight is not None:  # a tied head on the first stage has none of its own
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def build_transformer_config(
@@ -125,6 +147,7 @@ def build_model(
         rotary_base=int(spec.rope_theta),
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(spec.head_dim, spec.rope_theta, device)
+    mark_tensor_parallel_shards(model)
     keep_hidden_states(model)
     check_built(model, spec)
     return model.to(device)

@@ -212,6 +212,8 @@ class TrainEngine:
         backward: bool = False,
     ) -> list[Any]:
         """Run all micro-batches; the loss function's payloads, on the last stage."""
+        # the output projection works on hidden states of its own precision
+        precision = {"fp32_output": False} if self._config.bf16 else {}
 
         def forward(iterator: Iterator[PreparedBatch], model: Any) -> tuple[torch.Tensor, Any]:
             prepared = next(iterator)
@@ -221,6 +223,7 @@ class TrainEngine:
                 batch.positions[None],
                 None,
                 packed_seq_params=prepared.row,
+                **precision,
             )
             return hidden, functools.partial(self._loss, prepared, loss)
 

@@ -1,4 +1,4 @@
-"""A layout in which one rank holds every whole HF tensor: the target of an HF export."""
+"""A layout in which writers hold every whole HF tensor: the target of an HF export."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mindspeed_rl.resharding.layouts.base import Piece, Shard
 
 @dataclass(frozen=True)
 class HfFileLayout:
-    """Whole tensors under their HF names on ``writer``.
+    """Whole tensors under their HF names on each of ``writers``.
 
     Args:
         hf_shapes: the tensors, in order of writing.
-        writer: the rank that writes the files.
+        writers: the ranks that write files.
     """
 
     hf_shapes: Mapping[str, tuple[int, ...]]
-    writer: int = 0
+    writers: range = range(1)
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
         """One shard: the whole tensor."""
         box = Box.whole(self.hf_shapes[hf_name])
-        return (Shard(Piece(hf_name, box, hf_name, box), range(self.writer, self.writer + 1)),)
+        return (Shard(Piece(hf_name, box, hf_name, box), self.writers),)
 
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """Everything on the writer, nothing elsewhere."""
-        return dict(self.hf_shapes) if rank == self.writer else {}
+        """Everything on a writer, nothing elsewhere."""
+        return dict(self.hf_shapes) if rank in self.writers else {}

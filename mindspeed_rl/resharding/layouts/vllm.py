@@ -27,8 +27,8 @@ class VllmLayout(TableLayout):
 
     @property
     def vocab_multiple(self) -> int:
-        """64, or what every rank can share."""
-        return VOCAB_PADDING if VOCAB_PADDING % self.engine.tp == 0 else self.engine.tp * 64
+        """64, whatever the number of ranks; vLLM refuses what they cannot share."""
+        return VOCAB_PADDING
 
     def placements(self) -> Iterator[RowPlacement]:
         """Every row at every layer."""

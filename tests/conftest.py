@@ -1,0 +1,75 @@
+"""Environment of all tests, and tiny models that several of them share."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or a Hugging Face library.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+_TESTS = str(Path(__file__).resolve().parent)
+if _TESTS not in sys.path:  # for `from support.spawn import run_ranks`
+    sys.path.insert(0, _TESTS)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 with grouped-query attention, a vocabulary of 307, untied, and 4 layers.
+
+    Norms, biases and the head are not at their initial values, so that a tensor that is mapped,
+    summed or cut wrongly changes the output.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from mindspeed_rl.data.tiny_model import write_tiny_model
+
+    folder = write_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny",
+        hidden_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn=256,
+        max_position_embeddings=256,
+    )
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        if name.endswith(("norm.weight", ".bias")):
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+        elif name == "lm_head.weight":
+            weight *= 2.0
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tied_model(tiny_model: Path) -> Path:
+    """The tiny model with its embedding as output projection."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_model.with_name("tied")
+    shutil.copytree(tiny_model, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder

@@ -1,0 +1,160 @@
+"""Layout-invariant checksums: equal for equal bits in any layout, different for any fault (R5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.layout_cases import GQA, TIED, cases, layouts_of
+from support.layout_oracle import PADDING, Array, Case, hf_arrays, megatron_params, vllm_params
+
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.checksums import box_checksum, copies_held, local_checksums
+
+Params = dict[str, torch.Tensor]
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def as_weights(params: dict[str, Array], dtype: torch.dtype) -> Params:
+    """Element numbers as weights of distinct bits; padding is garbage that must not count."""
+
+    def weight(array: Array) -> torch.Tensor:
+        ids = torch.from_numpy(array.copy())
+        bits = torch.where(ids == PADDING, 0x3F12, ids % 16000 + 0x3000)
+        return bits.to(BITS[dtype]).view(dtype)
+
+    return {name: weight(array) for name, array in params.items()}
+
+
+def engine_weights(case: Case, dtype: torch.dtype) -> list[Params]:
+    hf = hf_arrays(case)
+    return [as_weights(vllm_params(case, hf, rank), dtype) for rank in range(case.world)]
+
+
+def source_sums(case: Case, dtype: torch.dtype) -> torch.Tensor:
+    """The trainer's checksum of every tensor: each element counted on one rank."""
+    source, _ = layouts_of(case)
+    hf = hf_arrays(case)
+    return sum_over_ranks(
+        local_checksums(
+            source, rank, as_weights(megatron_params(case, hf, rank), dtype), dtype,
+            primary_only=True,
+        )
+        for rank in range(case.world)
+    )  # fmt: skip
+
+
+def sum_over_ranks(shares: object) -> torch.Tensor:
+    return torch.stack(list(shares)).sum(0)  # type: ignore[call-overload, no-any-return]
+
+
+def engine_differs(case: Case, weights: list[Params], dtype: torch.dtype) -> list[str]:
+    """The comparison of ``differing_tensors`` with the all-reduce done by hand."""
+    source, target = layouts_of(case)
+    assert list(source.hf_shapes) == list(target.hf_shapes)
+    sums = sum_over_ranks(
+        local_checksums(target, rank, weights[rank], dtype, primary_only=False)
+        for rank in range(case.world)
+    )
+    wrong = source_sums(case, dtype) * copies_held(target) != sums
+    return [name for name, bad in zip(source.hf_shapes, wrong.tolist(), strict=True) if bad]
+
+
+@given(cases(), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=25, deadline=None)
+@example(GQA, torch.bfloat16)
+@example(TIED, torch.float32)
+def test_trainer_and_engine_agree_in_any_pair_of_layouts(case: Case, dtype: torch.dtype) -> None:
+    assert engine_differs(case, engine_weights(case, dtype), dtype) == []
+
+
+def test_the_sum_of_a_tensor_does_not_depend_on_its_layout() -> None:
+    reference = source_sums(GQA, torch.bfloat16)
+    for other in (replace(GQA, tp=1), replace(GQA, pp=1), replace(GQA, pp=4, dp=1, cp=2)):
+        torch.testing.assert_close(source_sums(other, torch.bfloat16), reference, rtol=0, atol=0)
+    assert len(set(reference.tolist())) == len(reference)
+
+
+def flip_lowest_bit(weights: list[Params]) -> None:
+    weights[5]["model.layers.2.mlp.down_proj.weight"].view(torch.int16)[1, 1] ^= 1
+
+
+def flip_sign_everywhere(weights: list[Params]) -> None:
+    for params in weights:
+        params["model.norm.weight"][0] *= -1
+
+
+def swap_gate_and_up(weights: list[Params]) -> None:
+    for params in weights:
+        fused = params["model.layers.1.mlp.gate_up_proj.weight"]
+        fused.copy_(fused.roll(len(fused) // 2, 0))
+
+
+def swap_two_elements(weights: list[Params]) -> None:
+    bias = weights[0]["model.layers.0.self_attn.qkv_proj.bias"]
+    bias[:2] = bias[:2].flip(0)
+
+
+def swap_two_layers(weights: list[Params]) -> None:
+    for params in weights:
+        a, b = (params[f"model.layers.{i}.input_layernorm.weight"] for i in (0, 1))
+        kept = a.clone()
+        a.copy_(b)
+        b.copy_(kept)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (flip_lowest_bit, {"model.layers.2.mlp.down_proj.weight"}),
+        (flip_sign_everywhere, {"model.norm.weight"}),
+        (swap_gate_and_up, {f"model.layers.1.mlp.{p}_proj.weight" for p in ("gate", "up")}),
+        (swap_two_elements, {"model.layers.0.self_attn.q_proj.bias"}),
+        (swap_two_layers, {f"model.layers.{i}.input_layernorm.weight" for i in (0, 1)}),
+    ],
+)
+def test_a_fault_is_found_and_named(fault: Callable[[list[Params]], None], named: set[str]) -> None:
+    weights = engine_weights(GQA, torch.bfloat16)
+    fault(weights)
+    assert set(engine_differs(GQA, weights, torch.bfloat16)) == named
+
+
+def test_padding_of_the_vocabulary_does_not_count() -> None:
+    weights = engine_weights(GQA, torch.float32)
+    for params in weights[3::4]:  # the last shares of 128 padded rows hold no token at all
+        params["lm_head.weight"].fill_(9.0)
+    assert engine_differs(GQA, weights, torch.float32) == []
+
+
+def test_the_values_are_cast_as_on_the_wire() -> None:
+    """fp32 master weights against their bf16 image."""
+    weights = torch.linspace(-1, 1, 12).reshape(3, 4)
+    box = Box.whole((3, 4))
+    layout, _ = layouts_of(GQA)
+    params = {
+        name: torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
+        for name, shape in layout.local_shapes(0).items()
+    }
+    rounded = {name: p.bfloat16() for name, p in params.items()}
+    sums = [
+        local_checksums(layout, 0, p, torch.bfloat16, primary_only=True) for p in (params, rounded)
+    ]
+    assert torch.equal(*sums)
+    assert box_checksum(weights, box, (3, 4)) != box_checksum(weights.bfloat16(), box, (3, 4))
+
+
+@given(st.integers(0, 6), st.integers(0, 7))
+def test_any_cut_of_a_tensor_sums_to_the_whole(row: int, column: int) -> None:
+    values = torch.arange(6 * 7, dtype=torch.float32).reshape(6, 7).sin()
+    shape = (6, 7)
+    boxes = [
+        Box((lo_r, lo_c), (hi_r - lo_r, hi_c - lo_c))
+        for lo_r, hi_r in ((0, row), (row, 6))
+        for lo_c, hi_c in ((0, column), (column, 7))
+    ]
+    parts = [box_checksum(values[b.slices], b, shape) for b in boxes if b.num_elements]
+    assert torch.stack(parts).sum() == box_checksum(values, Box.whole(shape), shape)

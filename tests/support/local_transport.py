@@ -1,0 +1,82 @@
+"""All ranks of a job in one process: a thread per rank, messages through a table.
+
+The product's own executor runs unchanged on every thread; only the wire is replaced. Every message
+must be expected by its receiver with its exact size, else the whole world stops with an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class LocalWorld:
+    """The shared side of the transports of ``size`` ranks."""
+
+    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.messages: dict[tuple[int, int], torch.Tensor] = {}
+
+    def run(self, function: Callable[[int, LocalTransport], Result]) -> list[Result]:
+        """Call ``function(rank, transport)`` on all ranks at once; their results in rank order.
+
+        Raises:
+            BaseException: the first error that is not merely the echo of another rank's.
+        """
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(self._run_rank, rank, function) for rank in range(self.size)]
+        errors = [error for f in futures if (error := f.exception()) is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        if self.messages:
+            raise AssertionError(f"messages that nobody received: {sorted(self.messages)}")
+        return [f.result() for f in futures]
+
+    def _run_rank(self, rank: int, function: Callable[[int, LocalTransport], Result]) -> Result:
+        try:
+            return function(rank, LocalTransport(self, rank))
+        except BaseException:
+            self.barrier.abort()
+            raise
+
+
+class LocalTransport:
+    """One rank's end of a :class:`LocalWorld`; counts what it sends."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+        self.sent_bytes = 0
+
+    def exchange(
+        self, sends: Mapping[int, torch.Tensor], receive_sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Post this rank's messages, wait for all ranks, take the own ones. Collective."""
+        world = self._world
+        for peer, message in sends.items():
+            assert peer != self._rank, f"rank {peer} sends to itself"
+            world.messages[self._rank, peer] = message.clone()
+            self.sent_bytes += message.numel() * message.element_size()
+        world.barrier.wait()
+        posted = {src for src, dst in list(world.messages) if dst == self._rank}
+        assert posted == set(receive_sizes), (
+            f"rank {self._rank} expects messages from {sorted(receive_sizes)}, "
+            f"but {sorted(posted)} sent some"
+        )
+        # Nobody may change the table while others still look for their senders.
+        world.barrier.wait()
+        received = {peer: world.messages.pop((peer, self._rank)) for peer in receive_sizes}
+        for peer, size in receive_sizes.items():
+            assert received[peer].numel() == size, (
+                f"rank {self._rank} expects {size} elements from {peer}, got "
+                f"{received[peer].numel()}"
+            )
+        world.barrier.wait()
+        return received

@@ -1,0 +1,186 @@
+"""Runs a function on N gloo ranks, each in a process of its own, under a hard time limit.
+
+One call is one world with one parallel layout: megatron-core cannot initialise twice in a process,
+so a rank function should make all checks of its layout. Ranks meet in a file, so no port is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# How long the peers of a failed rank may take to fail by themselves before they are killed.
+GRACE_S = 5.0
+# A rank that is over its limit dumps its stacks and exits; the parent then waits this long.
+KILL_MARGIN_S = 10.0
+LOG_TAIL_CHARS = 4000
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung. ``returncodes`` holds every rank's exit status."""
+
+    def __init__(self, message: str, returncodes: Sequence[int | None]) -> None:
+        super().__init__(message)
+        self.returncodes = tuple(returncodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a rank is told first. Its arguments are a file of their own: reading them may import
+    torch, before which the environment must be set.
+    """
+
+    module: str
+    function: str
+    timeout_s: float
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *,
+    work_dir: Path,
+    args: Sequence[Any] = (),
+    timeout_s: float = 240.0,
+) -> list[Any]:
+    """Call ``function(world, *args)`` on every rank and return the results in rank order.
+
+    Before the call the environment is prepared as by an entry of mindspeed_rl and the default gloo
+    group exists; after it all ranks meet in a barrier.
+
+    Args:
+        function: defined at the top level of an importable module; its first argument is a
+            :class:`mindspeed_rl.bootstrap.World`.
+        num_ranks: size of the world.
+        work_dir: where a new folder with logs and results is made; ``tmp_path``.
+        args: further arguments; must pickle.
+        timeout_s: limit of each rank, start included. A rank that is over it dumps all stacks.
+
+    Raises:
+        RankError: with the traceback or the end of the log of every rank, the first failure first.
+    """
+    folder = Path(work_dir) / f"ranks-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(parents=True)
+    task = _Task(function.__module__, function.__qualname__, timeout_s)
+    (folder / "task.pkl").write_bytes(pickle.dumps(task))
+    (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
+    processes = [_start(folder, rank, num_ranks) for rank in range(num_ranks)]
+    try:
+        order = _wait(processes, timeout_s + KILL_MARGIN_S)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    if order:
+        codes = [process.returncode for process in processes]
+        ranks = [*order, *(r for r in range(num_ranks) if r not in order)]
+        story = "\n".join(_story(folder, rank, codes[rank]) for rank in ranks)
+        raise RankError(f"{function.__name__} failed on rank {order[0]}\n{story}", codes)
+    return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
+
+
+def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    with (folder / f"rank{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "support.spawn", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
+    """Wait for all ranks; the ranks that failed by themselves, in the order in which they did."""
+    deadline = time.monotonic() + limit_s
+    failed: list[int] = []
+    while any(process.poll() is None for process in processes):
+        for rank, process in enumerate(processes):
+            if process.poll() and rank not in failed:
+                if not failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                failed.append(rank)
+        if time.monotonic() > deadline:
+            return failed or [r for r, process in enumerate(processes) if process.poll() is None]
+        time.sleep(0.02)
+    late = [r for r, process in enumerate(processes) if process.returncode and r not in failed]
+    return failed + late
+
+
+def _story(folder: Path, rank: int, code: int | None) -> str:
+    """What is known about one rank."""
+    error, log = folder / f"rank{rank}.error", folder / f"rank{rank}.log"
+    end = f"exit status {code}"
+    if code is not None and code < 0:
+        end = f"ended by {signal.Signals(-code).name}"
+    text = error.read_text() if error.is_file() else ""
+    tail = log.read_text(errors="replace")[-LOG_TAIL_CHARS:]
+    return f"--- rank {rank}: {end}\n{text}{tail}"
+
+
+def _run_task(folder: Path) -> None:
+    """Body of a rank."""
+    task: _Task = pickle.loads((folder / "task.pkl").read_bytes())
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(task.timeout_s, exit=True)
+    from mindspeed_rl import bootstrap
+
+    bootstrap.prepare_environment("cpu", os.environ)
+    world = bootstrap.World.from_environment()
+    import importlib
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(folder / "store"), world.size)
+    limit = timedelta(seconds=task.timeout_s)
+    dist.init_process_group(
+        "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+    )
+    function = getattr(importlib.import_module(task.module), task.function)
+    args = pickle.loads((folder / "args.pkl").read_bytes())
+    result = pickle.dumps(function(world, *args))
+    (folder / f"rank{world.rank}.result").write_bytes(result)
+    dist.barrier()
+    if "vllm" not in sys.modules:  # else its own exit handler destroys the groups
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Entry of a rank: ``python -m support.spawn FOLDER``."""
+    folder = Path(sys.argv[1])
+    # the module that __main__ shadows must be the one that pickled the task
+    from support import spawn
+
+    try:
+        spawn._run_task(folder)
+    except BaseException:
+        (folder / f"rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
+        with contextlib.suppress(ValueError):  # a closed stream has nothing to flush
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)  # peers may be inside a collective that this rank will never join
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Which cases run in which training layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from support.training_worlds import Case
+
+_SMALL_PADDING = ("--make-vocab-size-divisible-by", "8")
+
+
+def _flags(
+    *, micro_batch: int = 2, tokens: int = 0, extra: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    size = ("--max-tokens-per-micro-batch", str(tokens)) if tokens else ()
+    return ("--micro-batch-size", str(micro_batch), *size, *_SMALL_PADDING, *extra)
+
+
+# Everything else is compared with this case on one rank: one micro-batch, no split of any kind.
+REFERENCE = {
+    loss: Case(f"{loss}-reference", _flags(micro_batch=100), loss)
+    for loss in ("grpo", "on-policy", "sft")
+}
+SMALL = {
+    loss: Case(f"{loss}-mbs2", _flags(micro_batch=2), loss) for loss in ("grpo", "on-policy", "sft")
+}
+BY_ONE = Case("grpo-mbs1", _flags(micro_batch=1))
+BY_EIGHT = Case("grpo-mbs8", _flags(micro_batch=8))
+BY_TOKENS = Case("grpo-tokens", _flags(tokens=33))
+COLD = Case("grpo-cold", _flags(extra=("--rl-default-temperature", "0.7")))
+BF16 = Case("sft-bf16", _flags(extra=("--bf16",)), "sft", num_steps=1)
+STEPS = Case("grpo-steps", _flags(extra=("--lr", "1e-3")), num_steps=3)
+DISTRIBUTED = ("--use-distributed-optimizer",)
+SHARDED = Case("grpo-distributed-optimizer", _flags(extra=DISTRIBUTED))
+SHARDED_STEPS = Case("grpo-steps", _flags(extra=("--lr", "1e-3", *DISTRIBUTED)), num_steps=3)
+SEQUENCE = ("--sequence-parallel",)
+SEQUENCE_PARALLEL = Case("grpo-sequence-parallel", _flags(extra=SEQUENCE))
+SEQUENCE_PARALLEL_TOKENS = Case("grpo-sequence-parallel-tokens", _flags(tokens=33, extra=SEQUENCE))
+# 307 ids in 512 rows per rank: every rank but the first holds padding alone
+PADDING_RANK = Case(
+    "grpo-padding-rank",
+    ("--micro-batch-size", "2", "--make-vocab-size-divisible-by", "512"),
+)
+LOCAL_DENOMINATOR = Case("fault-local-denominator", _flags(), fault="local-denominator")
+DROPPED_REDUCTION = Case("fault-dropped-tp-reduction", _flags(), fault="dropped-tp-reduction")
+UNMARKED_NORM = Case("fault-unmarked-norm", _flags(extra=SEQUENCE), fault="unmarked-norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A training layout.
+
+    Attributes:
+        num_ranks: size of the world.
+        flags: the layout's flags.
+        cases: what runs in it.
+        tied: whether the model with tied embeddings runs too.
+    """
+
+    num_ranks: int
+    flags: tuple[str, ...]
+    cases: tuple[Case, ...]
+    tied: bool = False
+
+
+def _parallel(tp: int, pp: int) -> tuple[str, ...]:
+    return (
+        *("--tensor-model-parallel-size", str(tp)),
+        *("--pipeline-model-parallel-size", str(pp)),
+    )
+
+
+LAYOUTS = {
+    "tp1": Layout(
+        1,
+        _parallel(1, 1),
+        (
+            *REFERENCE.values(),
+            *SMALL.values(),
+            *(BY_ONE, BY_EIGHT, BY_TOKENS, COLD, BF16, STEPS, LOCAL_DENOMINATOR),
+        ),
+        tied=True,
+    ),
+    "dp2": Layout(
+        2, _parallel(1, 1), (*SMALL.values(), BY_ONE, BY_TOKENS, SHARDED, LOCAL_DENOMINATOR)
+    ),
+    "pp2": Layout(2, _parallel(1, 2), (*SMALL.values(), BY_EIGHT, COLD), tied=True),
+    "pp4": Layout(4, _parallel(1, 4), (*SMALL.values(), BY_ONE, BY_TOKENS)),
+    "tp2": Layout(
+        2,
+        _parallel(2, 1),
+        (
+            *SMALL.values(),
+            *(COLD, SEQUENCE_PARALLEL, SEQUENCE_PARALLEL_TOKENS, PADDING_RANK),
+            *(DROPPED_REDUCTION, UNMARKED_NORM),
+        ),
+        tied=True,
+    ),
+    "tp2-pp2": Layout(
+        4,
+        _parallel(2, 2),
+        (*SMALL.values(), COLD, SEQUENCE_PARALLEL, BF16, SHARDED_STEPS),
+    ),
+}
+
+
+def cases_of(layout: str, tied_model: str) -> tuple[Case, ...]:
+    """The cases of a layout, those with tied embeddings last."""
+    tied = Case("grpo-tied", _flags(), model=tied_model)
+    return (*LAYOUTS[layout].cases, *((tied,) if LAYOUTS[layout].tied else ()))

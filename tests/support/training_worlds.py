@@ -1,0 +1,325 @@
+"""Worlds of real gloo ranks that train the tiny model in one layout and report what happened.
+
+A world runs a list of :class:`Case`; each builds its own TrainEngine from the same weights through
+the product's own functions and reports log-probs per sample, gradients and weights in Hugging Face
+coordinates, and metrics, so that the same numbers of two layouts can be compared directly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.algorithms.losses import ClipSettings, clipped_policy_loss, supervised_loss
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.platforms.registry import select_platform
+from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.resharding.transports import AllToAllTransport
+
+if TYPE_CHECKING:
+    from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
+
+PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 14), (3, 2), (9, 11), (4, 17), (6, 5))
+CLIP = ClipSettings(eps_lower=0.2, eps_upper=0.28, kl_beta=0.05, entropy_weight=0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of ``num_steps`` optimizer steps from the same weights.
+
+    Attributes:
+        name: key of the result.
+        flags: command-line flags of the run, without the layout.
+        loss: ``"grpo"`` (old and reference log-probs given, KL and entropy terms on),
+            ``"on-policy"`` (ratio 1) or ``"sft"``.
+        num_steps: optimizer steps; with 0 only the gradient is computed.
+        model: directory; empty for the world's own.
+        fault: a fault to plant, see :func:`planted`.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    loss: str = "grpo"
+    num_steps: int = 0
+    model: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What a case gave, alike for every layout.
+
+    Attributes:
+        logprobs: [response] fp32 per sample, of the first update pass.
+        entropies: the same shapes.
+        annotated: log-probs of the pass without gradients, same micro-batches.
+        gradients: by HF name, of the first step, before clipping.
+        weights: by HF name, after the last step; empty without steps.
+        metrics: reduced over micro-batches and ranks, of the first step.
+        grad_norms: of every step.
+    """
+
+    logprobs: list[torch.Tensor]
+    entropies: list[torch.Tensor]
+    annotated: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    grad_norms: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class WorldResult:
+    """Results of all cases of a layout, and facts about the process that made them."""
+
+    cases: dict[str, CaseResult]
+    unshimmed_modules: list[str]
+    num_megatron_modules: int
+    cuda_available: bool
+    deallocates_pipeline_outputs: bool
+
+
+def make_samples(vocab_size: int, seed: int = 0) -> list[TrainSample]:
+    """Nine ragged samples; an odd number, so that data-parallel ranks get unequal shares."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i, (num_prompt, num_response) in enumerate(PAIRS):
+        ids = torch.randint(5, vocab_size, (num_prompt + num_response,), generator=generator)
+        noise = torch.randn(num_response, generator=generator)
+        advantage = float(torch.randn((), generator=generator))
+        samples.append(TrainSample(i, ids, num_prompt, noise, advantage))
+    return samples
+
+
+def with_logprobs(
+    samples: Sequence[TrainSample], near: Sequence[torch.Tensor]
+) -> list[TrainSample]:
+    """Behaviour log-probs 0.15 sigma around ``near``: some ratios are clipped, most are not."""
+    return [
+        replace(s, rollout_logprobs=p + 0.15 * cast(torch.Tensor, s.rollout_logprobs))
+        for s, p in zip(samples, near, strict=True)
+    ]
+
+
+def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:
+    """A job as the RL entry would build it, on the CPU platform, without a watchdog."""
+    argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", "cpu"]
+    argv += ["--max-prompt-length", "64", "--rollout-max-response-length", "64"]
+    config = parse(RLRunConfig, [*argv, *flags], "test").config
+    plan = check_rl(config, world.size)
+    platform = select_platform("cpu")
+    platform.install()
+    return Job(config, plan, world, platform, cast(Any, None), ())
+
+
+def train_world(
+    world: World,
+    layout: Sequence[str],
+    cases: Sequence[Case],
+    model: str,
+    samples: Sequence[TrainSample],
+) -> WorldResult | None:
+    """Rank function: run all cases in one layout; the result is on rank 0."""
+    from mindspeed_rl.orchestration import training
+
+    results: dict[str, CaseResult] = {}
+    deallocates = False
+    for case in cases:
+        job = make_job(world, case.model or model, [*layout, *case.flags])
+        if not results:
+            training.initialize_parallel(job)
+        with planted(case.fault):
+            engine = training.build_engine(
+                job, "policy", max(1, case.num_steps), job.config.rl.rl_default_temperature
+            )
+            results[case.name] = run_case(job, engine, case, samples)
+        deallocates |= engine.module.config.deallocate_pipeline_outputs
+    if world.rank:
+        return None
+    import sys
+
+    from mindspeed_rl.platforms.cpu_install import unshimmed_modules
+
+    loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
+    return WorldResult(
+        results, unshimmed_modules(), len(loaded), torch.cuda.is_available(), deallocates
+    )
+
+
+def run_case(
+    job: Job[RLRunConfig, RLPlan],
+    engine: TrainEngine,
+    case: Case,
+    samples: Sequence[TrainSample],
+) -> CaseResult:
+    """Collective: the world. Every rank gets the gathered result; tensors are on rank 0 only."""
+    from mindspeed_rl.orchestration import training
+
+    batches = training.local_batches(job, engine, samples)
+    if case.loss == "grpo":
+        batches = [
+            replace(b, old_logprobs=b.batch.rollout_logprobs, ref_logprobs=_reference(b))
+            for b in batches
+        ]
+    annotated = engine.logprobs(batches)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    loss = make_loss(case, samples, len(batches), seen)
+    metrics = engine.forward_backward(batches, loss)
+    gradients = in_hf_coordinates(job, _reduced_gradients(job, engine))
+    logprobs, entropies = ([pair[i] for pair in seen] for i in (0, 1))
+    first_pass = (logprobs, entropies, [t for t in annotated if t is not None])
+    per_sample = [_by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass]
+    grad_norms = []
+    for step in range(case.num_steps):
+        if step:
+            engine.forward_backward(batches, loss)
+        grad_norms.append(engine.step().grad_norm)
+    weights = in_hf_coordinates(job, engine.named_parameters()) if case.num_steps else {}
+    return CaseResult(*per_sample, gradients, weights, _merged(metrics), grad_norms)
+
+
+def make_loss(
+    case: Case,
+    samples: Sequence[TrainSample],
+    num_micro_batches: int,
+    seen: list[tuple[torch.Tensor, torch.Tensor]],
+) -> Any:
+    """The case's loss; what it was given is appended to ``seen``."""
+    counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples), len(samples))
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        seen.append((inputs.logprobs.detach().clone(), inputs.entropy.detach().clone()))
+        used = counts
+        if case.fault == "local-denominator":
+            used = replace(counts, tokens=max(1, inputs.logprobs.numel()) * num_micro_batches)
+        if case.loss == "sft":
+            return supervised_loss(inputs, used)
+        settings = CLIP if case.loss == "grpo" else ClipSettings()
+        return clipped_policy_loss(inputs, settings, used)
+
+    return loss
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """Break our own code: a check that still passes under one of these proves nothing."""
+    from mindspeed_rl.trainer import norm, train_engine
+
+    if fault == "dropped-tp-reduction":
+        with mock.patch.object(
+            train_engine, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
+        ):
+            yield
+    elif fault == "unmarked-norm":
+        original = norm.RMSNorm.__init__
+
+        def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self.weight.sequence_parallel = False
+
+        with mock.patch.object(norm.RMSNorm, "__init__", unmarked):
+            yield
+    else:
+        assert fault in ("", "local-denominator"), fault
+        yield
+
+
+def in_hf_coordinates(
+    job: Job[RLRunConfig, RLPlan], params: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by HF name on rank 0, fp32; empty elsewhere. Collective: the world."""
+    source, rank = job.plan.megatron, job.world.rank
+    target = HfFileLayout(source.hf_shapes)
+    resharder = Resharder(
+        source,
+        target,
+        rank=rank,
+        ranks_per_node=job.world.size,
+        transport=AllToAllTransport(job.world.size, torch.float32, torch.device("cpu"), None),
+        dtype=torch.float32,
+        bucket_bytes=1 << 20,
+    )
+    nan = float("nan")
+    whole = {name: torch.full(shape, nan) for name, shape in target.local_shapes(rank).items()}
+    resharder.run(params, whole)
+    return whole
+
+
+def _reference(batch: PreparedBatch) -> torch.Tensor:
+    """Reference log-probs that are a function of the sample alone."""
+    return batch.batch.rollout_logprobs - 0.1
+
+
+def _reduced_gradients(
+    job: Job[RLRunConfig, RLPlan], engine: TrainEngine
+) -> dict[str, torch.Tensor]:
+    """This rank's whole main gradients; the distributed optimizer leaves only a share of each."""
+    from megatron.core import parallel_state
+
+    if job.config.parallel.use_distributed_optimizer:
+        group = parallel_state.get_data_parallel_group()
+        for buffer in engine.model.buffers:
+            for bucket in buffer.buckets:
+                shares = bucket.grad_data.view(group.size(), -1)
+                mine = shares[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    return {name: p.main_grad for name, p in engine.module.named_parameters()}
+
+
+def _by_sample(
+    engine: TrainEngine,
+    batches: Sequence[PreparedBatch],
+    tensors: Sequence[torch.Tensor],
+    num_samples: int,
+) -> list[torch.Tensor]:
+    """[N] per micro-batch -> one tensor per sample, gathered from the last stage of all ranks."""
+    mine: dict[int, torch.Tensor] = {}
+    if engine.is_last:
+        for prepared, tensor in zip(batches, tensors, strict=True):
+            for i, sample_id in enumerate(prepared.batch.sample_ids):
+                mine[sample_id] = tensor[prepared.batch.sequence_of == i]
+    everyone: list[dict[int, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    merged: dict[int, torch.Tensor] = {}
+    for part in everyone:
+        for sample_id, tensor in part.items():
+            known = merged.setdefault(sample_id, tensor)
+            assert torch.equal(known, tensor), f"ranks differ in sample {sample_id}"
+    return [merged[i] for i in range(num_samples)]
+
+
+def _merged(metrics: MetricSet) -> dict[str, float]:
+    """The metrics of all ranks as numbers; ranks without the loss have none to give."""
+    everyone: list[MetricSet] = [MetricSet()] * dist.get_world_size()
+    dist.all_gather_object(everyone, metrics)
+    merged = functools.reduce(MetricSet.merge, everyone)
+    return {
+        name: metric.value for name, metric in merged.items() if isinstance(metric, (Mean, Max))
+    }
+
+
+def relative_errors(
+    values: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """|v - ref| / |ref| by name, Euclidean norms in fp64."""
+    assert values.keys() == reference.keys()
+    return {
+        name: float((values[name].double() - ref.double()).norm() / ref.double().norm())
+        for name, ref in reference.items()
+    }

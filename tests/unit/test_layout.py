@@ -1,0 +1,134 @@
+"""Rank arithmetic of the training grid and the engines, and the merging of holders."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mindspeed_rl.parallel.groups import rank_lists
+from mindspeed_rl.parallel.layout import Coords, EngineLayout, ParallelLayout
+from mindspeed_rl.resharding.layouts.base import merge_holders
+
+sizes = st.integers(1, 4)
+layouts = st.builds(
+    lambda tp, cp, dp, pp: ParallelLayout.build(
+        world=tp * cp * dp * pp, tp=tp, cp=cp, pp=pp, num_layers=2 * pp
+    ),
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+)
+
+
+@given(layouts)
+def test_coords_and_rank_are_inverse(layout: ParallelLayout) -> None:
+    everything = [layout.coords(rank) for rank in range(layout.world)]
+    assert len(set(everything)) == layout.world
+    assert [layout.rank(coords) for coords in everything] == list(range(layout.world))
+
+
+@given(layouts)
+def test_replicas_hold_the_same_parameters(layout: ParallelLayout) -> None:
+    """All of (cp, dp) at one (tp, pp), and nobody else."""
+    for tp in range(layout.tp):
+        for pp in range(layout.pp):
+            same = [r for r in range(layout.world) if _place(layout.coords(r)) == (tp, pp)]
+            assert list(layout.replicas(tp, pp)) == same
+
+
+def _place(coords: Coords) -> tuple[int, int]:
+    return coords.tp, coords.pp
+
+
+@given(layouts)
+def test_groups_partition_the_world(layout: ParallelLayout) -> None:
+    for axis, groups in rank_lists(layout).items():
+        assert sorted(r for ranks in groups for r in ranks) == list(range(layout.world))
+        assert {len(ranks) for ranks in groups} == {getattr(layout, axis)}
+
+
+def test_rank_order_is_megatrons_default() -> None:
+    """tp-cp-ep-dp-pp of megatron-core: tensor-parallel neighbours, stages furthest apart."""
+    layout = ParallelLayout.build(world=16, tp=2, pp=2, cp=2, num_layers=4)
+    assert layout.dp == 2
+    assert layout.coords(1) == Coords(tp=1, cp=0, dp=0, pp=0)
+    assert layout.coords(2) == Coords(tp=0, cp=1, dp=0, pp=0)
+    assert layout.coords(4) == Coords(tp=0, cp=0, dp=1, pp=0)
+    assert layout.coords(8) == Coords(tp=0, cp=0, dp=0, pp=1)
+    assert list(layout.replicas(tp=1, pp=1)) == [9, 11, 13, 15]
+    groups = rank_lists(layout)
+    assert groups["tp"][0] == [0, 1]
+    assert groups["dp"][0] == [0, 4]
+    assert groups["pp"][0] == [0, 8]
+
+
+def test_stages_of_layers() -> None:
+    layout = ParallelLayout(world=3, tp=1, pp=3, cp=1, layers_per_stage=(1, 3, 2))
+    assert [layout.stage_of(layer) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
+    assert [layout.first_layer(stage) for stage in range(3)] == [0, 1, 4]
+    with pytest.raises(ValueError, match="layer 6 is not one of 6"):
+        layout.stage_of(6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world": 8, "tp": 3}, r"world size 8 .*--tensor-model-parallel-size 3 .*= 3; start "),
+        ({"world": 6, "tp": 2, "pp": 2}, r"not a multiple of .*= 4; start torchrun with a mult"),
+        ({"world": 3, "pp": 3}, r"--pipeline-model-parallel-size 3 does not divide .* 4 layers"),
+        ({"world": 2, "tp": 0}, r"--tensor-model-parallel-size 0: must be at least 1"),
+        ({"world": 2, "cp": -1}, r"--context-parallel-size -1: must be at least 1"),
+    ],
+)
+def test_impossible_grids_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout.build(num_layers=4, **sizes)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_ranks_outside_the_world_are_refused(rank: int) -> None:
+    layout = ParallelLayout.build(world=4, num_layers=1)
+    with pytest.raises(ValueError, match=f"rank {rank} is not in a world of 4"):
+        layout.coords(rank)
+
+
+@given(st.integers(1, 4), st.integers(1, 5))
+def test_engines_are_runs_of_neighbours(tp: int, num_replicas: int) -> None:
+    engine = EngineLayout(tp * num_replicas, tp)
+    assert engine.num_replicas == num_replicas
+    for rank in range(engine.world):
+        assert engine.replica_of(rank) * tp + engine.tp_rank(rank) == rank
+        assert rank in engine.replicas(engine.tp_rank(rank))
+    assert sorted(r for i in range(tp) for r in engine.replicas(i)) == list(range(engine.world))
+
+
+@pytest.mark.parametrize("tp", [0, 3, 16])
+def test_engines_that_do_not_fill_the_world_are_refused(tp: int) -> None:
+    with pytest.raises(ValueError, match=f"--rollout-tp {tp} does not divide the world size 8"):
+        EngineLayout(8, tp)
+
+
+@given(st.lists(st.builds(range, sizes, st.integers(5, 30), st.integers(1, 8)), min_size=1))
+@example([range(0, 8, 4), range(1, 8, 4)])
+def test_merging_keeps_every_holder_once(several: list[range]) -> None:
+    merged = merge_holders(several)
+    held = sorted(rank for holders in several for rank in holders)
+    assert sorted(rank for holders in merged for rank in holders) == held
+
+
+@pytest.mark.parametrize(
+    ("several", "merged"),
+    [
+        ([range(0, 8, 2), range(1, 8, 2)], [range(8)]),
+        ([range(0, 12, 4), range(2, 12, 4)], [range(0, 11, 2)]),
+        ([range(4, 5), range(5, 6), range(6, 7)], [range(4, 7)]),
+        ([range(0, 8, 4)], [range(0, 8, 4)]),
+        # interleaved, but with holes: ranks 0, 1, 4, 5 are no arithmetic progression
+        ([range(0, 8, 4), range(1, 8, 4)], [range(0, 8, 4), range(1, 8, 4)]),
+        ([range(0, 8, 4), range(8, 16, 4)], [range(0, 8, 4), range(8, 16, 4)]),
+    ],
+)
+def test_ranges_that_interleave_become_one(several: list[range], merged: list[range]) -> None:
+    assert [list(r) for r in merge_holders(several)] == [list(r) for r in merged]
