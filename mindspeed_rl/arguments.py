@@ -45,10 +45,10 @@ from a pretraining script to this entry:
         {example}
 
   Flags of Megatron-LM, MindSpeed and MindSpeed-LLM that are not listed above
-  are accepted where they change nothing here (they are named once at start),
-  compared with the model where they are architecture numbers, and refused, with
-  the reason, where they would make results wrong. docs/flags.md lists them all.
-  A flag that is given twice takes its last value.
+  are accepted where they change nothing here (and named once at start),
+  compared with the model where they are architecture numbers, and refused,
+  with the reason, where they would make results wrong. docs/flags.md lists
+  them all. A flag that is given twice takes its last value.
 """
 _EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
     RLRunConfig: (

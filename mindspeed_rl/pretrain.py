@@ -45,7 +45,10 @@ def main(job: Job[PretrainRunConfig, RunPlan]) -> None:
     describe(job, len(examples))
     writer = job.world.rank == 0
     timer = PhaseTimer(job.platform.synchronize)
-    with RunLogger(config.logging.output_dir, writer, ("jsonl", "tensorboard")) as logger:
+    logs = config.logging
+    with RunLogger(
+        logs.output_dir, writer, ("jsonl", "tensorboard"), logs.tensorboard_dir
+    ) as logger:
         logger.truncate_after(0)
         progress = RunProgress(
             train.train_iters, 0, "sft", writer, log_interval=config.logging.log_interval

@@ -1,7 +1,4 @@
-"""Writes docs/flags.md from the configuration and the compat tables.
-
-python tools/make_flag_docs.py [--check]
-"""
+"""Writes docs/flags.md from the configuration: python tools/make_flag_docs.py [--check]."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ HEAD = """\
 Written by `python tools/make_flag_docs.py` from `mindspeed_rl/config` and `mindspeed_rl/compat`;
 edit those. `--help` of an entry says the same in the terminal.
 """
+OPTIONS_HEAD = "## Refused --vllm-* options (train_rl)\n\n| option | instead |\n|---|---|"
 FOREIGN_HEAD = """\
 ## Flags of Megatron-LM, MindSpeed and MindSpeed-LLM
 
@@ -51,14 +49,10 @@ def own_rows() -> Iterator[str]:
         yield f"{text.strip()}\n"
         yield "| flag | what it does |\n|---|---|"
         for flag in flags:
-            yield f"| {spelled(flag)} | {flag.help.replace('|', chr(92) + '|')} |"
+            choices = f" {{{', '.join(flag.info.choices)}}}" if flag.info.choices else ""
+            names = ", ".join(f"`{name}`" for name in flag.spellings)
+            yield f"| {names}{choices} | {flag.help.replace('|', chr(92) + '|')} |"
         yield ""
-
-
-def spelled(flag: OwnFlag) -> str:
-    """All spellings, with the allowed values of the last one."""
-    choices = f" {{{', '.join(flag.info.choices)}}}" if flag.info.choices else ""
-    return ", ".join(f"`{name}`" for name in flag.spellings) + choices
 
 
 def foreign_rows() -> Iterator[str]:
@@ -84,8 +78,7 @@ def foreign_name(flag: ForeignFlag) -> str:
 def render() -> str:
     """The whole document."""
     reserved = [f"| `--vllm-{name.replace('_', '-')}` | {why} |" for name, why in RESERVED.items()]
-    options = "### Engine options that are refused\n\n| option | instead |\n|---|---|"
-    parts = [HEAD, *own_rows(), options, *reserved, "", FOREIGN_HEAD, *foreign_rows()]
+    parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved, "", FOREIGN_HEAD, *foreign_rows()]
     return "\n".join(parts).rstrip() + "\n"
 
 

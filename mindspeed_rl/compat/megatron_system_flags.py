@@ -57,7 +57,7 @@ CHECKPOINT_LAYOUT = Group(
 )
 CHECKPOINT_CONVERSION = Group(
     Disposition.REFUSED,
-    "convert checkpoints with tools/convert_checkpoint.py before the run",
+    "HF weights are read and written directly (--hf-checkpoint, --export-hf); remove the flag",
     "--ckpt-convert-format:1 --ckpt-convert-save:1 --ckpt-convert-update-legacy-dist-opt-format:0",
 )
 TOKENIZER = Group(
@@ -100,7 +100,7 @@ SUPERVISED_VALIDATION = Group(
 )
 NO_TRAINING = Group(
     Disposition.REFUSED,
-    "an RL run always trains; score sequences with mindspeed_rl.score instead",
+    "a run always trains; remove the flag",
     "--skip-train:0 --test-mode:0",
 )
 LOGGING = Group(

@@ -309,7 +309,7 @@ OTHER_SHARDING_KNOBS = Group(
 )
 FAKE_GROUPS = Group(
     Disposition.REFUSED,
-    "use the dry run to see a layout without devices",
+    "a run needs a process per rank: start it with torchrun and remove the flag",
     "--fake-process-group:0",
 )
 FLAG_FILES = Group(

@@ -181,7 +181,7 @@ LAUNCHER = Group(
 )
 AUTO_SETTINGS = Group(
     Disposition.REFUSED,
-    "layouts are not searched for: use the dry run and set the parallel sizes",
+    "layouts are not searched for: set the parallel sizes and remove the flag",
     "--auto-settings:0",
 )
 PIPELINE_SCHEDULES = Group(

@@ -78,7 +78,7 @@ WEIGHT_CONVERSION = Group(
 )
 WEIGHT_EXPORT = Group(
     Disposition.NO_MEANING,
-    "write HF weights with tools/convert_checkpoint.py after the run",
+    "HF weights are written by --export-hf",
     """
     --enable-mg2hf-convert:0 --only-convert-last-checkpoint:0 --mg-save-dir:1 --hf-save-dir:1
     --save-layer-by-layer:0

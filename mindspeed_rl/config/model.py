@@ -109,3 +109,8 @@ class ParallelConfig:
         "Device platform; auto takes CUDA where torch sees it, else CPU.",
         choices=("auto", "cpu", "cuda"),
     )
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether sequence parallelism is on; with one tensor-parallel rank it is a no-op."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1

@@ -192,8 +192,6 @@ def _check_common(
             f"--expert-model-parallel-size {parallel.expert_model_parallel_size}: the model has no "
             "experts; allowed is 1"
         )
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
     if train.lr_warmup_iters and train.lr_warmup_fraction:
         raise ValueError("--lr-warmup-iters and --lr-warmup-fraction exclude each other")
     spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))

@@ -45,6 +45,7 @@ class RunLogger:
         output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
         is_writer: whether this rank writes; on the others every call does nothing.
         backends: any of ``"jsonl"``, ``"tensorboard"``, ``"console"``.
+        tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
 
     Raises:
         ValueError: an unknown backend, or TensorBoard is asked for and not installed.
@@ -55,13 +56,16 @@ class RunLogger:
         output_dir: str | os.PathLike[str],
         is_writer: bool,
         backends: Sequence[str] = ("jsonl", "tensorboard", "console"),
+        tensorboard_dir: str | os.PathLike[str] = "",
     ) -> None:
         unknown = [name for name in backends if name not in _BACKENDS]
         if unknown:
             raise ValueError(f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}")
         output_dir = Path(output_dir)
         self._metrics_file = output_dir / METRICS_FILE
-        self._backends = [_BACKENDS[name](output_dir) for name in backends] if is_writer else []
+        folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
+        make = [(_BACKENDS[name], folders.get(name, output_dir)) for name in backends]
+        self._backends = [backend(folder) for backend, folder in make] if is_writer else []
         # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
         self._last_step = self._last_step_on_disk() if is_writer else -math.inf
 
@@ -129,7 +133,7 @@ class _JsonlBackend:
 class _TensorBoardBackend:
     """Scalars for TensorBoard; a later event file hides the purged steps of the earlier ones."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, log_dir: Path) -> None:
         try:
             # Imported here: it takes seconds, and only the writer rank needs it.
             from torch.utils.tensorboard import SummaryWriter
@@ -139,7 +143,7 @@ class _TensorBoardBackend:
                 "install it, or leave the backend out"
             ) from error
         self._writer_class = SummaryWriter
-        self._log_dir = output_dir / TENSORBOARD_FOLDER
+        self._log_dir = log_dir
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
 

@@ -163,7 +163,9 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
             rl.grpo_entropy_term_weight,
         ),
         timer=timer,
-        logger=RunLogger(output, rank == 0, ("jsonl", "tensorboard")),
+        logger=RunLogger(
+            output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir
+        ),
         dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)

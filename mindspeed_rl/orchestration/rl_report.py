@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.experience.exchange import Sample
-from mindspeed_rl.observability.curves import plot_run
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import headline
 from mindspeed_rl.observability.progress import RunProgress
@@ -163,6 +162,8 @@ class Report:
             "control": config.rl.rl_control,
             "hf_checkpoint": export,
         }
+        from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
+
         run.logger.close()
         write_summary(output / "summary.json", summary)
         records = [{"step": s, **e.metrics()} for s, e in sorted(self._evaluations.items())]

@@ -68,14 +68,14 @@ def run_entry(
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     world = bootstrap.World.from_environment()
+    if world.local_rank != 0 and {"-h", "--help"} & set(arguments):
+        sys.exit(0)  # the first rank prints it
     try:
         bootstrap.refuse_foreign_package()
         parsed = parse(run_type, arguments, prog)
         config = parsed.config
         plan = check(config, world.size)
-        check_foreign_architecture(
-            parsed.checked_arch, read_hf_config(config.model.hf_checkpoint)
-        )
+        check_foreign_architecture(parsed.checked_arch, read_hf_config(config.model.hf_checkpoint))
         bootstrap.prepare_environment(config.parallel.platform, os.environ)
         platform = bootstrap.start(
             config.parallel.platform, config.parallel.distributed_timeout_minutes, world

@@ -76,7 +76,7 @@ def local_batches(
         dp=parallel.dp,
         micro_batch_size=train.micro_batch_size,
         max_tokens=train.max_tokens_per_micro_batch,
-        multiple=parallel.tp if job.config.parallel.sequence_parallel else 1,
+        multiple=parallel.tp if job.config.parallel.shards_sequence else 1,
     )
     mine = plan.assignment[parallel.coords(job.world.rank).dp]
     return engine.prepare([pack([samples[i] for i in mb], plan.padded_length) for mb in mine])

@@ -96,7 +96,7 @@ class TrainEngine:
         self.is_first = parallel_state.is_pipeline_first_stage()
         self.is_last = parallel_state.is_pipeline_last_stage()
         config = build_transformer_config(
-            self.spec, layout.parallel, model, train.bf16, parallel.sequence_parallel
+            self.spec, layout.parallel, model, train.bf16, parallel.shards_sequence
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,35 +12,16 @@ from support.spawn import run_ranks
 
 if TYPE_CHECKING:
     import torch
-    from support.training_worlds import WorldResult
+    from support.training_worlds import Reference, WorldResult
 
     from mindspeed_rl.data.packing import TrainSample
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What transformers says about the samples.
-
-    Attributes:
-        samples: the samples with behaviour log-probs.
-        logprobs: [response] fp32 per sample, by (model, temperature).
-        entropies: the same.
-        sft_loss: token-mean negative log-likelihood of all samples.
-        sft_gradients: of it, by HF name, in fp64.
-    """
-
-    samples: list[TrainSample]
-    logprobs: dict[tuple[str, float], list[torch.Tensor]]
-    entropies: dict[tuple[str, float], list[torch.Tensor]]
-    sft_loss: float
-    sft_gradients: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path, tied_model: Path) -> Reference:
     """Log-probs, entropies and gradients of transformers' Qwen2, sample by sample, unpadded."""
     import torch
-    from support.training_worlds import make_samples, with_logprobs
+    from support.training_worlds import Reference, make_samples, with_logprobs
     from transformers import AutoModelForCausalLM
 
     samples = make_samples(307)

@@ -29,10 +29,11 @@ BY_EIGHT = Case("grpo-mbs8", _flags(micro_batch=8))
 BY_TOKENS = Case("grpo-tokens", _flags(tokens=33))
 COLD = Case("grpo-cold", _flags(extra=("--rl-default-temperature", "0.7")))
 BF16 = Case("sft-bf16", _flags(extra=("--bf16",)), "sft", num_steps=1)
-STEPS = Case("grpo-steps", _flags(extra=("--lr", "1e-3")), num_steps=3)
-DISTRIBUTED = ("--use-distributed-optimizer",)
-SHARDED = Case("grpo-distributed-optimizer", _flags(extra=DISTRIBUTED))
-SHARDED_STEPS = Case("grpo-steps", _flags(extra=("--lr", "1e-3", *DISTRIBUTED)), num_steps=3)
+RATE = ("--lr", "2e-4")
+STEPS = Case("grpo-steps", _flags(extra=RATE), num_steps=3)
+SHARDED_STEPS = Case(
+    "grpo-sharded-steps", _flags(extra=(*RATE, "--use-distributed-optimizer")), num_steps=3
+)
 SEQUENCE = ("--sequence-parallel",)
 SEQUENCE_PARALLEL = Case("grpo-sequence-parallel", _flags(extra=SEQUENCE))
 SEQUENCE_PARALLEL_TOKENS = Case("grpo-sequence-parallel-tokens", _flags(tokens=33, extra=SEQUENCE))
@@ -82,7 +83,9 @@ LAYOUTS = {
         tied=True,
     ),
     "dp2": Layout(
-        2, _parallel(1, 1), (*SMALL.values(), BY_ONE, BY_TOKENS, SHARDED, LOCAL_DENOMINATOR)
+        2,
+        _parallel(1, 1),
+        (*SMALL.values(), BY_ONE, BY_TOKENS, STEPS, SHARDED_STEPS, LOCAL_DENOMINATOR),
     ),
     "pp2": Layout(2, _parallel(1, 2), (*SMALL.values(), BY_EIGHT, COLD), tied=True),
     "pp4": Layout(4, _parallel(1, 4), (*SMALL.values(), BY_ONE, BY_TOKENS)),
@@ -99,12 +102,12 @@ LAYOUTS = {
     "tp2-pp2": Layout(
         4,
         _parallel(2, 2),
-        (*SMALL.values(), COLD, SEQUENCE_PARALLEL, BF16, SHARDED_STEPS),
+        (*SMALL.values(), COLD, SEQUENCE_PARALLEL, BF16, STEPS, SHARDED_STEPS),
     ),
 }
 
 
 def cases_of(layout: str, tied_model: str) -> tuple[Case, ...]:
     """The cases of a layout, those with tied embeddings last."""
-    tied = Case("grpo-tied", _flags(), model=tied_model)
+    tied = Case("on-policy-tied", _flags(), "on-policy", model=tied_model)
     return (*LAYOUTS[layout].cases, *((tied,) if LAYOUTS[layout].tied else ()))

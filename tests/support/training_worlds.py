@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
@@ -95,6 +96,25 @@ class WorldResult:
     deallocates_pipeline_outputs: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What transformers says about the samples.
+
+    Attributes:
+        samples: the samples with behaviour log-probs.
+        logprobs: [response] fp32 per sample, by (model, temperature).
+        entropies: the same.
+        sft_loss: token-mean negative log-likelihood of all samples.
+        sft_gradients: of it, by HF name, in fp64.
+    """
+
+    samples: list[TrainSample]
+    logprobs: dict[tuple[str, float], list[torch.Tensor]]
+    entropies: dict[tuple[str, float], list[torch.Tensor]]
+    sft_loss: float
+    sft_gradients: dict[str, torch.Tensor]
+
+
 def make_samples(vocab_size: int, seed: int = 0) -> list[TrainSample]:
     """Nine ragged samples; an odd number, so that data-parallel ranks get unequal shares."""
     generator = torch.Generator().manual_seed(seed)
@@ -118,14 +138,15 @@ def with_logprobs(
 
 
 def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:
-    """A job as the RL entry would build it, on the CPU platform, without a watchdog."""
+    """A job as the RL entry would build it, on the CPU platform; nobody watches its phases."""
     argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", "cpu"]
     argv += ["--max-prompt-length", "64", "--rollout-max-response-length", "64"]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
     plan = check_rl(config, world.size)
     platform = select_platform("cpu")
     platform.install()
-    return Job(config, plan, world, platform, cast(Any, None), ())
+    watchdog = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))
+    return Job(config, plan, world, platform, watchdog, ())
 
 
 def train_world(

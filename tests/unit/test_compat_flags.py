@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindspeed_rl.arguments import ENTRIES, own_flags
 from mindspeed_rl.compat import Disposition, classify, foreign_flags, nearest
 from mindspeed_rl.compat.dispositions import ARITIES, ForeignFlag, Group, table
+from mindspeed_rl.config.foreign_architecture import COUNTERPART_OF
 
 OWN = frozenset(
     spelling
@@ -28,7 +30,7 @@ SMALL = table(
 
 
 def sort(text: str):
-    return classify(text.split(), {"--own", "--own-list", "-h"}, SMALL)
+    return classify(text.split(), {"--own", "--own-list", "--honoured", "-h"}, SMALL)
 
 
 def pairs(used):
@@ -98,6 +100,32 @@ def test_foreign_spellings_of_own_flags_are_renamed():
     assert sort("--alias-of-honoured=3").own_argv == ("--honoured=3",)
 
 
+def test_honoured_flag_that_is_not_an_own_one_is_unknown_and_not_suggested():
+    use = classify(["--honoured", "3", "--honoure", "4"], {"--own"}, SMALL)
+    assert [word.token for word in use.unknown] == ["--honoured", "--honoure"]
+    assert not any("--honoured" in word.nearest for word in use.unknown)
+    assert use.own_argv == ()
+
+
+def test_every_honoured_name_is_an_own_flag_of_an_entry():
+    own = {
+        spelling
+        for run_type in ENTRIES.values()
+        for _, flags in own_flags(run_type)
+        for flag in flags
+        for spelling in flag.spellings
+    }
+    honoured = {f.name for f in foreign_flags().values() if f.disposition is Disposition.HONOURED}
+    assert len(honoured) > 70
+    assert honoured - own == set()
+
+
+def test_every_checked_flag_has_exactly_one_counterpart_in_the_hf_config():
+    kind = Disposition.CHECKED_ARCH
+    checked = {flag.name for flag in foreign_flags().values() if flag.disposition is kind}
+    assert set(COUNTERPART_OF) == checked
+
+
 def test_underscores_equal_hyphens():
     use = classify(["--use_flash_attn", "--num_experts=8"], OWN)
     assert pairs(use.no_meaning) == [("--use-flash-attn", ())]
@@ -148,26 +176,23 @@ def test_nearest_is_bounded_with_the_closest_first():
 
 
 SCRIPTS = {
-    "qwen3-8b pretrain": (data_flags.QWEN3_8B_PRETRAIN, set()),
-    "qwen3-32b tune": (data_flags.QWEN3_32B_TUNE, {"--reset-attention-mask"}),
-    "qwen3-235b pretrain": (data_flags.QWEN3_235B_A22B_PRETRAIN, set()),
-    "deepseek3-671b pretrain": (
-        data_flags.DEEPSEEK3_671B_PRETRAIN,
-        {"--reset-attention-mask", "--schedules-method"},
-    ),
+    "qwen3-8b pretrain": data_flags.QWEN3_8B_PRETRAIN,
+    "qwen3-32b tune": data_flags.QWEN3_32B_TUNE,
+    "qwen3-235b pretrain": data_flags.QWEN3_235B_A22B_PRETRAIN,
+    "deepseek3-671b pretrain": data_flags.DEEPSEEK3_671B_PRETRAIN,
 }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_published_scripts_have_no_unknown_flag(name):
-    argv, refused = SCRIPTS[name]
+def test_published_scripts_have_no_unknown_and_no_refused_flag(name):
+    argv = SCRIPTS[name]
     rl = ["--perform-rl-step", "--grpo-group-size", "8", "--hf-checkpoint", "PATH"]
     use = classify([*argv, *rl], OWN)
     assert use.unknown == ()
-    assert {flag.flag for flag in use.refused} == refused
+    assert use.refused == ()
     assert list(use.own_argv[-len(rl) :]) == rl
     sorted_tokens = len(use.own_argv) + sum(
-        1 + len(flag.values) for flag in (*use.no_meaning, *use.checked_arch, *use.refused)
+        1 + len(flag.values) for flag in (*use.no_meaning, *use.checked_arch)
     )
     assert sorted_tokens == len(argv) + len(rl)
 
@@ -177,7 +202,7 @@ def test_moe_script_has_its_architecture_checked():
     checked = dict(pairs(use.checked_arch))
     assert checked["--num-experts"] == ("256",)
     assert checked["--kv-lora-rank"] == ("512",)
-    assert checked["--noop-layers"] == ("61,62,63",)
+    assert checked["--qk-layernorm"] == ()
     assert checked["--multi-latent-attention"] == ()
     assert "--num-layers" in use.own_argv
 
@@ -219,7 +244,18 @@ def test_table_rejects_a_second_disposition_and_a_bad_row():
         ("--swap-optimizer", Disposition.NO_MEANING),
         ("--eval-iters", Disposition.NO_MEANING),
         ("--fp16", Disposition.REFUSED),
-        ("--reset-attention-mask", Disposition.REFUSED),
+        ("--reset-attention-mask", Disposition.NO_MEANING),
+        ("--schedules-method", Disposition.NO_MEANING),
+        ("--init-method-std", Disposition.NO_MEANING),
+        ("--tokenizer-type", Disposition.NO_MEANING),
+        ("--data-path", Disposition.NO_MEANING),
+        ("--no-rl-inference-logprobs-is-correction", Disposition.NO_MEANING),
+        ("--noop-layers", Disposition.HONOURED),
+        ("--qk-layernorm", Disposition.CHECKED_ARCH),
+        ("--rl-inference-logprobs-is-correction", Disposition.REFUSED),
+        ("--rl-importance-sampling-truncation-coef", Disposition.REFUSED),
+        ("--grpo-filter-groups-with-same-reward", Disposition.REFUSED),
+        ("--rl-inference-expert-model-parallel-size", Disposition.REFUSED),
         ("--rampup-batch-size", Disposition.REFUSED),
         ("--retro-add-retriever", Disposition.REFUSED),
         ("--lora-r", Disposition.REFUSED),

@@ -1,0 +1,209 @@
+"""A reshard between real ranks moves every bit to its place, and its proof finds a wrong bit.
+
+Four ranks hold a real megatron-core model as TP2 x PP2. What each engine rank must hold comes from
+``support.layout_oracle``, which slices whole Hugging Face tensors (R5, R6, R22).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.layout_oracle import Case, vllm_params
+from support.spawn import run_ranks
+from support.training_worlds import make_job
+
+from mindspeed_rl.bootstrap import World
+
+pytestmark = pytest.mark.distributed
+
+ENGINE_SIZES = (1, 2, 4)  # two key/value heads: with 4 ranks each is held twice
+BUCKET_BYTES = 256 << 10
+UNTOUCHED = -1  # bit pattern of elements that no transfer may write: the vocabulary padding
+FLIPPED_ENGINE, FLIPPED_TRAINER = "model.layers.2.mlp.down_proj.weight", "model.norm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank saw of one reshard.
+
+    Attributes:
+        wrong: parameters whose bits differ from the oracle's.
+        num_rounds: rounds that the bucket size made.
+        proof: HF tensors that differ after the reshard, as the checksums say.
+        engine_flip: the same after one bit changed in the last engine rank.
+        trainer_flip: the same after one bit changed in the last trainer rank.
+    """
+
+    wrong: list[str]
+    num_rounds: int
+    proof: list[str]
+    engine_flip: list[str]
+    trainer_flip: list[str]
+
+
+def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, Report]:
+    """Reshard both models to every engine size, then export the first, doubled."""
+    from mindspeed_rl.orchestration import training
+
+    reports: dict[str, Report] = {}
+    for model, folder in models.items():
+        layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+        for size in ENGINE_SIZES:
+            flags = [*layout, "--make-vocab-size-divisible-by", "8", "--rollout-tp", str(size)]
+            job = make_job(world, folder, flags)
+            if not reports:
+                training.initialize_parallel(job)
+            engine = training.build_engine(job, "policy", 1)
+            for dtype in (torch.float32, torch.bfloat16):
+                name = f"{model}-tp{size}-{str(dtype).removeprefix('torch.')}"
+                reports[name] = reshard_and_prove(job, engine.named_parameters(), folder, dtype)
+        if model == "tiny":
+            with torch.no_grad():
+                for parameter in engine.named_parameters().values():
+                    parameter *= 2.0
+            training.export_hf(job, engine, export)
+    return reports
+
+
+def reshard_and_prove(
+    job: object, read: Mapping[str, torch.Tensor], folder: str, dtype: torch.dtype
+) -> Report:
+    """Collective: the world."""
+    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.resharding.checksums import differing_tensors
+    from mindspeed_rl.resharding.executor import Resharder
+    from mindspeed_rl.resharding.transports import AllToAllTransport
+
+    assert isinstance(job, Job)
+    source, target, rank = job.plan.megatron, job.plan.vllm, job.world.rank
+    last = rank == job.world.size - 1
+    resharder = Resharder(
+        source,
+        target,
+        rank=rank,
+        ranks_per_node=job.world.size,
+        transport=AllToAllTransport(job.world.size, dtype, torch.device("cpu"), None),
+        dtype=dtype,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    write = {
+        name: torch.full(shape, UNTOUCHED, dtype=bits).view(dtype)
+        for name, shape in target.local_shapes(rank).items()
+    }
+    resharder.run(read, write)
+    expected = expected_bits(folder, job.plan.engine.tp, rank, dtype)
+    assert write.keys() == expected.keys()
+    wrong = [n for n, want in expected.items() if not torch.equal(write[n].view(bits).int(), want)]
+
+    def differing() -> list[str]:
+        return differing_tensors(source, target, rank, read, write, dtype)
+
+    proof = differing()
+    with flipped_bit(write[FLIPPED_ENGINE] if last else None):
+        engine_flip = differing()
+    with flipped_bit(read["decoder.final_layernorm.weight"] if last else None):
+        trainer_flip = differing()
+    return Report(wrong, len(resharder.rounds), proof, engine_flip, trainer_flip)
+
+
+def expected_bits(
+    folder: str, engine_tp: int, rank: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The oracle's parameters of a rank as int32 bit patterns (16-bit ones sign-extended)."""
+    weights = load_file(Path(folder) / "model.safetensors")
+    tied = "lm_head.weight" not in weights
+    case = Case(
+        num_layers=4,
+        hidden=128,
+        ffn=256,
+        kv_heads=2,
+        heads_per_group=2,
+        head_dim=32,
+        vocab=307,
+        tied=tied,
+        tp=2,
+        pp=2,
+        cp=1,
+        dp=1,
+        vocab_divisor=8,
+        engine_tp=engine_tp,
+        ranks_per_node=4,
+    )
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    arrays = {name: w.to(dtype).view(bits).int().numpy() for name, w in weights.items()}
+    return {name: torch.from_numpy(a) for name, a in vllm_params(case, arrays, rank).items()}
+
+
+@contextmanager
+def flipped_bit(tensor: torch.Tensor | None) -> Iterator[None]:
+    """Flip the lowest bit of the middle element that survives a cast to bfloat16."""
+    if tensor is None:
+        yield
+        return
+    view = tensor.detach().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    mask = 1 << 16 if tensor.element_size() == 4 else 1
+    middle = tuple(size // 2 for size in view.shape)
+    view[middle] ^= mask
+    yield
+    view[middle] ^= mask
+
+
+@pytest.fixture(scope="module")
+def resharded(
+    tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Report]], Path]:
+    """Reports of all ranks, and the directory of the export."""
+    folder = tmp_path_factory.mktemp("reshard")
+    models = {"tiny": str(tiny_model), "tied": str(tied_model)}
+    export = folder / "exported"
+    return run_ranks(reshard_world, 4, work_dir=folder, args=(models, str(export))), export
+
+
+NAMES = [f"{m}-tp{n}-{d}" for m in ("tiny", "tied") for n in ENGINE_SIZES
+         for d in ("float32", "bfloat16")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_engine_rank_holds_the_bits_of_the_oracle(
+    name: str, resharded: tuple[list[dict[str, Report]], Path]
+) -> None:
+    for report in (rank[name] for rank in resharded[0]):
+        assert report.wrong == []
+        assert report.proof == []
+        assert report.num_rounds > 3, "the bucket must force several rounds"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proof_names_the_tensor_of_a_flipped_bit(
+    name: str, resharded: tuple[list[dict[str, Report]], Path]
+) -> None:
+    """R5: one bit, on one rank of one side; every rank is told."""
+    for report in (rank[name] for rank in resharded[0]):
+        assert report.engine_flip == [FLIPPED_ENGINE]
+        assert report.trainer_flip == [FLIPPED_TRAINER]
+
+
+def test_export_loads_in_transformers(
+    resharded: tuple[list[dict[str, Report]], Path], tiny_model: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resharded[1]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    expected = load_file(tiny_model / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype is torch.float32
+        assert torch.equal(found[name], 2.0 * weight), name
+    text = "12 + 30 = "
+    ours, theirs = (AutoTokenizer.from_pretrained(f)(text) for f in (folder, tiny_model))
+    assert ours["input_ids"] == theirs["input_ids"]
+    assert not list(folder.parent.glob(".exported*")), "leftovers of the export"

@@ -1,0 +1,112 @@
+"""A VllmEngine around a toy in place of ``vllm.LLM``: everything but vLLM itself is the product's.
+
+The toy answers a prompt with one token whose log-prob is a function of the prompt and of the
+weights. Like vLLM it caches what it computed for a prompt until its prefix cache is reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from support.layout_cases import GQA, spec_of
+
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+CACHE_BYTES = 4096
+
+
+class ToyModel(torch.nn.Module):
+    """Parameters of given names and shapes; vLLM's names have dots, which torch's may not."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self._named = {name: torch.nn.Parameter(torch.zeros(s)) for name, s in shapes.items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """The declared names."""
+        return iter(self._named.items())
+
+
+class ToyLLM:
+    """The part of ``vllm.LLM`` that the engine touches.
+
+    Attributes:
+        running: requests are unfinished, so that caches cannot be reset.
+        num_resets: successful resets of the prefix cache.
+    """
+
+    def __init__(self, model: ToyModel) -> None:
+        self.model = model
+        self.running = False
+        self.num_resets = 0
+        self.cache = torch.ones(CACHE_BYTES, dtype=torch.uint8)
+        self._prefixes: dict[tuple[int, ...], float] = {}
+        layer = SimpleNamespace(kv_cache=[self.cache])
+        runner = SimpleNamespace(
+            model=model,
+            kv_caches=[self.cache],
+            compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        )
+        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prompts, unless one is running."""
+        if self.running:
+            return False
+        self._prefixes.clear()
+        self.num_resets += 1
+        return True
+
+    def logprob(self, prompt: tuple[int, ...]) -> float:
+        """From the cache where the prompt is known: right only while the weights are the same."""
+        if prompt not in self._prefixes:
+            total = sum(float(p.detach().sum()) for _, p in self.model.named_parameters())
+            self._prefixes[prompt] = -total - sum(prompt)
+        return self._prefixes[prompt]
+
+
+class EngineDouble(VllmEngine):
+    """One rank of an engine of one rank; ``toy`` is its LLM."""
+
+    toy: ToyLLM
+
+    def __init__(self, missing: str | None = None) -> None:
+        self._missing = missing
+        super().__init__(
+            model_dir="unused",
+            layout=VllmLayout(spec_of(GQA), EngineLayout(1, 1)),
+            rank=0,
+            platform=CpuPlatform(),
+            dtype="float32",
+            max_model_len=16,
+            kv_cache_bytes=CACHE_BYTES,
+            seed=0,
+            options={},
+        )
+
+    def _build(self, model_dir: str, settings: dict[str, Any]) -> ToyLLM:
+        shapes = dict(self._layout.local_shapes(0))
+        if self._missing:
+            del shapes[self._missing]
+        self.toy = ToyLLM(ToyModel(shapes))
+        return self.toy
+
+    def _run(
+        self, requests: Sequence[GenerationRequest], settings: SamplingSettings
+    ) -> dict[int, Any]:
+        return {
+            r.sample_id: SimpleNamespace(
+                token_ids=[7],
+                logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(r.token_ids))}],
+                finish_reason="stop",
+            )
+            for r in requests
+        }

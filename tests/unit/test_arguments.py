@@ -1,0 +1,367 @@
+"""The command line (R51, R55): help that teaches, errors that name flag, value, allowed and fix."""
+
+import ast
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import data_flags
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rl.arguments import ENTRIES, build_parser, own_flags, parse
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.vllm_options import RESERVED, take_vllm_options
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGS = {run_type: prog for prog, run_type in ENTRIES.items()}
+ALL_FLAGS = [
+    (run_type, flag)
+    for run_type in ENTRIES.values()
+    for _, flags in own_flags(run_type)
+    for flag in flags
+]
+RL_BLOCK = """
+--hf-checkpoint PATH --prompt-data PATH --perform-rl-step --rl-algorithm grpo
+--grpo-prompts-per-step 32 --grpo-group-size 8 --grpo-iterations 1 --grpo-clamp-eps-lower 0.2
+--grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.001 --grpo-entropy-term-weight 0.0
+--rl-default-temperature 1.0 --rl-default-top-p 1.0 --rl-default-top-k -1
+--rl-inference-tensor-model-parallel-size 2 --rl-inference-pipeline-model-parallel-size 1
+--rollout-max-response-length 1024 --reward-function math format=0.2 --vllm-max-num-seqs 256
+"""
+
+
+def rl(text=""):
+    return parse(RLRunConfig, text.split(), PROGS[RLRunConfig])
+
+
+def error(text, run_type=RLRunConfig):
+    with pytest.raises(ValueError) as caught:
+        parse(run_type, text.split(), PROGS[run_type])
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- scripts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "tp", "layers", "noop"),
+    [
+        (data_flags.QWEN3_8B_PRETRAIN, 2, 36, ""),
+        (data_flags.QWEN3_32B_TUNE, 4, 64, ""),
+        (data_flags.QWEN3_235B_A22B_PRETRAIN, 1, 96, "94,95"),
+        (data_flags.DEEPSEEK3_671B_PRETRAIN, 2, 64, "61,62,63"),
+    ],
+    ids=["qwen3-8b", "qwen3-32b-tune", "qwen3-235b-a22b", "deepseek3-671b"],
+)
+def test_published_script_plus_rl_block_parses(script, tp, layers, noop):
+    parsed = parse(RLRunConfig, [*script, *RL_BLOCK.split()], "train_rl")
+    config = parsed.config
+    assert config.parallel.tensor_model_parallel_size == tp
+    assert (config.model.num_layers, config.model.noop_layers) == (layers, noop)
+    assert config.train.bf16 and config.rl.grpo_clamp_eps_upper == 0.28
+    assert config.rollout.rl_inference_tensor_model_parallel_size == 2
+    assert config.rewards.reward_function == ("math", "format=0.2")
+    assert config.vllm_options == {"max_num_seqs": 256}
+    assert "--tokenizer-type PretrainedFromHF" in parsed.ignored
+    assert "--data-path PATH" in parsed.ignored
+    assert "--qk-layernorm" in {used.flag for used in parsed.checked_arch}
+
+
+def test_sft_script_parses_for_the_supervised_entry():
+    own = ["--hf-checkpoint", "PATH", "--sft-data", "PATH"]
+    parsed = parse(PretrainRunConfig, [*data_flags.QWEN3_32B_TUNE, *own], "pretrain")
+    assert parsed.config.sft.stage == "sft"
+    assert parsed.config.train.global_batch_size == 32
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["--lr 3e-5", "--lr=3e-5", "--lr 1 --lr 3e-5"])
+def test_float_spellings_and_the_last_value_counts(text):
+    assert rl(text).config.train.lr == 3e-5
+
+
+def test_underscores_aliases_and_negative_values():
+    parsed = rl("--grpo_group_size 4 --rollout-tp=2 --reward-timeout-score -1e-3 --no_save_rng")
+    assert parsed.config.rl.grpo_group_size == 4
+    assert parsed.config.rollout.rl_inference_tensor_model_parallel_size == 2
+    assert parsed.config.rewards.reward_timeout_score == -1e-3
+    assert parsed.config.checkpoint.no_save_rng
+    assert rl("--persistent-save-interval 7").config.checkpoint.save_interval == 7
+
+
+def test_switch_that_is_on_by_default_is_turned_off():
+    for text, shuffle in (("", True), ("--no-shuffle", False)):
+        assert parse(PretrainRunConfig, text.split(), "pretrain").config.sft.shuffle is shuffle
+
+
+@given(st.floats(min_value=0, allow_nan=False, allow_infinity=False))
+def test_every_finite_float_survives(value):
+    assert rl(f"--lr {value!r}").config.train.lr == value
+
+
+@given(st.text(max_size=12))
+def test_any_text_value_survives_when_attached(value):
+    parsed = parse(RLRunConfig, ["--save=" + value], "train_rl")
+    assert parsed.config.checkpoint.save == value
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--lr -1", ("--lr", "at least 0", "'-1'")),
+        ("--lr -1e-3", ("--lr", "at least 0", "'-1e-3'")),
+        ("--lr nan", ("--lr", "finite", "'nan'")),
+        ("--grpo-kl-beta=inf", ("--grpo-kl-beta", "finite", "'inf'")),
+        ("--reward-timeout-score -inf", ("--reward-timeout-score", "finite", "'-inf'")),
+        ("--lr fast", ("--lr", "number", "'fast'", "1e-6")),
+        ("--lr=", ("--lr", "number", "''")),
+        ("--train-iters 1e3", ("--train-iters", "whole number", "1000", "'1e3'")),
+        ("--micro-batch-size 0", ("--micro-batch-size", "at least 1", "'0'")),
+        ("--old-logprob exact", ("--old-logprob", "'exact'", "on-policy", "recompute")),
+        ("--lr --bf16", ("--lr", "takes one value", "got none", "add it")),
+        ("--lr", ("--lr", "takes one value", "got none", "add it")),
+        ("--lr 1 2", ("--lr", "takes one value", "got 2: 1 2")),
+        ("--reward-function", ("--reward-function", "one or more values", "got none")),
+        ("--bf16 true", ("--bf16", "is a switch", "'true'", "remove")),
+        ("--bf16=true", ("--bf16", "is a switch", "'true'", "remove")),
+        ("--use-flash-attn true", ("unexpected value 'true'", "remove")),
+        ("--grpo-group-sise 4", ("unknown flag --grpo-group-sise", "--grpo-group-size")),
+        ("--xyzzy-plugh", ("unknown flag --xyzzy-plugh", "--help")),
+        ("--fp16", ("--fp16 is refused", "bf16", "remove the flag")),
+        ("--sft-data x", ("--sft-data", "flag of mindspeed_rl.pretrain", "remove")),
+        ("--grpo-filter-groups-with-same-reward", ("refused", "not available in this version")),
+        ("--rl-inference-expert-model-parallel-size 2", ("refused", "--rollout-tp")),
+        ("--fp16 --unknwon --lora-r 8", ("--fp16", "--unknwon", "--lora-r 8")),
+    ],
+)
+def test_error_names_flag_value_allowed_and_fix(text, words):
+    message = error(text)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_rl_flag_in_the_supervised_entry_names_the_right_entry():
+    message = error("--grpo-group-size 8", PretrainRunConfig)
+    assert "--grpo-group-size is a flag of mindspeed_rl.train_rl" in message
+    assert "unknown flag --vllm-max-num-seqs" in error("--vllm-max-num-seqs 8", PretrainRunConfig)
+
+
+def test_numbers_below_their_minimum_are_refused_for_every_flag():
+    limited = [(r, f) for r, f in ALL_FLAGS if f.info.minimum is not None]
+    assert len(limited) > 40
+    for run_type, flag in limited:
+        below = math.floor(flag.info.minimum) - 1
+        assert f"of at least {flag.info.minimum:g}" in error(
+            f"{flag.spellings[0]} {below}", run_type
+        )
+
+
+# --- engine options ----------------------------------------------------------------------------
+
+
+def test_engine_options_are_json_switches_or_text():
+    argv = ["--vllm-a-b", "512", "--vllm_c=true", "--vllm-d", "--vllm-e", "fp8", "--lr", "1"]
+    argv += ["--vllm-f", '{"level": 0}', "--vllm-g", "-1", "--vllm-a-b", "8"]
+    rest, options = take_vllm_options(argv)
+    assert rest == ["--lr", "1"]
+    assert options == {"a_b": 8, "c": True, "d": True, "e": "fp8", "f": {"level": 0}, "g": -1}
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_engine_options_that_we_set_are_refused_with_the_flag_to_use(name):
+    flag = "--vllm-" + name.replace("_", "-")
+    message = error(f"{flag} 2")
+    assert message.startswith(f"{flag}: this option is set by mindspeed_rl; {RESERVED[name]}")
+    for other in re.findall(r"use (--[a-z-]+)", RESERVED[name]):
+        assert other in build_parser(RLRunConfig, "x").format_help()
+
+
+def test_every_option_that_the_engine_wrapper_sets_is_reserved():
+    tree = ast.parse((ROOT / "mindspeed_rl/rollout/vllm_engine.py").read_text())
+    literals = [
+        {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+    ]
+    (settings,) = [keys for keys in literals if "tensor_parallel_size" in keys]
+    assert settings - {"enforce_eager"} <= set(RESERVED)
+
+
+# --- help --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("run_type", "flag"), ALL_FLAGS, ids=lambda v: getattr(v, "field", ""))
+def test_every_flag_has_help(run_type, flag):
+    assert len(flag.info.help) >= 15 and flag.info.help.endswith(".")
+    assert flag.help.endswith(".") and not re.search(r"\(R\d", flag.help)
+    if flag.info.minimum is not None:
+        assert f"At least {flag.info.minimum:g}." in flag.help
+
+
+@pytest.mark.parametrize("columns", [80, 60, 200])
+@pytest.mark.parametrize("run_type", PROGS, ids=["rl", "pretrain"])
+def test_help_is_grouped_and_fits_the_terminal(run_type, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = build_parser(run_type, PROGS[run_type]).format_help()
+    lines = text.splitlines()
+    epilog = lines.index("from a pretraining script to this entry:")
+    # only a flag that is wider than the help column may stick out of a narrow terminal
+    wide = [line for line in lines[1:epilog] if len(line) >= columns and not re.match(" +-", line)]
+    assert wide == []
+    assert max(len(line) for line in lines[epilog:]) < 80
+    for section, flags in own_flags(run_type):
+        assert section.__doc__.splitlines()[0].rstrip(".") + ":" in lines
+        for flag in flags:
+            assert all(spelling in text for spelling in flag.spellings)
+
+
+def test_group_texts_teach_steps_batches_layouts_and_pass_through():
+    text = " ".join(build_parser(RLRunConfig, "mindspeed_rl.train_rl").format_help().split())
+    for lesson in (
+        "One RL step:",
+        "Samples of a step = prompts x group size",
+        "World size = tensor x pipeline x context x data parallelism",
+        "Example, 16 ranks: --rollout-tp 2 makes 8 engines",
+        "--vllm-max-num-seqs 512",
+        '"${GPT_ARGS[@]}"',
+    ):
+        assert lesson in text, lesson
+
+
+def test_worked_example_of_the_help_parses():
+    for run_type, prog in PROGS.items():
+        text = build_parser(run_type, prog).epilog
+        command = text[text.index("--hf-checkpoint") : text.index("\n\n  Flags of")]
+        parsed = parse(run_type, command.replace("\\\n", " ").split(), prog)
+        assert parsed.config.model.hf_checkpoint == "models/qwen2.5-7b"
+        assert parsed.ignored == ()
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["torch", "numpy", "megatron", "vllm", "transformers"]))
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def run_entry(prog, argv, environment=None):
+    """Run an entry in a process where torch cannot be imported; at most one CPU second."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, prog, *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=60,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    return done
+
+
+@pytest.mark.parametrize("prog", ENTRIES)
+def test_help_needs_no_torch_and_less_than_a_second(prog):
+    done = run_entry(prog, ["--help"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: torchrun ... -m {prog}")
+
+
+# --- whole entry -------------------------------------------------------------------------------
+
+HF_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 307,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    return ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data)]
+
+
+def usage_error(argv, **ranks):
+    """Exit code and error text of the RL entry."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    environment |= {key: str(value) for key, value in ranks.items()}
+    done = run_entry("mindspeed_rl.train_rl", argv, environment)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "ranks", "words"),
+    [
+        (["--prompt-data", "no.jsonl"], {}, ("--prompt-data no.jsonl", "no such file")),
+        (["--prompt-dat", "x"], {}, ("unknown flag --prompt-dat", "--prompt-data")),
+        (["--grpo-group-size", "1"], {}, ("--grpo-group-size 1", "at least 2")),
+        (["--lr", "nan"], {}, ("--lr", "finite", "'nan'")),
+        (["--tensor-model-parallel-size", "4"], {"WORLD_SIZE": 4, "RANK": 0}, (
+            "--tensor-model-parallel-size 4", "key/value heads", "allowed")),
+        (["--rollout-tp", "3"], {"WORLD_SIZE": 4, "RANK": 0}, (
+            "--rollout-tp 3", "world size 4", "allowed")),
+        (["--rollout-tp", "4"], {"WORLD_SIZE": 4, "RANK": 0}, (
+            "--rollout-tp 4", "6 attention heads")),
+        (["--tensor-model-parallel-size", "2"], {"WORLD_SIZE": 3, "RANK": 0}, (
+            "world size 3", "--tensor-model-parallel-size 2", "torchrun")),
+        (["--num-layers", "4"], {}, ("--num-layers 4", "model has 2", "remove the flags")),
+        (["--num-layers", "4", "--noop-layers", "2,3", "--num-experts", "8"], {}, (
+            "--num-experts 8", "qwen2 model has no experts", "remove the flags")),
+        (["--num-layers", "4", "--noop-layers", "2"], {}, (
+            "--num-layers less --noop-layers = 3", "model has 2")),
+        (["--num-layers", "4", "--noop-layers", "x"], {}, ("--noop-layers x", "94,95")),
+    ],
+)  # fmt: skip
+def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, ranks, words):
+    code, text = usage_error([*inputs, *extra], **ranks)
+    assert code == 2, text
+    assert text.startswith("mindspeed_rl.train_rl: error: ") and text.count("\n") == 1
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_usage_errors_are_told_by_one_rank_of_a_node(inputs):
+    for local_rank, told in ((0, True), (1, False)):
+        ranks = {"WORLD_SIZE": 2, "RANK": local_rank, "LOCAL_RANK": local_rank}
+        code, text = usage_error([*inputs, "--lr", "x"], **ranks)
+        assert code == 2
+        assert bool(text) is told
+
+
+def test_flag_document_is_up_to_date():
+    done = subprocess.run(
+        [sys.executable, "tools/make_flag_docs.py", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,183 @@
+"""Architecture flags of a script against the HF config (R51)."""
+
+import data_flags
+import pytest
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.foreign_architecture import (
+    COUNTERPART_OF,
+    COUNTERPARTS,
+    check_foreign_architecture,
+)
+
+QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 2, "rope_theta": 1e4}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 94,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rope_scaling": None,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+LLAMA3_ROPE = {
+    "model_type": "llama",
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "long_factor": [1.0, 1.5],
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def check(argv, config):
+    parsed = parse(RLRunConfig, argv if isinstance(argv, list) else argv.split(), "train_rl")
+    check_foreign_architecture(parsed.checked_arch, config)
+
+
+def contradiction(argv, config):
+    with pytest.raises(ValueError, match="remove the flags or point --hf-checkpoint") as caught:
+        check(argv, config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "config"),
+    [
+        (data_flags.QWEN3_235B_A22B_PRETRAIN, QWEN3_MOE),
+        (data_flags.DEEPSEEK3_671B_PRETRAIN, DEEPSEEK_V3),
+        (data_flags.QWEN3_8B_PRETRAIN, {"model_type": "qwen3"}),
+    ],
+    ids=["qwen3-235b", "deepseek3-671b", "qwen3-8b"],
+)
+def test_published_scripts_agree_with_their_model(script, config):
+    check(script, config)
+
+
+DEEPSEEK_VALUES = [
+    (used.flag, used.values)
+    for used in parse(RLRunConfig, data_flags.DEEPSEEK3_671B_PRETRAIN, "x").checked_arch
+    if used.values
+]
+
+
+@pytest.mark.parametrize(("flag", "values"), DEEPSEEK_VALUES, ids=lambda v: str(v))
+def test_any_other_value_of_a_deepseek_script_contradicts(flag, values):
+    wrong = "softmax" if values == ("sigmoid",) else "llama3" if values == ("yarn",) else "77"
+    text = contradiction(f"{flag} {wrong}", DEEPSEEK_V3)
+    assert f"{flag} {wrong} but the deepseek_v3 model has" in text
+
+
+def test_dense_model_names_every_flag_of_an_moe_script():
+    text = contradiction(data_flags.DEEPSEEK3_671B_PRETRAIN, QWEN2)
+    assert "--num-experts 256 but the qwen2 model has no experts" in text
+    assert "--kv-lora-rank 512 but the qwen2 model has no latent attention" in text
+    assert "--multi-latent-attention but the qwen2 model has no latent attention" in text
+    assert "--qk-layernorm but the qwen2 model has no query/key norm" in text
+    assert "--mtp-num-layers 1 but the qwen2 model has no multi-token-prediction layers" in text
+    assert "--qk-head-dim" not in text  # 128 is Megatron's default
+
+
+@pytest.mark.parametrize("flag", sorted(COUNTERPART_OF))
+def test_every_flag_is_compared_on_a_dense_model(flag):
+    row = COUNTERPART_OF[flag]
+    switch = isinstance(row.read(DEEPSEEK_V3), bool) or flag in {
+        "--moe-shared-expert-gate",
+        "--shared-expert-gate",
+    }
+    text = contradiction(flag if switch else f"{flag} 99", QWEN2)
+    assert f"qwen2 model has no {row.feature}" in text
+    for value in row.unset:
+        check(f"{flag} {value}", QWEN2)
+
+
+def test_unused_values_of_mindspeed_scripts_are_no_contradiction():
+    check("--moe-layer-freq -1 --first-k-dense-replace -1", QWEN2)
+    check("--moe-layer-freq -1 --first-k-dense-replace -1", DEEPSEEK_V3)
+
+
+def test_flags_are_listed_once():
+    flags = [flag for row in COUNTERPARTS for flag in row.flags]
+    assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "config", "agrees"),
+    [
+        ("([0]*3+[1]*58)", DEEPSEEK_V3, True),
+        ("[0,0,0]+[1]*58", DEEPSEEK_V3, True),
+        ("[0]*2+[1]*59", DEEPSEEK_V3, False),
+        ("[1]*94", QWEN3_MOE, True),
+        ("[1]*93+[0]", QWEN3_MOE | {"mlp_only_layers": [93]}, True),
+        ("[0,1]*47", QWEN3_MOE | {"decoder_sparse_step": 2}, True),
+        ("[1,0]*47", QWEN3_MOE | {"decoder_sparse_step": 2}, False),
+        ("[1]*2", QWEN2, False),
+    ],
+)
+def test_layer_patterns(pattern, config, agrees):
+    argv = ["--moe-layer-freq", pattern]
+    if agrees:
+        check(argv, config)
+    else:
+        assert f"--moe-layer-freq {pattern} but" in contradiction(argv, config)
+
+
+@pytest.mark.parametrize("pattern", ["[0]*", "[x]", "__import__('os')[0]", "[0]-[1]", "[0]**3"])
+def test_layer_patterns_are_not_evaluated(pattern):
+    with pytest.raises(ValueError, match="must be an integer or a pattern like"):
+        check(["--moe-layer-freq", pattern], DEEPSEEK_V3)
+
+
+def test_rope_of_both_spellings_of_the_config():
+    check("--use-rope-scaling --rope-scaling-type llama3 --rope-scaling-factor 8", LLAMA3_ROPE)
+    check("--low-freq-factor 1 --long-factor 1,1.5", LLAMA3_ROPE)
+    assert "has [1.0, 1.5]" in contradiction("--long-factor 1,2", LLAMA3_ROPE)
+    assert "has llama3" in contradiction("--rope-scaling-type yarn", LLAMA3_ROPE)
+    default = {"model_type": "qwen2", "rope_parameters": {"rope_type": "default"}}
+    check("--rope-type rope", default)
+    assert "no rope scaling" in contradiction("--use-rope-scaling", default)
+
+
+def test_shared_experts_of_qwen_and_deepseek():
+    qwen = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 5632}
+    check("--moe-shared-expert-intermediate-size 5632 --moe-shared-expert-gate", qwen)
+    two = DEEPSEEK_V3 | {"n_shared_experts": 2}
+    check("--n-shared-experts 2 --moe-shared-expert-intermediate-size 4096", two)
+    assert "no gated shared expert" in contradiction("--shared-expert-gate", two)

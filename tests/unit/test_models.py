@@ -1,0 +1,188 @@
+"""Reading Hugging Face configs, and weight tables that cover every tensor exactly once (R6)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from support.layout_cases import GQA, layouts_of, spec_of
+
+from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
+from mindspeed_rl.models.rules import GroupedQKV, StackedQKV, padded_vocab
+from mindspeed_rl.models.spec import ModelSpec, eos_ids_of, read_hf_config
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "eos_token_id": 151645,
+}
+MODERN = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}
+}
+
+
+@pytest.mark.parametrize("config", [CONFIG, MODERN])
+def test_a_config_becomes_a_spec(config: dict[str, Any]) -> None:
+    """Qwen2.5-0.5B in the spelling of transformers 4 and of transformers 5."""
+    assert spec_from_hf_config(config) == ModelSpec(
+        family="qwen2",
+        num_layers=24,
+        hidden_size=896,
+        ffn_hidden_size=4864,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=32768,
+        tie_embeddings=True,
+        qkv_bias=True,
+        eos_token_ids=(151645,),
+    )
+
+
+def test_optional_keys_of_a_config() -> None:
+    spec = spec_from_hf_config(CONFIG | {"head_dim": 128, "num_key_value_heads": None})
+    assert (spec.head_dim, spec.num_kv_heads) == (128, 14)
+    assert (spec.q_size, spec.kv_size) == (14 * 128, 14 * 128)
+    assert spec.dims(("hidden_size", "q_size")) == (896, 14 * 128)
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
+def test_end_tokens(eos: object, ids: tuple[int, ...]) -> None:
+    assert eos_ids_of({"eos_token_id": eos}) == ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel'.*known: .*Qwen2ForCausalLM"),
+        ({"architectures": None}, r"architectures \[\] are not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window true is not supported; set it to false"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; allowed: 'silu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3' is not supported"),
+        ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 14 is not a multiple of .* 4"),
+        ({"num_hidden_layers": 0}, "num_layers is 0, must be positive"),
+    ],
+)
+def test_models_that_are_not_computed_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_from_hf_config(CONFIG | change)
+
+
+def test_a_missing_key_is_named() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
+    with pytest.raises(ValueError, match=r"lacks the key 'intermediate_size' of Qwen2"):
+        spec_from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is missing; give a directory"), ("{", "is no JSON"), ("[]", "holds no JSON object")],
+)
+def test_unreadable_configs(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"--hf-checkpoint {tmp_path}: .*{message}"):
+        read_hf_config(tmp_path)
+
+
+def test_read_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert read_hf_config(tmp_path) == CONFIG
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "tied_model"])
+def test_tables_name_the_tensors_of_a_checkpoint(
+    model: str, request: pytest.FixtureRequest
+) -> None:
+    """Every tensor of the file, with its shape, on both sides; nothing else (R5, R6)."""
+    folder: Path = request.getfixturevalue(model)
+    spec = spec_from_hf_config(read_hf_config(folder))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        real = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    trainer = MegatronLayout(
+        spec, ParallelLayout.build(world=4, tp=2, pp=2, num_layers=spec.num_layers), 128
+    )
+    assert dict(trainer.hf_shapes) == real
+    assert dict(VllmLayout(spec, EngineLayout(4, 4)).hf_shapes) == real
+
+
+def test_every_row_has_a_name_of_its_own() -> None:
+    table = weight_table("qwen2")
+    for rows in (table.trainer, table.engine):
+        assert len({row.param for row in rows}) == len(rows)
+    with pytest.raises(ValueError, match="no weight table for family 'mamba'"):
+        weight_table("mamba")
+
+
+def test_heads_that_a_trainer_cannot_share() -> None:
+    spec = spec_of(GQA)
+    layout = ParallelLayout.build(world=4, tp=4, num_layers=4)
+    with pytest.raises(
+        ValueError, match=r"--tensor-model-parallel-size 4 .* 2 key/value heads; allowed: the div"
+    ):
+        MegatronLayout(spec, layout, 8)
+
+
+@pytest.mark.parametrize("tp", [5, 24])
+def test_heads_that_an_engine_cannot_share(tp: int) -> None:
+    with pytest.raises(ValueError, match=rf"--rollout-tp {tp} does not fit the model's 12 att"):
+        VllmLayout(spec_of(GQA), EngineLayout(tp, tp))
+
+
+def test_engines_replicate_key_value_heads() -> None:
+    """2 heads on 4 ranks: ranks 0 and 1 hold the first, and the query heads are still split."""
+    spec = spec_of(GQA)
+    row = StackedQKV("qkv", hf="{p}", bias=True)
+    cuts = [{c.hf_name: c.hf_box for c in row.cuts(spec, rank, 4, 1)} for rank in range(4)]
+    assert [c["k"].lo for c in cuts] == [(0,), (0,), (2,), (2,)]
+    assert [c["q"].lo for c in cuts] == [(0,), (6,), (12,), (18,)]
+
+
+def test_training_interleaves_heads_by_group() -> None:
+    """Per key/value head: its queries, its key, its value; never thirds of the rows (R6)."""
+    cuts = list(GroupedQKV("qkv", hf="{p}", bias=True).cuts(spec_of(GQA), 0, 1, 1))
+    rows = [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.param_box.size[0]) for c in cuts]
+    assert rows == [
+        ("q", 0, 0, 12),
+        ("k", 0, 12, 2),
+        ("v", 0, 14, 2),
+        ("q", 12, 16, 12),
+        ("k", 2, 28, 2),
+        ("v", 2, 30, 2),
+    ]
+
+
+@pytest.mark.parametrize(("size", "multiple", "padded"), [(67, 16, 80), (64, 64, 64), (1, 64, 64)])
+def test_padding_of_the_vocabulary(size: int, multiple: int, padded: int) -> None:
+    assert padded_vocab(size, multiple) == padded
+
+
+def test_no_cut_reaches_into_the_padding() -> None:
+    """67 tokens: the trainer pads to 80 on 2 ranks, the engine to 128 on 4 (R6)."""
+    rows = {}
+    for layout in layouts_of(GQA):
+        shards = layout.shards("lm_head.weight")
+        rows[type(layout)] = [(s.piece.hf_box.lo[0], s.piece.hf_box.size[0]) for s in shards]
+    assert rows == {MegatronLayout: [(0, 40), (40, 27)], VllmLayout: [(0, 32), (32, 32), (64, 3)]}

@@ -1,0 +1,129 @@
+"""Micro-batch plans and packed rows: every token once, targets shifted within a sequence (R11, R31)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
+
+lengths_lists = st.lists(st.integers(2, 30), max_size=20)
+
+
+def sample(sample_id: int, length: int, num_prompt: int, supervised: bool = False) -> TrainSample:
+    """Token ids, log-probs and advantage all tell where they come from."""
+    first = 100 * sample_id
+    return TrainSample(
+        sample_id=sample_id,
+        token_ids=torch.arange(first, first + length) + 1,
+        num_prompt_tokens=num_prompt,
+        rollout_logprobs=None if supervised else -torch.arange(num_prompt, length) - first * 1.0,
+        advantage=0.5 + sample_id,
+    )
+
+
+@given(
+    lengths_lists, st.integers(1, 4), st.integers(1, 5), st.sampled_from([0, 30, 47]),
+    st.integers(1, 8),
+)  # fmt: skip
+def test_every_sample_is_planned_once(
+    lengths: list[int], dp: int, size: int, max_tokens: int, multiple: int
+) -> None:
+    plan = plan_micro_batches(
+        lengths, dp=dp, micro_batch_size=size, max_tokens=max_tokens, multiple=multiple
+    )
+    placed = [i for rank in plan.assignment for batch in rank for i in batch]
+    assert sorted(placed) == list(range(len(lengths)))
+    assert len(plan.assignment) == dp
+    # the same number of equally long rows everywhere, or pipelines and collectives hang
+    assert {len(batches) for batches in plan.assignment} == {plan.num_micro_batches}
+    assert plan.padded_length % multiple == 0
+    batches = [batch for rank in plan.assignment for batch in rank]
+    used = [sum(lengths[i] for i in batch) for batch in batches]
+    assert max(1, *used) <= plan.padded_length < max(1, *used) + multiple
+    for batch, tokens in zip(batches, used, strict=True):
+        assert list(batch) == sorted(batch)
+        assert tokens <= max_tokens if max_tokens else len(batch) <= size
+    for rank, rank_batches in enumerate(plan.assignment):
+        assert all(i % dp == rank for batch in rank_batches for i in batch)
+
+
+def test_packing_by_tokens_fills_rows() -> None:
+    plan = plan_micro_batches([4, 4, 4, 9, 1], dp=1, micro_batch_size=1, max_tokens=10, multiple=4)
+    assert plan.assignment == (((0, 1), (2,), (3, 4)),)
+    assert plan.padded_length == 12
+
+
+def test_a_sample_that_fits_no_row_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"--max-tokens-per-micro-batch 10 .* 11 tokens; raise it to at least"
+    ):
+        plan_micro_batches([3, 11], dp=1, micro_batch_size=1, max_tokens=10, multiple=1)
+
+
+def test_no_samples_make_one_empty_micro_batch() -> None:
+    plan = plan_micro_batches([], dp=2, micro_batch_size=4, max_tokens=0, multiple=8)
+    assert plan.assignment == (((),), ((),))
+    row = pack([], plan.padded_length)
+    assert row.num_tokens == 8
+    assert not row.loss_mask.any()
+    assert row.rollout_logprobs.numel() == row.advantages.numel() == row.sequence_of.numel() == 0
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn) -> list[TrainSample]:
+    """Up to five samples with at least one prompt token; a response may be empty."""
+    samples = []
+    for i in range(draw(st.integers(1, 5))):
+        length = draw(st.integers(1, 12))
+        samples.append(sample(i, length, draw(st.integers(1, length)), draw(st.booleans())))
+    return samples
+
+
+@given(sample_lists(), st.integers(0, 5))
+def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) -> None:
+    """Token by token against the samples: the definition of each field, without any shifting."""
+    total = sum(s.length for s in samples)
+    row = pack(samples, total + padding)
+    tokens, positions, targets, mask = (
+        [0] * (total + padding) for _ in range(4)
+    )  # fmt: skip
+    logprobs, advantages, owners = [], [], []
+    t = 0
+    for owner, s in enumerate(samples):
+        for i in range(s.length):
+            tokens[t], positions[t] = int(s.token_ids[i]), i
+            if i + 1 < s.length:
+                targets[t] = int(s.token_ids[i + 1])
+                if i + 1 >= s.num_prompt_tokens:
+                    mask[t] = 1
+                    owners.append(owner)
+                    advantages.append(s.advantage)
+                    engine = s.rollout_logprobs
+                    logprobs.append(
+                        0.0 if engine is None else float(engine[i + 1 - s.num_prompt_tokens])
+                    )
+            t += 1
+    assert row.token_ids.tolist() == tokens
+    assert row.positions.tolist() == positions
+    assert row.targets.tolist() == targets
+    assert row.loss_mask.tolist() == [bool(m) for m in mask]
+    assert row.rollout_logprobs.tolist() == logprobs
+    assert row.advantages.tolist() == advantages
+    assert row.sequence_of.tolist() == owners
+    assert row.lengths == tuple(s.length for s in samples)
+    assert row.sample_ids == tuple(s.sample_id for s in samples)
+
+
+def test_types_of_a_row() -> None:
+    row = pack([sample(0, 5, 2)], 6)
+    assert row.token_ids.dtype == row.targets.dtype == row.positions.dtype == torch.int64
+    assert row.rollout_logprobs.dtype == row.advantages.dtype == torch.float32
+    assert row.loss_mask.dtype == torch.bool
+
+
+def test_a_row_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 tokens do not fit into a micro-batch of 8"):
+        pack([sample(0, 5, 2), sample(1, 4, 2)], 8)

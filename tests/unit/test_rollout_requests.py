@@ -1,0 +1,83 @@
+"""Which engine generates what: the same requests in every layout (R45)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_step import generate, my_share
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.types import Completion, Prompt
+
+SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
+PROMPTS = [Prompt(i, (i + 1, 2), str(i), "") for i in range(13)]
+
+
+class Recorder:
+    """An engine that answers at once and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+    ) -> list[Completion]:
+        """One token per request."""
+        self.requests = list(requests)
+        return [Completion((r.sample_id,), (-1.0,), "stop", version) for r in requests]
+
+
+def rank_of(layout: EngineLayout, rank: int) -> RLJob:
+    """The fields of an RL job that generating reads."""
+    return cast(
+        RLJob,
+        SimpleNamespace(
+            plan=SimpleNamespace(engine=layout),
+            rank=rank,
+            config=SimpleNamespace(train=TrainConfig(seed=99)),
+            engine=Recorder(),
+            version=6,
+        ),
+    )
+
+
+def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
+    run = rank_of(layout, rank)
+    rollouts = generate(run, PROMPTS, 3, SETTINGS)
+    requests = cast(Recorder, run.engine).requests
+    assert [r.sample_id for r in rollouts] == [r.sample_id for r in requests]
+    for rollout in rollouts:
+        assert rollout.prompt is PROMPTS[rollout.sample_id]
+        assert rollout.completion.token_ids == (rollout.sample_id,)
+    return requests
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), (3, 1), (8, 2), (16, 1)])
+def test_requests_do_not_depend_on_the_layout(world: int, tp: int) -> None:
+    """Prompt and seed of every sample are those of a single engine, also when some get none."""
+    alone = requests_of(EngineLayout(1, 1), 0)
+    layout = EngineLayout(world, tp)
+    spread = [r for rank in range(0, world, tp) for r in requests_of(layout, rank)]
+    assert spread == alone
+    assert len({r.seed for r in alone}) == len(PROMPTS)
+
+
+def test_ranks_of_an_engine_make_the_same_requests() -> None:
+    layout = EngineLayout(8, 4)
+    assert requests_of(layout, 4) == requests_of(layout, 7)
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 50))
+def test_shares_are_contiguous_and_even(num_replicas: int, tp: int, num_samples: int) -> None:
+    layout = EngineLayout(num_replicas * tp, tp)
+    shares = [my_share(rank_of(layout, rank), num_samples) for rank in range(0, layout.world, tp)]
+    assert [i for share in shares for i in share] == list(range(num_samples))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,0 +1,136 @@
+"""The lifecycle around vLLM with a toy in its place: version gate, caches, sleep (R3, R7, R10)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine_double import CACHE_BYTES, EngineDouble
+
+from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
+
+SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
+REQUESTS = [GenerationRequest(5, (1, 2, 3), 11), GenerationRequest(4, (4,), 12)]
+
+
+def update(engine: EngineDouble, version: int) -> None:
+    """Weights that differ from version to version."""
+    engine.begin_update()
+    for view in engine.weight_views().values():
+        view.fill_(1.0 + version)
+    engine.finish_update(version)
+
+
+def answers(engine: EngineDouble, version: int) -> list[float]:
+    return [c.logprobs[0] for c in engine.generate(REQUESTS, SETTINGS, version)]
+
+
+def test_completions_come_in_the_order_of_requests() -> None:
+    engine = EngineDouble()
+    update(engine, 3)
+    first, second = engine.generate(REQUESTS, SETTINGS, 3)
+    assert first.logprobs[0] == second.logprobs[0] - 2  # prompts that sum to 6 and to 4
+    assert (first.token_ids, first.finish_reason, first.weights_version) == ((7,), "stop", 3)
+
+
+def test_no_cached_prefix_survives_an_update() -> None:
+    """The answer to a prompt seen before an update is that of a fresh engine (R7)."""
+    engine, fresh = EngineDouble(), EngineDouble()
+    update(engine, 0)
+    before = answers(engine, 0)
+    update(engine, 1)
+    update(fresh, 1)
+    assert answers(engine, 1) == answers(fresh, 1) != before
+    assert engine.toy.num_resets == 2
+
+
+def test_a_cache_that_cannot_be_reset_stops_the_update() -> None:
+    engine = EngineDouble()
+    engine.toy.running = True
+    with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+        update(engine, 0)
+    engine.toy.running = False
+    with pytest.raises(RuntimeError, match="weights of version -1"):
+        answers(engine, 0)
+
+
+@pytest.mark.parametrize("trainer", [0, 2])
+def test_weights_of_another_version_do_not_generate(trainer: int) -> None:
+    engine = EngineDouble()
+    update(engine, 1)
+    with pytest.raises(RuntimeError, match=rf"weights of version 1, the trainer is at {trainer};"):
+        engine.generate(REQUESTS, SETTINGS, trainer)
+
+
+def test_half_written_weights_do_not_generate() -> None:
+    engine = EngineDouble()
+    update(engine, 1)
+    engine.begin_update()
+    with pytest.raises(RuntimeError, match="sync and wake it first"):
+        engine.generate(REQUESTS, SETTINGS, 1)
+
+
+def test_sleep_gives_the_cache_back_and_wake_clears_it() -> None:
+    engine = EngineDouble()
+    storage = engine.toy.cache.untyped_storage()
+    engine.sleep()
+    engine.sleep()
+    assert (storage.nbytes(), engine.state) == (0, EngineState.ASLEEP)
+    engine.wake(["weights"])
+    assert (storage.nbytes(), engine.state) == (0, EngineState.WEIGHTS)
+    engine.wake(["kv_cache"])
+    assert (storage.nbytes(), engine.state) == (CACHE_BYTES, EngineState.AWAKE)
+    assert torch.count_nonzero(engine.toy.cache) == 0
+    with pytest.raises(ValueError, match=r"unknown tags \['scheduler'\]"):
+        engine.wake(["scheduler"])
+
+
+@given(
+    st.lists(
+        st.sampled_from(["sleep", "wake weights", "wake cache", "begin", "finish", "generate"]),
+        max_size=25,
+    ),
+    st.data(),
+)
+def test_no_order_of_calls_generates_with_wrong_weights(
+    calls: list[str], data: st.DataObject
+) -> None:
+    """Against a model of the state: generate works when awake and synced, else it raises (R3)."""
+    engine = EngineDouble()
+    awake, version = True, -1
+    for call in calls:
+        if call == "sleep":
+            engine.sleep()
+            awake = False
+        elif call == "wake weights":
+            engine.wake(["weights"])
+        elif call == "wake cache":
+            engine.wake(["kv_cache"])
+            awake = True
+        elif call == "begin":
+            engine.begin_update()
+            version = -1
+        elif call == "finish":
+            version = data.draw(st.integers(0, 2), label="version")
+            engine.finish_update(version)
+        else:
+            trainer = data.draw(st.integers(0, 2), label="trainer")
+            if awake and version == trainer:
+                assert len(engine.generate(REQUESTS, SETTINGS, trainer)) == 2
+            else:
+                with pytest.raises(RuntimeError, match="sync and wake it first"):
+                    engine.generate(REQUESTS, SETTINGS, trainer)
+
+
+def test_generating_leaves_the_trainers_random_state_alone() -> None:
+    engine = EngineDouble()
+    update(engine, 0)
+    before = torch.get_rng_state()
+    engine.generate(REQUESTS, SETTINGS, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_with_other_parameters_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight: vLLM None, layout \(3,\)"):
+        EngineDouble(missing="model.norm.weight")
