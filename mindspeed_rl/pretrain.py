@@ -22,12 +22,12 @@ def main(job: Job[PretrainRunConfig, RunPlan]) -> None:
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.data.sampler import PromptSampler
-    from mindspeed_rl.data.supervised import load_supervised
+    from mindspeed_rl.data.supervised import fingerprint_of, load_supervised
     from mindspeed_rl.observability.loggers import RunLogger
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.orchestration import checkpoints, training
 
     config, train = job.config, job.config.train
     training.initialize_parallel(job)
@@ -41,19 +41,24 @@ def main(job: Job[PretrainRunConfig, RunPlan]) -> None:
         answer_key=config.sft.answer_key,
     )
     engine = training.build_engine(job, "policy", train.train_iters)
-    sampler = PromptSampler(len(examples), train.seed, config.sft.shuffle)
+    sampler = PromptSampler(
+        len(examples), train.seed, config.sft.shuffle, fingerprint=fingerprint_of(examples)
+    )
     describe(job, len(examples))
+    loaded = checkpoints.load(job, engine)
+    if loaded.extra:
+        sampler.load_state_dict(loaded.extra["sampler"])
     writer = job.world.rank == 0
     timer = PhaseTimer(job.platform.synchronize)
     logs = config.logging
     with RunLogger(
         logs.output_dir, writer, ("jsonl", "tensorboard"), logs.tensorboard_dir
     ) as logger:
-        logger.truncate_after(0)
+        logger.truncate_after(loaded.step)
         progress = RunProgress(
-            train.train_iters, 0, "sft", writer, log_interval=config.logging.log_interval
+            train.train_iters, loaded.step, "sft", writer, log_interval=config.logging.log_interval
         )
-        for step in range(1, train.train_iters + 1):
+        for step in range(loaded.step + 1, train.train_iters + 1):
             with timer("train"), job.watchdog.phase("train"):
                 chosen = [examples[i] for i in sampler.next(train.global_batch_size)]
                 samples = [as_sample(i, example) for i, example in enumerate(chosen)]
@@ -75,6 +80,9 @@ def main(job: Job[PretrainRunConfig, RunPlan]) -> None:
                 raise FloatingPointError(f"loss {values['loss']} at step {step}")
             logger.log(step, values)
             progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
+            if checkpoints.save_is_due(job, step):
+                with timer("save"), job.watchdog.phase("save"):
+                    checkpoints.save(job, engine, step, {"sampler": sampler.state_dict()})
         progress.close()
     if config.checkpoint.export_hf:
         with job.watchdog.phase("export"):

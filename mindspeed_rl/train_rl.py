@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def train(run: RLJob) -> None:
     """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
-    from mindspeed_rl.orchestration import rl_report, rl_step
+    from mindspeed_rl.orchestration import rl_resume, rl_step
 
-    report = rl_report.Report(run)
+    report = rl_resume.start(run)
     rl_step.probe(run)
-    for step in range(1, run.config.train.train_iters + 1):
+    for step in range(report.start + 1, run.config.train.train_iters + 1):
         run.phases.to_rollout(run.version)
         report.evaluate_if_due(step - 1)
         rollouts = rl_step.collect(run, step)
@@ -28,6 +28,7 @@ def train(run: RLJob) -> None:
             batches = rl_step.annotate(run, batches, rollouts.samples)
             metrics = rl_step.update(run, batches)
         report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
+        rl_resume.save_if_due(run, report, step)
     run.phases.to_rollout(run.version)
     report.finish()
 

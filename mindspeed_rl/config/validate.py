@@ -94,13 +94,14 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
             "for training are sampled, evaluation is greedy by itself"
         )
-    if rl.old_logprob == "rollout" and rl.grpo_iterations < 1:
-        raise ValueError("--old-logprob rollout needs --grpo-iterations of at least 1")
     _need_file("--prompt-data", config.prompts.prompt_data)
     if config.prompts.eval_prompt_data:
         _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
     if config.rollout.rollout_kv_cache_gb <= 0:
-        raise ValueError("--rollout-kv-cache-gb must be positive")
+        raise ValueError(
+            f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
+            "sequence of the longest length must fit"
+        )
     base = _check_common(config.model, config.parallel, config.train, world)
     engine = EngineLayout(world, config.rollout.rl_inference_tensor_model_parallel_size)
     limit = config.train.seq_length or (
@@ -125,7 +126,8 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
         )
     if per_update % dp:
         raise ValueError(
-            f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}"
+            f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}; "
+            "raise it to one, or raise a parallel size so that fewer replicas share it"
         )
     return BatchArithmetic(
         prompts=rl.grpo_prompts_per_step,
@@ -193,7 +195,10 @@ def _check_common(
             "experts; allowed is 1"
         )
     if train.lr_warmup_iters and train.lr_warmup_fraction:
-        raise ValueError("--lr-warmup-iters and --lr-warmup-fraction exclude each other")
+        raise ValueError(
+            f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
+            f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
+        )
     spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = ParallelLayout.build(

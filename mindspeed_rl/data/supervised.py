@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,14 @@ def load_supervised(
             max_length,
         )
     return examples
+
+
+def fingerprint_of(examples: Sequence[SupervisedExample]) -> str:
+    """sha256 (hex) over all examples in order: a resumed run must have the same ones (R46)."""
+    content_hash = hashlib.sha256()
+    for example in examples:
+        content_hash.update(f"{example.num_prompt_tokens}:{example.token_ids}\n".encode())
+    return content_hash.hexdigest()
 
 
 def _response_text(row: Row, solution_key: str, answer_key: str) -> str:

@@ -67,7 +67,10 @@ class Row:
 def _span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
     """Start and length of an even share."""
     if total % count:
-        raise ValueError(f"tensor parallel size {count} does not divide {what} = {total}")
+        raise ValueError(
+            f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
+            f"{what} = {total}; allowed: the divisors of {total}"
+        )
     size = total // count
     return index * size, size
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,34 +41,52 @@ def describe(run: RLJob) -> None:
 
 @dataclass
 class Totals:
-    """Sums over the run, for the summary."""
+    """Sums over the run, interruptions left out, for the summary."""
 
     steps: int = 0
+    wall_s: float = 0.0
     tokens: int = 0
     step_seconds: float = 0.0
     worst_mismatch: float = 0.0
 
 
 class Report:
-    """Evaluates when due, logs every step, writes the summary."""
+    """Evaluates when due, logs every step, writes the summary.
 
-    def __init__(self, run: RLJob) -> None:
+    Args:
+        run: the run.
+        start: steps that are done; what is logged of later ones is dropped.
+        state: from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
+    """
+
+    def __init__(self, run: RLJob, start: int = 0, state: Mapping[str, Any] | None = None) -> None:
         self._run = run
+        self.start = start
         self._writer = run.rank == 0
         self._start = time.monotonic()
         run.timer.finish_step()  # what happened so far belongs to no step
-        self._totals = Totals()
-        self._evaluations: dict[int, Evaluation] = {}
+        self._totals = Totals(**state["totals"]) if state else Totals()
+        evaluations = state["evaluations"] if state else []
+        self._evaluations = {step: Evaluation(**fields) for step, fields in evaluations}
         config = run.config
-        run.logger.truncate_after(-1)
-        run.dump.truncate_after(-1)
+        run.logger.truncate_after(start)
+        run.dump.truncate_after(start)
         self._progress = RunProgress(
             config.train.train_iters,
-            0,
+            start,
             config.rl.rl_algorithm,
             self._writer,
             log_interval=config.logging.log_interval,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the summary needs of the steps so far, as JSON."""
+        totals = replace(self._totals, wall_s=self._wall_s())
+        evaluations = [(step, asdict(result)) for step, result in self._evaluations.items()]
+        return {"totals": asdict(totals), "evaluations": evaluations}
+
+    def _wall_s(self) -> float:
+        return self._totals.wall_s + time.monotonic() - self._start
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""
@@ -144,7 +163,6 @@ class Report:
             return
         first = self._evaluations.get(0)
         final = self._evaluations.get(last)
-        wall = time.monotonic() - self._start
         totals = self._totals
         summary = {
             "accuracy_before": first.accuracy if first else None,
@@ -153,7 +171,7 @@ class Report:
             "accuracy_lenient_after": final.accuracy_lenient if final else None,
             "eval_prompts": final.num_prompts if final else 0,
             "steps": totals.steps,
-            "wall_s": wall,
+            "wall_s": self._wall_s(),
             "tokens_per_s": totals.tokens / max(totals.step_seconds, 1e-9),
             "step_s_mean": totals.step_seconds / max(1, totals.steps),
             "worst_mismatch": totals.worst_mismatch,

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.distributed
 ENGINE_SIZES = (1, 2, 4)  # two key/value heads: with 4 ranks each is held twice
 BUCKET_BYTES = 256 << 10
 UNTOUCHED = -1  # bit pattern of elements that no transfer may write: the vocabulary padding
-FLIPPED_ENGINE, FLIPPED_TRAINER = "model.layers.2.mlp.down_proj.weight", "model.norm.weight"
+FLIPPED_ENGINE = "model.layers.2.mlp.down_proj.weight"
+FLIPPED_TRAINER, FLIPPED_PARAM = (
+    "model.layers.3.self_attn.o_proj.weight",
+    ("decoder.layers.1.self_attention.linear_proj.weight"),
+)
+DIVERGED, DIVERGED_PARAM = "model.norm.weight", "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,9 @@ class Report:
         num_rounds: rounds that the bucket size made.
         proof: HF tensors that differ after the reshard, as the checksums say.
         engine_flip: the same after one bit changed in the last engine rank.
-        trainer_flip: the same after one bit changed in the last trainer rank.
+        trainer_flip: the same after one bit changed in a shard of the last trainer rank.
+        diverged: the same after a reshard from a trainer whose last rank has one other bit in a
+            replicated tensor.
     """
 
     wrong: list[str]
@@ -45,6 +52,7 @@ class Report:
     proof: list[str]
     engine_flip: list[str]
     trainer_flip: list[str]
+    diverged: list[str]
 
 
 def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, Report]:
@@ -108,9 +116,12 @@ def reshard_and_prove(
     proof = differing()
     with flipped_bit(write[FLIPPED_ENGINE] if last else None):
         engine_flip = differing()
-    with flipped_bit(read["decoder.final_layernorm.weight"] if last else None):
+    with flipped_bit(read[FLIPPED_PARAM] if last else None):
         trainer_flip = differing()
-    return Report(wrong, len(resharder.rounds), proof, engine_flip, trainer_flip)
+    with flipped_bit(read[DIVERGED_PARAM] if last else None):
+        resharder.run(read, write)
+        diverged = differing()
+    return Report(wrong, len(resharder.rounds), proof, engine_flip, trainer_flip, diverged)
 
 
 def expected_bits(
@@ -188,6 +199,7 @@ def test_proof_names_the_tensor_of_a_flipped_bit(
     for report in (rank[name] for rank in resharded[0]):
         assert report.engine_flip == [FLIPPED_ENGINE]
         assert report.trainer_flip == [FLIPPED_TRAINER]
+        assert report.diverged == [DIVERGED]
 
 
 def test_export_loads_in_transformers(

@@ -46,7 +46,7 @@ def progressions(draw: st.DrawFn) -> range:
 
 
 @given(progressions(), progressions(), st.integers(1, 40))
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)
 @example(range(2), range(32), 8)  # most destinations have no source on their node
 @example(range(0, 32, 4), range(32), 8)
 @example(range(3), range(7), 100)  # everything on one node, sizes that do not divide
@@ -61,6 +61,7 @@ def test_the_sender_inverse_is_the_inverse(
 
 
 @given(progressions(), progressions(), st.integers(1, 40))
+@settings(deadline=None)
 def test_the_choice_prefers_itself_then_its_node(
     sources: range, destinations: range, ranks_per_node: int
 ) -> None:

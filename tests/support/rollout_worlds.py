@@ -50,11 +50,13 @@ class SyncFacts:
     Attributes:
         trainer: largest |log p(engine) - log p(trainer)| on the engine's tokens, in nats.
         transformers: the same against an export of the weights, loaded afresh; rank 0 only.
+        greedy_gap: how far a greedy token is from the best one of that checkpoint; rank 0 only.
         change: largest change of the log-probs of the same tokens by the update.
     """
 
     trainer: float
     transformers: float
+    greedy_gap: float
     change: float
 
 
@@ -172,7 +174,9 @@ def check_sampling(both: Both, facts: EngineFacts) -> None:
     with noted_changes(facts.changed_by_generate):
         completions = engine.generate(mine, SAMPLED, 0)
     gathered: list[dict[int, Completion]] = [{}] * both.job.world.size
-    dist.all_gather_object(gathered, {r.sample_id: c for r, c in zip(mine, completions, strict=True)})
+    dist.all_gather_object(
+        gathered, {r.sample_id: c for r, c in zip(mine, completions, strict=True)}
+    )
     union = {i: c for part in gathered for i, c in part.items()}
     facts.samples = [union[i] for i in range(NUM_REQUESTS)]
     singles = [engine.generate([r], SAMPLED, 0)[0] for r in reversed(everything)]
@@ -241,14 +245,15 @@ def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     completions = both.engine.generate(probe, GREEDY, version)
     target = Path(work_dir) / f"export-{version}"
     training.export_hf(both.job, both.policy, str(target))
-    fresh = 0.0
+    fresh = gap = 0.0
     if both.job.world.rank == 0:
-        expected = transformers_logprobs(target, probe, completions)
+        expected, gap = transformers_logprobs(target, probe, completions)
         found = torch.cat([torch.tensor(c.logprobs) for c in completions])
         fresh = float((torch.cat(expected) - found).abs().max())
     return SyncFacts(
         mismatch(both, probe, completions, temperature=1.0),
         fresh,
+        gap,
         float((after - before).abs().max()),
     )
 
@@ -308,20 +313,20 @@ def trainer_logprobs(
 
 def transformers_logprobs(
     folder: Path, asked: Sequence[GenerationRequest], completions: Sequence[Completion]
-) -> list[torch.Tensor]:
-    """Log-probs of a checkpoint loaded afresh; every greedy token must be its best. Local."""
+) -> tuple[list[torch.Tensor], float]:
+    """Log-probs of a checkpoint loaded afresh, and how far the tokens are from its best. Local."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    result = []
+    result, gap = [], 0.0
     for request, completion in zip(asked, completions, strict=True):
         ids = torch.tensor([*request.token_ids, *completion.token_ids])
         with torch.no_grad():
             rows = model(ids[None]).logits[0, len(request.token_ids) - 1 : -1].log_softmax(-1)
         picked = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert float((rows.amax(-1) - picked).max()) < 1e-5, "a greedy token was not the best"
+        gap = max(gap, float((rows.amax(-1) - picked).max()))
         result.append(picked)
-    return result
+    return result, gap
 
 
 @contextmanager

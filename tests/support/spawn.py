@@ -151,8 +151,9 @@ def _run_task(folder: Path) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    store = dist.FileStore(str(folder / "store"), world.size)
+    store = FileStore(str(folder / "store"), world.size)
     limit = timedelta(seconds=task.timeout_s)
     dist.init_process_group(
         "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit

@@ -205,14 +205,21 @@ def run_case(
     gradients = in_hf_coordinates(job, _reduced_gradients(job, engine))
     logprobs, entropies = ([pair[i] for pair in seen] for i in (0, 1))
     first_pass = (logprobs, entropies, [t for t in annotated if t is not None])
-    per_sample = [_by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass]
+    per_sample = (_by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass)
+    by_sample = dict(zip(("logprobs", "entropies", "annotated"), per_sample, strict=True))
     grad_norms = []
     for step in range(case.num_steps):
         if step:
             engine.forward_backward(batches, loss)
         grad_norms.append(engine.step().grad_norm)
     weights = in_hf_coordinates(job, engine.named_parameters()) if case.num_steps else {}
-    return CaseResult(*per_sample, gradients, weights, _merged(metrics), grad_norms)
+    return CaseResult(
+        gradients=gradients,
+        weights=weights,
+        metrics=_merged(metrics),
+        grad_norms=grad_norms,
+        **by_sample,
+    )
 
 
 def make_loss(

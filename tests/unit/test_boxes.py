@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.resharding.boxes import Box
@@ -26,6 +26,7 @@ def positions(box: Box) -> set[Position]:
 
 
 @given(boxes(), boxes())
+@settings(deadline=None)
 def test_intersection_is_that_of_the_sets(a: Box, b: Box) -> None:
     common = a.intersect(b)
     assert (set() if common is None else positions(common)) == positions(a) & positions(b)
@@ -33,6 +34,7 @@ def test_intersection_is_that_of_the_sets(a: Box, b: Box) -> None:
 
 
 @given(boxes(), boxes())
+@settings(deadline=None)
 def test_moving_keeps_the_offset(inner: Box, target: Box) -> None:
     origin = Box((1, 2), (20, 20))
     moved = inner.moved(origin, target)
@@ -46,6 +48,7 @@ def test_moving_keeps_the_offset(inner: Box, target: Box) -> None:
 
 
 @given(boxes(num_dims=3))
+@settings(deadline=None)
 def test_slices_select_the_positions(box: Box) -> None:
     shape = (12, 12, 12)
     hit = np.zeros(shape, bool)
@@ -55,6 +58,7 @@ def test_slices_select_the_positions(box: Box) -> None:
 
 
 @given(boxes(num_dims=1))
+@settings(deadline=None)
 def test_one_dimension(box: Box) -> None:
     assert len(positions(box)) == box.num_elements
 

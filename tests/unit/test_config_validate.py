@@ -116,7 +116,7 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
     [
         (
             {"parallel": {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 1}},
-            r"--tensor-model-parallel-size 8 does not divide .* 4 key/value heads; allowed: the div",
+            r"--tensor-model-parallel-size 8 does not divide .* 4 key/value heads; allowed: ",
         ),
         (
             {"parallel": {"tensor_model_parallel_size": 3}},
@@ -230,7 +230,9 @@ def test_untied_embeddings_must_be_untied(build: Build, files: Path) -> None:
     flags = {"untie_embeddings_and_output_weights": True, "add_qkv_bias": True}
     check_rl(build(model=flags), WORLD)
     write_model(files, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="--untie-embeddings-and-output-weights True but .* False"):
+    with pytest.raises(
+        ValueError, match=r"--untie-embeddings-and-output-weights True but .* False"
+    ):
         check_rl(build(model=flags), WORLD)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.rollout.engine import (
@@ -27,6 +27,7 @@ def test_seeds_of_a_run_are_all_different() -> None:
 
 
 @given(*(st.integers(0, 2**40) for _ in range(4)))
+@settings(deadline=None)
 def test_seeds_fit_the_engine(run_seed: int, step: int, sample_id: int, k: int) -> None:
     assert 0 <= request_seed(run_seed, step, sample_id, k) < 2**63
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.parallel.groups import rank_lists
@@ -23,6 +23,7 @@ layouts = st.builds(
 
 
 @given(layouts)
+@settings(deadline=None)
 def test_coords_and_rank_are_inverse(layout: ParallelLayout) -> None:
     everything = [layout.coords(rank) for rank in range(layout.world)]
     assert len(set(everything)) == layout.world
@@ -30,6 +31,7 @@ def test_coords_and_rank_are_inverse(layout: ParallelLayout) -> None:
 
 
 @given(layouts)
+@settings(deadline=None)
 def test_replicas_hold_the_same_parameters(layout: ParallelLayout) -> None:
     """All of (cp, dp) at one (tp, pp), and nobody else."""
     for tp in range(layout.tp):
@@ -43,6 +45,7 @@ def _place(coords: Coords) -> tuple[int, int]:
 
 
 @given(layouts)
+@settings(deadline=None)
 def test_groups_partition_the_world(layout: ParallelLayout) -> None:
     for axis, groups in rank_lists(layout).items():
         assert sorted(r for ranks in groups for r in ranks) == list(range(layout.world))
@@ -95,6 +98,7 @@ def test_ranks_outside_the_world_are_refused(rank: int) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 5))
+@settings(deadline=None)
 def test_engines_are_runs_of_neighbours(tp: int, num_replicas: int) -> None:
     engine = EngineLayout(tp * num_replicas, tp)
     assert engine.num_replicas == num_replicas
@@ -112,6 +116,7 @@ def test_engines_that_do_not_fill_the_world_are_refused(tp: int) -> None:
 
 @given(st.lists(st.builds(range, sizes, st.integers(5, 30), st.integers(1, 8)), min_size=1))
 @example([range(0, 8, 4), range(1, 8, 4)])
+@settings(deadline=None)
 def test_merging_keeps_every_holder_once(several: list[range]) -> None:
     merged = merge_holders(several)
     held = sorted(rank for holders in several for rank in holders)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.config import TrainConfig
@@ -76,6 +76,7 @@ def test_ranks_of_an_engine_make_the_same_requests() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 50))
+@settings(deadline=None)
 def test_shares_are_contiguous_and_even(num_replicas: int, tp: int, num_samples: int) -> None:
     layout = EngineLayout(num_replicas * tp, tp)
     shares = [my_share(rank_of(layout, rank), num_samples) for rank in range(0, layout.world, tp)]

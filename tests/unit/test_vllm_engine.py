@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_double import CACHE_BYTES, EngineDouble
 
@@ -93,6 +93,7 @@ def test_sleep_gives_the_cache_back_and_wake_clears_it() -> None:
     ),
     st.data(),
 )
+@settings(deadline=None)
 def test_no_order_of_calls_generates_with_wrong_weights(
     calls: list[str], data: st.DataObject
 ) -> None:

@@ -1,0 +1,219 @@
+"""The folder of a run's checkpoints: which one to resume from, and how one becomes valid.
+
+Layout::
+
+    SAVE/latest_checkpointed_iteration.txt    newest step, for people and scripts
+    SAVE/iter_0000012/checkpoint.json         the record: step, contents, every file and its size
+    SAVE/iter_0000012/...                     tensors, written by the trainer
+    SAVE/iter_0000013.partial/                a save in progress, or one that was killed
+
+A checkpoint is written as ``.partial`` and renamed when all ranks are done, so that a kill at any
+moment leaves the previous one as the newest valid one. The record's sizes also catch a folder that
+was copied in part. No torch here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.observability.files import write_text_atomic
+
+RECORD = "checkpoint.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+PARTIAL = ".partial"
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """What a checkpoint is of and what it holds.
+
+    Attributes:
+        step: steps of the run that are done.
+        num_updates: optimizer updates that are done: the position of the learning-rate schedule.
+        model: architecture numbers.
+        layout: ``tp``, ``pp``, ``cp``, ``dp`` of the ranks that wrote it.
+        optimizer: kind of the optimizer state; empty when it was left out.
+        has_rng: whether random states are in it.
+        extra: state of the run beyond the trainer, as JSON.
+    """
+
+    step: int
+    num_updates: int
+    model: Mapping[str, Any]
+    layout: Mapping[str, int]
+    optimizer: str
+    has_rng: bool
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest complete checkpoint, ``None`` without one, and what was passed over and why."""
+
+    path: Path | None
+    ignored: tuple[str, ...]
+
+
+def checkpoint_path(directory: str | os.PathLike[str], step: int) -> Path:
+    """Where the checkpoint after ``step`` lies, in Megatron's naming."""
+    return Path(directory) / f"iter_{step:07d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint folder is named after."""
+    match = _NAME.fullmatch(path.name)
+    assert match, f"{path} is not a checkpoint folder"
+    return int(match[1])
+
+
+def find_latest(directory: str | os.PathLike[str]) -> Found:
+    """The newest complete checkpoint of a folder; an empty folder has none.
+
+    Raises:
+        ValueError: the folder does not exist.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise ValueError(
+            f"--load {root}: no such directory; name the --save folder of a run, or leave --load "
+            "out to start from --hf-checkpoint"
+        )
+    ignored = [f"{path.name}: its save did not finish" for path in _partial_folders(root)]
+    folders = [path for path in root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    for path in sorted(folders, key=step_of, reverse=True):
+        damage = damage_of(path)
+        if not damage:
+            return Found(path, tuple(ignored))
+        ignored.append(f"{path.name}: {damage}")
+    return Found(None, tuple(ignored))
+
+
+def damage_of(path: Path) -> str:
+    """What is missing of a checkpoint, in words; empty when it is complete."""
+    try:
+        files = json.loads((path / RECORD).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"no {RECORD}"
+    except (ValueError, KeyError, TypeError):
+        return f"{RECORD} is broken"
+    for name, size_bytes in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size_bytes:
+            return f"{name} has {file.stat().st_size} bytes instead of {size_bytes}"
+    return ""
+
+
+def read_record(path: Path) -> CheckpointRecord:
+    """The record of a complete checkpoint.
+
+    Raises:
+        ValueError: it was written by another version of this project.
+    """
+    fields = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    del fields["files"]
+    try:
+        return CheckpointRecord(**fields)
+    except TypeError as error:
+        raise ValueError(
+            f"{path / RECORD} was written by another version of mindspeed_rl ({error}); resume "
+            "with that version, or start from its exported Hugging Face checkpoint"
+        ) from None
+
+
+def refuse_other_run(directory: str | os.PathLike[str], start_step: int) -> None:
+    """A run must not write among the checkpoints of another one.
+
+    Raises:
+        ValueError: ``--save`` holds a complete checkpoint of a later step than this run starts at.
+    """
+    newest = find_latest(directory).path if Path(directory).is_dir() else None
+    if newest is not None and step_of(newest) > start_step:
+        raise ValueError(
+            f"--save {directory} holds {newest.name} already, and this run starts after step "
+            f"{start_step}: add --load {directory} to go on from there, or choose another folder"
+        )
+
+
+def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Path:
+    """Make the folder that a checkpoint is written into; on one rank.
+
+    Leftovers of killed saves are removed.
+
+    Raises:
+        OSError: the file system has less than ``needed_bytes`` free.
+    """
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in _partial_folders(root):
+        shutil.rmtree(leftover)
+    free_bytes = shutil.disk_usage(root).free
+    if free_bytes < needed_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"--save {root}: a checkpoint takes about {needed_bytes / 2**30:.1f} GiB and "
+            f"{free_bytes / 2**30:.1f} GiB are free; earlier checkpoints are untouched",
+        )
+    partial = partial_path(root, step)
+    partial.mkdir()
+    return partial
+
+
+def partial_path(directory: str | os.PathLike[str], step: int) -> Path:
+    """Where the checkpoint after ``step`` is written before it is valid."""
+    path = checkpoint_path(directory, step)
+    return path.with_name(path.name + PARTIAL)
+
+
+def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
+    """Make the folder of :func:`begin` a valid checkpoint; on one rank, when all have written.
+
+    Raises:
+        ValueError: a complete checkpoint of this step exists.
+    """
+    partial = partial_path(directory, record.step)
+    target = checkpoint_path(directory, record.step)
+    files = {
+        str(file.relative_to(partial)): file.stat().st_size
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
+    }
+    for name in files:
+        _sync(partial / name)
+    text = json.dumps({**asdict(record), "files": files}, indent=1, allow_nan=False)
+    write_text_atomic(partial / RECORD, text + "\n")
+    if target.exists():
+        if not damage_of(target):
+            raise ValueError(f"--save: {target} exists already; choose another folder")
+        shutil.rmtree(target)
+    partial.rename(target)
+    _sync(target.parent)
+    write_text_atomic(target.parent / TRACKER, f"{record.step}\n")
+    return target
+
+
+def _partial_folders(root: Path) -> list[Path]:
+    return [
+        path
+        for path in sorted(root.iterdir())
+        if path.is_dir() and path.suffix == PARTIAL and _NAME.fullmatch(path.stem)
+    ]
+
+
+def _sync(path: Path) -> None:
+    """Data before names: after a power cut a valid name must not point at unwritten blocks."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

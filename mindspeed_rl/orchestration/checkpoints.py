@@ -1,0 +1,65 @@
+"""When a run loads and saves its training checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mindspeed_rl.checkpoint.resume import refuse_other_run
+from mindspeed_rl.trainer.checkpoint import LoadedState, load_checkpoint, save_checkpoint
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.training import CheckpointConfig
+    from mindspeed_rl.config.validate import RunPlan
+    from mindspeed_rl.orchestration.torchrun import Job
+
+
+def load(job: Job[Any, RunPlan], engine: TrainEngine) -> LoadedState:
+    """Where the run starts: ``--load``'s newest checkpoint, or step 0. Collective: the world.
+
+    Raises:
+        ValueError: ``--load`` cannot be resumed from, or ``--save`` belongs to another run.
+    """
+    options = job.config.checkpoint
+    loaded = LoadedState(0, {})
+    if options.load:
+        with job.watchdog.phase("load"):
+            loaded = load_checkpoint(options.load, engine, options)
+    job.say(*loaded.notes)
+    last = job.config.train.train_iters
+    if loaded.step > last:
+        raise ValueError(
+            f"--load {options.load} is at step {loaded.step}, past --train-iters {last}; raise "
+            "--train-iters to train on"
+        )
+    if options.save:
+        if job.world.rank == 0:
+            refuse_other_run(options.save, loaded.step)
+        dist.barrier()
+    return loaded
+
+
+def save_is_due(job: Job[Any, RunPlan], step: int) -> bool:
+    """Whether ``--save`` wants the state after ``step``: every interval, and at the end."""
+    options: CheckpointConfig = job.config.checkpoint
+    if not options.save:
+        return False
+    at_interval = options.save_interval > 0 and step % options.save_interval == 0
+    return at_interval or step == int(job.config.train.train_iters)
+
+
+def save(job: Job[Any, RunPlan], engine: TrainEngine, step: int, extra: Mapping[str, Any]) -> None:
+    """Save the state after ``step``. Collective: the world."""
+    options = job.config.checkpoint
+    path = save_checkpoint(
+        options.save,
+        step,
+        engine,
+        extra,
+        with_optimizer=not options.no_save_optim,
+        with_rng=not options.no_save_rng,
+    )
+    job.say(f"saved {path}")

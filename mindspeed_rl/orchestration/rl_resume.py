@@ -1,0 +1,39 @@
+"""Stopping and resuming an RL run: what a checkpoint holds besides the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rl.orchestration import checkpoints
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_report import Report
+
+
+def start(run: RLJob) -> Report:
+    """Restore ``--load`` into the run, if given, and open its report. Collective: the world.
+
+    The engine is not touched: it has no weights yet, so the first sync brings the restored ones
+    whatever their version (R48).
+
+    Raises:
+        ValueError: the prompts are not those of the checkpoint (R46).
+    """
+    loaded = checkpoints.load(run.job, run.policy)
+    if not loaded.extra:
+        return Report(run)
+    run.sampler.load_state_dict(loaded.extra["sampler"])
+    run.version = loaded.extra["version"]
+    return Report(run, loaded.step, loaded.extra["report"])
+
+
+def save_if_due(run: RLJob, report: Report, step: int) -> None:
+    """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
+    if not checkpoints.save_is_due(run.job, step):
+        return
+    extra: dict[str, Any] = {
+        "sampler": run.sampler.state_dict(),
+        "version": run.version,
+        "report": report.state_dict(),
+    }
+    with run.phase("save"):
+        checkpoints.save(run.job, run.policy, step, extra)

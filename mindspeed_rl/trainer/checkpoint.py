@@ -1,0 +1,332 @@
+"""Training checkpoints of a TrainEngine: exact resume, other layouts, killed saves.
+
+Tensors are stored in megatron-core's distributed format (``torch_dist``) in coordinates of the
+whole model, and the optimizer's state as ``fully_reshardable``: another tensor, pipeline or data
+parallel layout can load them (R49). Random states belong to ranks and are loaded by the same
+layout only. The folder's bookkeeping is :mod:`mindspeed_rl.checkpoint.resume`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from mindspeed_rl.checkpoint import resume
+from mindspeed_rl.checkpoint.resume import CheckpointRecord
+from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.trainer.optimizer import torch_optimizers
+from mindspeed_rl.trainer.patches import adamw_step, local_write_results
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+# fp32 master weight and both moments
+_OPTIMIZER_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """Where a run starts.
+
+    Attributes:
+        step: steps of the run that are done.
+        extra: what was given to :func:`save_checkpoint`; empty at a fresh start.
+        notes: what the user should know, one line each.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    step: int,
+    engine: TrainEngine,
+    extra: Mapping[str, Any],
+    *,
+    with_optimizer: bool = True,
+    with_rng: bool = True,
+) -> Path:
+    """Write ``directory/iter_<step>``; it becomes valid when all ranks have written (R50).
+
+    Collective: the world. Earlier checkpoints are not touched.
+
+    Args:
+        directory: on a file system that all ranks see.
+        step: steps of the run that are done.
+        engine: a policy.
+        extra: state of the run beyond the trainer, as JSON; rank 0's is kept.
+        with_optimizer: keep moments, master weights and their step.
+        with_rng: keep every rank's random states.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        OSError: too little space, or some rank does not see the folder.
+        ValueError: a complete checkpoint of this step exists.
+    """
+    local_write_results.apply()
+    if dist.get_rank() == 0:
+        resume.begin(directory, step, _estimated_bytes(engine, with_optimizer))
+    dist.barrier()
+    partial = resume.partial_path(directory, step)
+    _check_shared(partial)
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"), _replicas()
+    )
+    state = _sharded_state(engine, with_optimizer, with_rng, loading=False)
+    dist_checkpointing.save(state, str(partial), strategy)
+    if dist.get_rank() == 0:
+        record = CheckpointRecord(
+            step=step,
+            num_updates=engine.schedule.num_updates,
+            model=_architecture(engine),
+            layout=_layout(engine),
+            optimizer=_optimizer_kind(engine) if with_optimizer else "",
+            has_rng=with_rng,
+            extra=extra,
+        )
+        resume.commit(directory, record)
+    dist.barrier()
+    return resume.checkpoint_path(directory, step)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], engine: TrainEngine, options: CheckpointConfig
+) -> LoadedState:
+    """Load the newest complete checkpoint of a folder. Collective: the world.
+
+    An empty folder changes nothing: the run starts from the weights it has. With ``--finetune``
+    only weights are taken.
+
+    Raises:
+        ValueError: the folder does not exist, or the checkpoint is of another model, lacks what
+            is asked for, or has optimizer states of another kind; the message names the flag that
+            helps.
+    """
+    found = _agree_on_latest(directory)
+    notes = [f"ignored {directory}/{line}" for line in found.ignored]
+    if found.path is None:
+        notes.append(f"--load {directory} has no checkpoint: starting from --hf-checkpoint")
+        return LoadedState(0, {}, tuple(notes))
+    record = resume.read_record(found.path)
+    _check_model(engine, record, found.path)
+    with_optimizer = not (options.finetune or options.no_load_optim)
+    with_rng = not (options.finetune or options.no_load_rng)
+    if with_optimizer:
+        _check_optimizer(engine, record, found.path)
+    if with_rng and not record.has_rng:
+        raise ValueError(f"{found.path} has no random states (--no-save-rng); add --no-load-rng")
+    layout = _layout(engine)
+    if with_rng and record.layout != layout:
+        with_rng = False
+        notes.append(
+            f"random states start from --seed: the checkpoint's layout {_words(record.layout)} "
+            f"is not this run's {_words(layout)}"
+        )
+    _load_tensors(found.path, engine, with_optimizer, with_rng)
+    if options.finetune:
+        notes.append(f"weights of {found.path}; step, optimizer and data order start anew")
+        return LoadedState(0, {}, tuple(notes))
+    engine.schedule.num_updates = record.num_updates
+    notes.append(f"resuming after step {record.step} from {found.path}")
+    return LoadedState(record.step, record.extra, tuple(notes))
+
+
+def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rng: bool) -> None:
+    """Weights, and what else is asked for, into the engine."""
+    adamw_step.apply()
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(path)), _replicas()
+    )
+    wanted = _sharded_state(engine, with_optimizer, with_rng, loading=True)
+    state = dist_checkpointing.load(wanted, str(path), strategy)
+    engine.module.load_state_dict(state["model"])
+    if with_optimizer:
+        _load_optimizer(engine, state["optimizer"])
+    else:
+        engine.weights_changed()
+    if with_rng:
+        _set_rng_state(engine.platform, state["rng"])
+
+
+def _sharded_state(
+    engine: TrainEngine, with_optimizer: bool, with_rng: bool, *, loading: bool
+) -> dict[str, Any]:
+    """What megatron-core saves or fills: this rank's tensors and their place in the model."""
+    state: dict[str, Any] = {"model": engine.module.sharded_state_dict()}
+    if with_optimizer:
+        _initialize_optimizer_state(engine)
+        state["optimizer"] = engine.optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=_OPTIMIZER_FORMAT
+        )
+    if with_rng:
+        place = ((dist.get_world_size(),), (dist.get_rank(),))
+        state["rng"] = ShardedObject("rng", _rng_state(engine.platform), *place)
+    return state
+
+
+def _initialize_optimizer_state(engine: TrainEngine) -> None:
+    """Give torch's AdamW its state before the first update, as the first update would.
+
+    megatron-core reads the common step from it, both when it saves and when it loads.
+    """
+    for optimizer in torch_optimizers(engine.optimizer):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if not optimizer.state[param]:
+                    optimizer.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+
+
+def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
+    """Moments, masters and step from the checkpoint; hyperparameters stay those of the flags."""
+    optimizers = torch_optimizers(engine.optimizer)
+    flags = [
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    engine.optimizer.load_state_dict(state)
+    for optimizer, groups in zip(optimizers, flags, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        for param_state in optimizer.state.values():
+            # megatron-core gives all parameters one tensor, which AdamW would advance once per
+            # parameter
+            param_state["step"] = param_state["step"].clone()
+
+
+def _rng_state(platform: Platform) -> dict[str, Any]:
+    """Every generator that a rank draws from, in types that ``torch.load`` trusts."""
+    numbers: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, gauss = numbers
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), keys.tolist(), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "device": platform.rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(platform: Platform, state: dict[str, Any]) -> None:
+    """Counterpart of :func:`_rng_state`."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    platform.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
+    """Rank 0's choice on all ranks, so that a slow file system cannot split them. Collective.
+
+    Raises:
+        ValueError: on all ranks, what rank 0 found wrong.
+    """
+    answer: list[resume.Found | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = resume.find_latest(directory)
+        except ValueError as error:
+            answer[0] = error
+    dist.broadcast_object_list(answer, 0)
+    found = answer[0]
+    if isinstance(found, ValueError):
+        raise found
+    assert found is not None
+    return found
+
+
+def _check_shared(partial: Path) -> None:
+    """Every rank must see the folder that rank 0 made. Collective: the world."""
+    seen: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, partial.is_dir())
+    if not all(seen):
+        raise OSError(
+            f"--save {partial.parent}: rank {seen.index(False)} does not see {partial.name}, which "
+            "rank 0 made; name a folder on a file system that all nodes share"
+        )
+
+
+def _check_model(engine: TrainEngine, record: CheckpointRecord, path: Path) -> None:
+    mine = _architecture(engine)
+    wrong = [
+        f"{name} {record.model.get(name)} (model: {value})"
+        for name, value in mine.items()
+        if record.model.get(name) != value
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} is of another model than --hf-checkpoint: {', '.join(wrong)}; name the "
+            "--hf-checkpoint that the run started from"
+        )
+
+
+def _check_optimizer(engine: TrainEngine, record: CheckpointRecord, path: Path) -> None:
+    if not record.optimizer:
+        raise ValueError(f"{path} has no optimizer states (--no-save-optim); add --no-load-optim")
+    mine = _optimizer_kind(engine)
+    if record.optimizer != mine:
+        raise ValueError(
+            f"{path} has the states of another optimizer ({record.optimizer}; this run: {mine}); "
+            "set --use-distributed-optimizer and --bf16 as in the saved run, or add --no-load-optim"
+        )
+
+
+def _architecture(engine: TrainEngine) -> dict[str, Any]:
+    fields = asdict(engine.spec)
+    return fields | {"eos_token_ids": list(engine.spec.eos_token_ids)}
+
+
+def _layout(engine: TrainEngine) -> dict[str, int]:
+    layout = engine.layout.parallel
+    return {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
+
+
+def _words(layout: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in layout.items())
+
+
+def _optimizer_kind(engine: TrainEngine) -> str:
+    sharded = engine.model.ddp_config.use_distributed_optimizer
+    precision = "bf16 with fp32 masters" if engine.module.config.bf16 else "fp32"
+    return f"{'distributed ' if sharded else ''}AdamW, {precision}"
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold the same weights; each reads and writes a share of them."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def _estimated_bytes(engine: TrainEngine, with_optimizer: bool) -> int:
+    num_parameters = sum(math.prod(shape) for shape in engine.layout.hf_shapes.values())
+    weight_bytes = 2 if engine.module.config.bf16 else 4
+    return num_parameters * (weight_bytes + (_OPTIMIZER_BYTES if with_optimizer else 0))

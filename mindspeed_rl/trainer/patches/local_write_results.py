@@ -1,0 +1,41 @@
+"""Collect the results of a checkpoint's writers in a queue of this process.
+
+Why: megatron-core takes the queue from a manager process that it spawns at the first save. That
+imports the entry module again (measured: 8 s), and outlives a rank that is killed. The manager is
+needed by asynchronous saves only; ours are synchronous: the function that fills the queue runs in
+this process and its own writers report to it through another queue.
+Upstream: megatron/core/dist_checkpointing/strategies/filesystem_async.py.
+Versions: megatron-core 0.16.1.
+Remove when: megatron-core saves synchronously without a manager.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_rl.patching import Patch, apply_patch
+
+
+def apply() -> None:
+    """Replace the manager's queue. Idempotent."""
+    apply_patch(
+        Patch(
+            target=(
+                "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+                "_get_write_results_queue"
+            ),
+            parameters=(),
+            make=_local_queue,
+            why="a synchronous save needs no manager process",
+            upstream="megatron/core/dist_checkpointing/strategies/filesystem_async.py",
+            versions="megatron-core 0.16.1",
+            remove_when="megatron-core saves synchronously without a manager",
+        )
+    )
+
+
+def _local_queue(original: Callable[..., Any]) -> Callable[..., queue.Queue[Any]]:
+    results: queue.Queue[Any] = queue.Queue()
+    return lambda: results

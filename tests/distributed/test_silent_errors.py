@@ -1,0 +1,202 @@
+"""Errors that change nothing but the result: each has one test, on real ranks and a real engine.
+
+They were found by research, not by crashes; what each test guards is in its docstring.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.rollout_worlds import (
+    KV_BYTES,
+    NUM_REQUESTS,
+    EngineFacts,
+    engine_world,
+    killed_world,
+    segments_of,
+)
+from support.spawn import RankError, run_ranks
+from support.training_layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from support.training_worlds import WorldResult
+
+    from mindspeed_rl.types import Completion
+
+pytestmark = pytest.mark.distributed
+
+# Largest |log p(engine) - log p(reference)| of one token in nats, fp32.
+MISMATCH_TOLERANCE = 2e-5
+WORLDS = ("replicas", "tensor-parallel", "tied")
+Facts = dict[str, list[EngineFacts]]
+
+
+@pytest.fixture(scope="module")
+def penalised_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a generation_config.json that would change the sampler (R10)."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("models") / "penalised"
+    shutil.copytree(tiny_model, folder)
+    settings = '{"do_sample": true, "repetition_penalty": 1.1, "top_k": 5, "temperature": 0.3}'
+    (folder / "generation_config.json").write_text(settings)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks that die write their last words."""
+    return tmp_path_factory.mktemp("killed")
+
+
+@pytest.fixture(scope="module")
+def facts(
+    penalised_model: Path,
+    tied_model: Path,
+    killed: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Facts:
+    """What every rank of every world saw. The world that dies runs beside another TP2 engine."""
+    folder = tmp_path_factory.mktemp("engines")
+
+    def run(name: str, num_ranks: int, trainer_tp: int, engine_tp: int, model: Path) -> Facts:
+        work = folder / name
+        work.mkdir()
+        args = (str(model), trainer_tp, engine_tp, str(work))
+        return {name: run_ranks(engine_world, num_ranks, work_dir=work, args=args)}
+
+    result = run("replicas", 2, 2, 1, penalised_model)
+    with ThreadPoolExecutor() as pool:
+        dying = pool.submit(
+            run_ranks, killed_world, 2, work_dir=killed, args=(str(tied_model), str(killed))
+        )
+        result |= run("tensor-parallel", 2, 1, 2, penalised_model)
+        error = dying.exception()
+    assert isinstance(error, RankError), error
+    assert -signal.SIGKILL in error.returncodes, error
+    return result | run("tied", 1, 1, 1, tied_model)
+
+
+def completed(samples: list[Completion]) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in samples]
+
+
+def match_share(a: list[Completion], b: list[Completion]) -> float:
+    """Share of tokens that are equal, position by position."""
+    pairs = list(zip(completed(a), completed(b), strict=True))
+    equal = sum(x == y for p, q in pairs for x, y in zip(p, q, strict=False))
+    return equal / sum(max(len(p), len(q)) for p, q in pairs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_leaves_no_megatron_module_with_the_real_torch(
+    layout: str, trained: Callable[[str], WorldResult]
+) -> None:
+    """A module imported late would run the CUDA branch, or another random state."""
+    world = trained(layout)
+    assert world.num_megatron_modules > 100
+    assert world.unshimmed_modules == []
+    assert not world.cuda_available
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pipeline_outputs_are_not_deallocated(
+    layout: str, trained: Callable[[str], WorldResult]
+) -> None:
+    """Else a buffer is freed while gloo still sends it: wrong losses, now and then."""
+    assert not trained(layout).deallocates_pipeline_outputs
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_engine_leaves_the_process_as_it_was(world: str, facts: Facts) -> None:
+    """R45: generators, environment (LOCAL_WORLD_SIZE, LD_PRELOAD), threads, groups, platform.
+
+    Replicas generate batches of different sizes, which draw different amounts of random numbers.
+    """
+    for rank in facts[world]:
+        assert rank.changed_by_build == []
+        assert rank.changed_by_generate == []
+        assert rank.unshimmed_modules == []
+        assert not rank.cuda_available
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_samples_depend_on_their_seeds_alone(world: str, facts: Facts) -> None:
+    """R45: equal in another batch, on another rank and in another engine layout."""
+    for rank in facts[world]:
+        assert len(rank.samples) == NUM_REQUESTS
+        assert len(set(completed(rank.samples))) > NUM_REQUESTS // 2, "samples must be diverse"
+        assert match_share(rank.samples, rank.other_batches) >= 0.99
+        assert completed(rank.samples) == completed(facts[world][0].samples)
+
+
+def test_samples_do_not_depend_on_the_engine_layout(facts: Facts) -> None:
+    """R45: two engines of one rank against one engine of two."""
+    first, second = (facts[world][0].samples for world in ("replicas", "tensor-parallel"))
+    assert match_share(first, second) >= 0.99
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_engine_logprobs_are_those_of_the_tempered_trainer(world: str, facts: Facts) -> None:
+    """R9, R10: at temperature 0.6, with a generation_config.json that asks for a penalty."""
+    for rank in facts[world]:
+        assert rank.sampled_mismatch <= MISMATCH_TOLERANCE
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_three_syncs_equal_a_fresh_load(world: str, facts: Facts) -> None:
+    """R1: with tied embeddings too, where a packed head would keep the first weights."""
+    for number, rank in enumerate(facts[world]):
+        assert len(rank.syncs) == 3
+        for sync in rank.syncs:
+            assert sync.change > 0.01, "the update must show"
+            assert sync.trainer <= MISMATCH_TOLERANCE
+            assert sync.transformers <= MISMATCH_TOLERANCE
+            assert sync.greedy_gap <= MISMATCH_TOLERANCE
+        assert number or all(sync.transformers > 0.0 for sync in rank.syncs)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_cached_prefix_is_not_served_after_an_update(world: str, facts: Facts) -> None:
+    """R7, with its negative control: a cache that is kept answers with old keys and values."""
+    for rank in facts[world]:
+        assert rank.cached_prefix["kept"] > 100 * MISMATCH_TOLERANCE
+        assert rank.cached_prefix["reset"] <= MISMATCH_TOLERANCE
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_generating_needs_the_weights_of_the_trainer(world: str, facts: Facts) -> None:
+    """R3: asleep, at another version, or in the middle of an update."""
+    for rank in facts[world]:
+        assert "the engine is asleep" in rank.refusals["asleep"]
+        assert "weights of version 0, the trainer is at 1" in rank.refusals["other version"]
+        assert "weights of version -1" in rank.refusals["update begun"]
+
+
+def test_tensor_parallel_ranks_must_agree(facts: Facts) -> None:
+    """R28: vLLM answers different prompts of one engine with nonsense, without an error."""
+    for rank in facts["tensor-parallel"]:
+        assert "ranks [1] of engine 0 were given other prompts" in rank.disagreement
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sleep_gives_the_cache_back_to_the_system(world: str, facts: Facts) -> None:
+    """R18: resident memory of the process, in two cycles of sleep and wake."""
+    for rank in facts[world]:
+        assert min(rank.freed_bytes) > 0.9 * KV_BYTES
+
+
+def test_shared_memory_of_two_jobs_is_apart_and_leaves_no_name(facts: Facts, killed: Path) -> None:
+    """Two TP2 engines ran at the same time, and one was killed; vLLM's own names would collide."""
+    words = [(killed / f"killed-{rank}").read_text().split() for rank in range(2)]
+    alive = facts["tensor-parallel"]
+    nonces = {rank.nonce for rank in alive} | {nonce for nonce, _ in words}
+    assert len(nonces) == 2, "one name per job"
+    assert all(int(num_tokens) > 0 for _, num_tokens in words)
+    assert [rank.shared_memory for rank in alive] == [[], []], "unlinked while in use"
+    assert [segments_of(nonce) for nonce in nonces] == [[], []]

@@ -1,0 +1,140 @@
+"""A run that is stopped and resumed gives the numbers of one that was not (R46, R47, R48).
+
+Real megatron-core and real vLLM in torchrun processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+# Of an untrained model: the share of digits among the characters, so that groups differ in reward.
+REWARD = """
+def digits(request):
+    return sum(c.isdigit() for c in request.response) / (1 + len(request.response))
+"""
+TIMEOUT_S = 420
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, prompts, supervised pairs, and a reward."""
+    folder = tmp_path_factory.mktemp("resume")
+    write_tiny_model(folder / "model")
+    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 24, seed=0))
+    write_jsonl(folder / "other.jsonl", generate_task("digit_sort", 24, seed=1))
+    write_jsonl(folder / "heldout.jsonl", generate_task("digit_sort", 4, seed=0, split="heldout"))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def torchrun(
+    folder: Path, num_ranks: int, entry: str, flags: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """One job of an entry; its log is in the assertion message when it fails."""
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", str(num_ranks), "-m", f"mindspeed_rl.{entry}",
+         "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
+         "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
+         "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear", *flags],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def interrupt(folder: Path, name: str, step: int) -> None:
+    """Leave of the run ``name`` what a kill after the save of ``step`` leaves: ``name``-cut."""
+    cut = folder / f"{name}-cut"
+    shutil.copytree(folder / name, cut)
+    for path in (cut / "save").glob("iter_*"):
+        if path.name != f"iter_{step:07d}":
+            shutil.rmtree(path)
+    (cut / "save" / f"iter_{step + 2:07d}.partial").mkdir()
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics file, without what measures the machine instead of the run."""
+    machine = ("time/", "time_max/", "throughput/", "memory/")
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(machine)}
+        for line in file.read_text().splitlines()
+    ]
+
+
+def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
+    flags = [
+        "--prompt-data", "train.jsonl", "--eval-prompt-data", "heldout.jsonl",
+        "--eval-interval", "1", "--reward-function", "reward.py:digits",
+        "--grpo-prompts-per-step", "5", "--grpo-group-size", "4", "--global-batch-size", "10",
+        "--micro-batch-size", "4", "--max-prompt-length", "24",
+        "--rollout-max-response-length", "6", "--vllm-max-num-seqs", "16",
+        "--hidden-dropout", "0.1", "--log-rollouts", "2", "--rl-max-logprob-diff", "0",
+    ]  # fmt: skip
+    whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
+    assert whole.returncode == 0, whole.stdout
+    interrupt(world, "rl", 2)
+    places = ["--output-dir", "rl-cut", "--save", "rl-cut/save", "--load", "rl-cut/save"]
+    resumed = torchrun(world, 2, "train_rl", [*flags, *places])
+    assert resumed.returncode == 0, resumed.stdout
+    assert "resuming after step 2 from rl-cut/save/iter_0000002" in resumed.stdout
+    assert "iter_0000004.partial: its save did not finish" in resumed.stdout
+
+    expected, found = (records(world / run / "metrics.jsonl") for run in ("rl", "rl-cut"))
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    assert found == expected
+    assert expected[2]["optimizer/grad_norm"] > 0 and expected[2]["policy/version"] == 6
+    rollouts = [(world / run / "rollouts.jsonl").read_text() for run in ("rl", "rl-cut")]
+    assert rollouts[0] == rollouts[1] and len(rollouts[0].splitlines()) == 8
+    before, after = (
+        json.loads((world / run / "summary.json").read_text()) for run in ("rl", "rl-cut")
+    )
+    same = ("parameters_abs_sum", "steps", "worst_mismatch", "accuracy_before", "accuracy_after",
+            "accuracy_lenient_before", "accuracy_lenient_after", "eval_prompts")  # fmt: skip
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    assert before["eval_prompts"] == 4 and before["steps"] == 4
+    states = [(world / run / "save/iter_0000004/checkpoint.json") for run in ("rl", "rl-cut")]
+    samplers = [json.loads(path.read_text())["extra"]["sampler"] for path in states]
+    assert samplers[0] == samplers[1] and samplers[0]["fingerprint"]
+
+
+def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
+    flags = ["--global-batch-size", "10", "--micro-batch-size", "4"]
+    data = ["--sft-data", "train.jsonl"]
+    places = ["--output-dir", "sft", "--save", "sft/save"]
+    whole = torchrun(world, 1, "pretrain", [*flags, *data, *places])
+    assert whole.returncode == 0, whole.stdout
+    interrupt(world, "sft", 2)
+    places = ["--output-dir", "sft-cut", "--save", "sft-cut/save"]
+    load = ["--load", "sft-cut/save"]
+
+    unaware = torchrun(world, 1, "pretrain", [*flags, *data, *places])
+    assert unaware.returncode != 0
+    assert "error: --save sft-cut/save holds iter_0000002 already" in unaware.stdout
+    changed = torchrun(world, 1, "pretrain", [*flags, "--sft-data", "other.jsonl", *places, *load])
+    assert changed.returncode != 0
+    assert "error: the checkpoint's sampler belongs to another run" in changed.stdout
+    assert len(records(world / "sft-cut" / "metrics.jsonl")) == 4, "a refusal must change nothing"
+
+    resumed = torchrun(world, 1, "pretrain", [*flags, *data, *places, *load])
+    assert resumed.returncode == 0, resumed.stdout
+    expected, found = (records(world / run / "metrics.jsonl") for run in ("sft", "sft-cut"))
+    assert found == expected and [record["step"] for record in found] == [1, 2, 3, 4]

@@ -1,0 +1,291 @@
+"""Named faults, each with the test that must turn red: ``tests/mutations.py`` plants them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: what is wrong, in words with dashes.
+        file: path below mindspeed_rl/.
+        old: text that occurs exactly once in it.
+        new: what takes its place.
+        test: pytest node id that must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+_PLANNER = "tests/simulated/test_planner.py::"
+_ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
+_CHECKSUMS = "tests/simulated/test_checksums.py::"
+_LOSSES = "tests/unit/test_losses.py::"
+_ENGINE = "tests/unit/test_vllm_engine.py::"
+_PARITY = "tests/distributed/test_parity.py::"
+_PACKED_ROW = "tests/unit/test_packing.py::test_a_packed_row_by_definition"
+
+MUTATIONS = (
+    Mutation(
+        "gqa-split-as-thirds",
+        "models/rules.py",
+        'yield self._cut(spec, "k", group * head, base + q_rows, head)',
+        'yield self._cut(spec, "k", group * head, groups * q_rows + local * head, head)',
+        _ARRIVES,
+    ),
+    Mutation(
+        "gate-and-up-swapped-in-the-engine",
+        "models/rules.py",
+        'for offset, part in ((0, "gate"), (size, "up")):',
+        "for offset, part in zip(\n"
+        '            (0, size) if "linear_fc1" in self.param else (size, 0), ("gate", "up")\n'
+        "        ):",
+        _ARRIVES,
+    ),
+    Mutation(
+        # cancels out between trainer and engine, so only files show it
+        "gate-and-up-swapped-on-both-sides",
+        "models/rules.py",
+        'for offset, part in ((0, "gate"), (size, "up")):',
+        'for offset, part in ((0, "up"), (size, "gate")):',
+        _PLANNER + "test_export_puts_whole_tensors_on_the_writer",
+    ),
+    Mutation(
+        "key-value-replica-of-the-wrong-head",
+        "models/rules.py",
+        "return index // (count // spec.num_kv_heads), 1",
+        "return index % spec.num_kv_heads, 1",
+        _ARRIVES,
+    ),
+    Mutation(
+        "vocabulary-padding-leaks",
+        "models/rules.py",
+        "size = min(size, spec.vocab_size - start)",
+        "size = min(size, spec.vocab_size - start + 1)",
+        "tests/unit/test_models.py::test_no_cut_reaches_into_the_padding",
+    ),
+    Mutation(
+        "layers-of-a-stage-off-by-one",
+        "parallel/layout.py",
+        "return sum(self.layers_per_stage[:stage])",
+        "return sum(self.layers_per_stage[:stage]) - (stage > 0)",
+        _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold",
+    ),
+    Mutation(
+        "sender-inverse-rounds-down",
+        "resharding/planner.py",
+        "first = -(-position * num_dst // num_sources)",
+        "first = position * num_dst // num_sources",
+        _PLANNER + "test_the_sender_inverse_is_the_inverse",
+    ),
+    Mutation(
+        "mirror-counted-as-a-source",
+        "resharding/planner.py",
+        "if not src.mirror and (box :=",
+        "if (box :=",
+        _PLANNER + "test_plans_of_all_ranks_fit_together",
+    ),
+    Mutation(
+        "bucket-ignores-shards-on-one-rank",
+        "resharding/schedule.py",
+        "sends[src.holders] += box.num_elements * served",
+        "sends[src.holders] = box.num_elements * served",
+        _PLANNER + "test_rounds_stay_within_the_bucket",
+    ),
+    Mutation(
+        "checksum-forgets-the-position",
+        "resharding/checksums.py",
+        "return (bits * _index_hash(box, shape, values.device)).sum()",
+        "return bits.sum()",
+        _CHECKSUMS + "test_a_fault_is_found_and_named",
+    ),
+    Mutation(
+        "checksum-counts-local-positions",
+        "resharding/checksums.py",
+        "line = torch.arange(lo, lo + size,",
+        "line = torch.arange(0, size,",
+        _CHECKSUMS + "test_any_cut_of_a_tensor_sums_to_the_whole",
+    ),
+    Mutation(
+        "denominator-per-micro-batch",
+        "algorithms/losses.py",
+        "return LossOutputs(total / denominators.tokens, terms)",
+        "return LossOutputs(total / max(1, logprobs.numel()), terms)",
+        _LOSSES + "test_micro_batches_add_up_to_the_batch",
+    ),
+    Mutation(
+        "clip-bounds-swapped",
+        "algorithms/losses.py",
+        "ratio.clamp(1.0 - settings.eps_lower, 1.0 + settings.eps_upper)",
+        "ratio.clamp(1.0 - settings.eps_upper, 1.0 + settings.eps_lower)",
+        _LOSSES + "test_clipped_objective_of_one_token",
+    ),
+    Mutation(
+        "clip-takes-the-larger-side",
+        "algorithms/losses.py",
+        "policy = -torch.minimum(",
+        "policy = -torch.maximum(",
+        _LOSSES + "test_clipped_objective_of_one_token",
+    ),
+    Mutation(
+        "kl-with-the-sign-turned",
+        "algorithms/losses.py",
+        "difference = (inputs.ref_logprobs - logprobs).clamp(",
+        "difference = (logprobs - inputs.ref_logprobs).clamp(",
+        _LOSSES + "test_loss_equals_an_independent_formula",
+    ),
+    Mutation(
+        "standard-deviation-biased",
+        "algorithms/advantages.py",
+        "(count - 1).clamp(min=1)",
+        "count.clamp(min=1)",
+        _LOSSES + "test_advantages_of_a_group",
+    ),
+    Mutation(
+        "abstained-reward-counts-as-0",
+        "algorithms/advantages.py",
+        "known = ~rewards.isnan()",
+        "known = torch.ones_like(rewards, dtype=torch.bool)\n    rewards = rewards.nan_to_num()",
+        _LOSSES + "test_advantages_of_a_group",
+    ),
+    Mutation(
+        "tensor-parallel-sum-dropped",
+        "trainer/logprobs.py",
+        "dist.all_reduce(sums, group=group)",
+        "pass",
+        _PARITY + "test_selection_equals_full_softmax_on_two_ranks",
+    ),
+    Mutation(
+        "tensor-parallel-maximum-dropped",
+        "trainer/logprobs.py",
+        "dist.all_reduce(top_all, op=dist.ReduceOp.MAX, group=group)",
+        "pass",
+        _PARITY + "test_selection_equals_full_softmax_on_two_ranks",
+    ),
+    Mutation(
+        "temperature-forgotten-in-the-gradient",
+        "trainer/logprobs.py",
+        "grad = (grad / temperature).to(hidden.dtype)",
+        "grad = grad.to(hidden.dtype)",
+        _PARITY + "test_selection_equals_full_softmax_on_one_rank",
+    ),
+    Mutation(
+        "targets-not-shifted",
+        "data/packing.py",
+        "token_ids.roll(-1)[:total]",
+        "token_ids[:total]",
+        _PACKED_ROW,
+    ),
+    Mutation(
+        "mask-off-by-one",
+        "data/packing.py",
+        "(position >= (num_prompt - 1)[owner])",
+        "(position >= num_prompt[owner])",
+        _PACKED_ROW,
+    ),
+    Mutation(
+        "target-crosses-into-the-next-sequence",
+        "data/packing.py",
+        "has_target = position < (length - 1)[owner]",
+        "has_target = position < length[owner]",
+        _PACKED_ROW,
+    ),
+    Mutation(
+        "ranks-differ-in-micro-batches",
+        "data/packing.py",
+        "tuple(tuple(batches) + ((),) * (count - len(batches)) for batches in per_rank)",
+        "tuple(tuple(batches) for batches in per_rank)",
+        "tests/unit/test_packing.py::test_every_sample_is_planned_once",
+    ),
+    Mutation(
+        "sampler-repeats-after-a-resume",
+        "data/sampler.py",
+        'self._start_epoch(state["epoch"], state["position"])',
+        'self._start_epoch(state["epoch"], max(0, state["position"] - 1))',
+        "tests/unit/test_data_sampler.py::test_resume_anywhere_equals_uninterrupted",
+    ),
+    Mutation(
+        "seed-depends-on-the-engine",
+        "orchestration/rl_step.py",
+        "request_seed(seed, step, i)) for i in share",
+        "request_seed(seed, step, i - share.start)) for i in share",
+        "tests/unit/test_rollout_requests.py::test_requests_do_not_depend_on_the_layout",
+    ),
+    Mutation(
+        "seed-forgets-the-step",
+        "rollout/engine.py",
+        'struct.pack("<4q", run_seed, step, sample_id, k)',
+        'struct.pack("<4q", run_seed, 0, sample_id, k)',
+        "tests/unit/test_engine_requests.py::test_seeds_of_a_run_are_all_different",
+    ),
+    Mutation(
+        "digest-forgets-the-weights",
+        "rollout/engine.py",
+        "repr((settings, version))",
+        "repr(settings)",
+        "tests/unit/test_engine_requests.py::test_any_difference_changes_the_digest",
+    ),
+    Mutation(
+        "stale-prefix-cache",
+        "rollout/vllm_engine.py",
+        "        self._reset_prefix_cache()\n        self._version = version",
+        "        self._version = version",
+        _ENGINE + "test_no_cached_prefix_survives_an_update",
+    ),
+    Mutation(
+        "weights-version-gate-removed",
+        "rollout/vllm_engine.py",
+        "if self._state is not EngineState.AWAKE or self._version != trainer_version:",
+        "if self._state is not EngineState.AWAKE:",
+        _ENGINE + "test_weights_of_another_version_do_not_generate",
+    ),
+    Mutation(
+        "half-an-update-generates",
+        "rollout/vllm_engine.py",
+        "        self._version = -1\n\n    def finish_update",
+        "        pass\n\n    def finish_update",
+        _ENGINE + "test_half_written_weights_do_not_generate",
+    ),
+    Mutation(
+        "raising-reward-counts-as-0",
+        "rewards/scoring.py",
+        'return RewardResult(request.sample_id, None, parts, "error", detail)',
+        'return RewardResult(request.sample_id, 0.0, parts, "ok", detail)',
+        "tests/unit/test_rewards_pool.py::test_raising_reward_is_counted_and_above_the_limit_raises",
+    ),
+    Mutation(
+        "nan-reward-accepted",
+        "rewards/scoring.py",
+        "isinstance(value, numbers.Real) and math.isfinite(value)",
+        "isinstance(value, numbers.Real)",
+        "tests/unit/test_rewards_pool.py::test_nonsense_values_are_errors",
+    ),
+    Mutation(
+        "patch-of-a-changed-target",
+        "patching.py",
+        "if found != patch.parameters:",
+        "if len(found) < len(patch.parameters):",
+        "tests/unit/test_patching.py::test_a_changed_signature_is_refused",
+    ),
+    Mutation(
+        "contradicting-architecture-flag-ignored",
+        "config/validate.py",
+        '("--rotary-base", model.rotary_base, spec.rope_theta)',
+        '("--rotary-base", None, spec.rope_theta)',
+        "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
+    ),
+    Mutation(
+        "torch-imported-by-the-planner",
+        "resharding/planner.py",
+        "import hashlib\n",
+        "import hashlib\n\nimport torch  # noqa: F401\n",
+        "tests/test_import_rules.py::test_imports_follow_the_layers",
+    ),
+)

@@ -1,0 +1,40 @@
+"""The table of planted faults fits the code; ``python tests/mutations.py`` runs it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutations import ROOT, plant
+from support.faults import MUTATIONS, Mutation
+
+
+def test_names_are_unique() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_row_fits_the_code(mutation: Mutation, tmp_path: Path) -> None:
+    """The fault can be planted, is still Python, and its test exists."""
+    copy = tmp_path / "mindspeed_rl" / mutation.file
+    copy.parent.mkdir(parents=True)
+    copy.write_text((ROOT / "mindspeed_rl" / mutation.file).read_text())
+    plant(mutation, tmp_path)
+    assert ast.unparse(ast.parse(copy.read_text())) != ast.unparse(
+        ast.parse((ROOT / "mindspeed_rl" / mutation.file).read_text())
+    )
+    file, _, function = mutation.test.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert function.partition("[")[0] in {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_text_that_is_gone_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "mindspeed_rl").mkdir()
+    (tmp_path / "mindspeed_rl" / "a.py").write_text("x = 1\nx = 1\n")
+    for old, count in (("y = 1", 0), ("x = 1", 2)):
+        row = Mutation("gone", "a.py", old, "x = 2", "t.py::test")
+        with pytest.raises(ValueError, match=f"{count} times, must be once; update the row 'gone'"):
+            plant(row, tmp_path)

@@ -1,0 +1,129 @@
+"""The checkpoint folder: what is complete, and that a kill never costs the last one (R50)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mindspeed_rl.checkpoint import resume
+from mindspeed_rl.checkpoint.resume import RECORD, TRACKER, CheckpointRecord
+
+
+def make_record(step: int) -> CheckpointRecord:
+    layout = {"tp": 1, "pp": 1, "cp": 1, "dp": 2}
+    return CheckpointRecord(step, 2 * step, {"num_layers": 2}, layout, "AdamW", True, {"a": [1]})
+
+
+def save(root: Path, step: int) -> Path:
+    partial = resume.begin(root, step, needed_bytes=0)
+    (partial / "tensors.distcp").write_bytes(bytes(100 + step))
+    (partial / "nested").mkdir()
+    (partial / "nested" / "common.pt").write_bytes(b"state")
+    return resume.commit(root, make_record(step))
+
+
+def test_newest_complete_checkpoint_is_found_with_its_record(tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    for step in (2, 10):  # by number, not by name or time
+        assert save(root, step) == root / f"iter_{step:07d}"
+    save(root, 4)
+    found = resume.find_latest(root)
+    assert found == resume.Found(root / "iter_0000010", ())
+    assert resume.read_record(root / "iter_0000010") == make_record(10)
+    assert (root / TRACKER).read_text() == "4\n"
+
+
+def test_more_digits_than_megatron_pads_to_sort_by_number(tmp_path: Path) -> None:
+    save(tmp_path, 9_999_999)
+    newest = save(tmp_path, 10_000_000)
+    assert resume.find_latest(tmp_path).path == newest
+
+
+def test_empty_folder_has_none_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    assert resume.find_latest(tmp_path) == resume.Found(None, ())
+    with pytest.raises(ValueError, match=r"--load .*absent: no such directory"):
+        resume.find_latest(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: (path / RECORD).unlink(), f"no {RECORD}"),
+        (lambda path: (path / RECORD).write_text('{"step": 4, '), f"{RECORD} is broken"),
+        (lambda path: (path / RECORD).write_text("[]"), f"{RECORD} is broken"),
+        (lambda path: (path / "tensors.distcp").unlink(), "tensors.distcp is missing"),
+        (
+            lambda path: (path / "tensors.distcp").write_bytes(b"short"),
+            "tensors.distcp has 5 bytes instead of 104",
+        ),
+        (lambda path: (path / "nested" / "common.pt").unlink(), "nested/common.pt is missing"),
+    ],
+)
+def test_damaged_checkpoint_is_passed_over_and_told(
+    damage: object, reason: str, tmp_path: Path
+) -> None:
+    previous = save(tmp_path, 2)
+    damage(save(tmp_path, 4))  # type: ignore[operator]
+    found = resume.find_latest(tmp_path)
+    assert found == resume.Found(previous, (f"iter_0000004: {reason}",))
+    assert save(tmp_path, 4) == resume.find_latest(tmp_path).path, "it can be written again"
+
+
+def _raise(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["mindspeed_rl.checkpoint.resume._sync", "mindspeed_rl.checkpoint.resume.write_text_atomic",
+     "pathlib.Path.rename"],
+)  # fmt: skip
+def test_interrupted_commit_leaves_the_previous_one(moment: str, tmp_path: Path) -> None:
+    previous = save(tmp_path, 2)
+    with mock.patch(moment, _raise), pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 4)
+    found = resume.find_latest(tmp_path)
+    assert found == resume.Found(previous, ("iter_0000004.partial: its save did not finish",))
+    save(tmp_path, 6)
+    assert not list(tmp_path.glob("*.partial")), "leftovers are removed by the next save"
+    assert previous.is_dir()
+
+
+def test_complete_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with pytest.raises(ValueError, match="iter_0000002 exists already"):
+        save(tmp_path, 2)
+    assert resume.find_latest(tmp_path).path == tmp_path / "iter_0000002"
+
+
+def test_run_may_not_write_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    resume.refuse_other_run(tmp_path / "absent", 0)
+    resume.refuse_other_run(tmp_path, 0)
+    save(tmp_path, 4)
+    resume.refuse_other_run(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"holds iter_0000004 .* --load"):
+        resume.refuse_other_run(tmp_path, 2)
+
+
+def test_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"takes about 1073741824\.0 GiB"):
+        resume.begin(tmp_path, 2, needed_bytes=2**60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_record_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    fields = json.loads((path / RECORD).read_text())
+    (path / RECORD).write_text(json.dumps(fields | {"later": 1}))
+    with pytest.raises(ValueError, match="another version of mindspeed_rl"):
+        resume.read_record(path)
+
+
+def test_import_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import mindspeed_rl.checkpoint.resume"
+    subprocess.run([sys.executable, "-c", code], check=True)
