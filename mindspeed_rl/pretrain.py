@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
@@ -11,38 +11,28 @@ from mindspeed_rl.config.validate import RunPlan, check_pretrain
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.data.supervised import SupervisedExample
+    from mindspeed_rl.observability.timers import PhaseTimer
+    from mindspeed_rl.trainer.train_engine import TrainEngine
+
+SftJob = Job[PretrainRunConfig, RunPlan]
 
 
-def main(job: Job[PretrainRunConfig, RunPlan]) -> None:
+def main(job: SftJob) -> None:
     """Train on prompt and solution pairs; the loss is on the solution."""
-    from functools import partial
-
-    from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.data.sampler import PromptSampler
-    from mindspeed_rl.data.supervised import fingerprint_of, load_supervised
+    from mindspeed_rl.data.supervised import fingerprint_of
     from mindspeed_rl.observability.loggers import RunLogger
-    from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.orchestration import checkpoints, training
 
-    config, train = job.config, job.config.train
+    train, logs = job.config.train, job.config.logging
     training.initialize_parallel(job)
-    tokenizer = training.load_tokenizer(config)
-    examples = load_supervised(
-        config.sft.sft_data,
-        tokenizer,
-        train.seq_length or job.plan.spec.max_position_embeddings,
-        prompt_key=config.sft.prompt_key,
-        solution_key=config.sft.solution_key,
-        answer_key=config.sft.answer_key,
-    )
+    examples = load_examples(job)
     engine = training.build_engine(job, "policy", train.train_iters)
     sampler = PromptSampler(
-        len(examples), train.seed, config.sft.shuffle, fingerprint=fingerprint_of(examples)
+        len(examples), train.seed, job.config.sft.shuffle, fingerprint=fingerprint_of(examples)
     )
     describe(job, len(examples))
     loaded = checkpoints.load(job, engine)
@@ -50,56 +40,76 @@ def main(job: Job[PretrainRunConfig, RunPlan]) -> None:
         sampler.load_state_dict(loaded.extra["sampler"])
     writer = job.world.rank == 0
     timer = PhaseTimer(job.platform.synchronize)
-    logs = config.logging
-    with RunLogger(
-        logs.output_dir, writer, ("jsonl", "tensorboard"), logs.tensorboard_dir
-    ) as logger:
+    backends = ("jsonl", "tensorboard")
+    with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir) as logger:
         logger.truncate_after(loaded.step)
         progress = RunProgress(
-            train.train_iters, loaded.step, "sft", writer, log_interval=config.logging.log_interval
+            train.train_iters, loaded.step, "sft", writer, log_interval=logs.log_interval
         )
         for step in range(loaded.step + 1, train.train_iters + 1):
-            with timer("train"), job.watchdog.phase("train"):
-                chosen = [examples[i] for i in sampler.next(train.global_batch_size)]
-                samples = [as_sample(i, example) for i, example in enumerate(chosen)]
-                trained = Denominators(
-                    tokens=sum(e.num_response_tokens for e in chosen), sequences=len(chosen)
-                )
-                metrics = engine.forward_backward(
-                    training.local_batches(job, engine, samples),
-                    partial(supervised_loss, denominators=trained),
-                )
-                stats = engine.step()
-            metrics = metrics.merge({} if metrics else {"loss": Mean(0.0, 0.0)})
-            values = reduce_metrics(MetricSet(metrics).merge(timer.finish_step().metrics()))
-            values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
-            values["throughput/tokens_per_s"] = (
-                sum(len(e.token_ids) for e in chosen) / values["time/step_s"]
-            )
-            if not math.isfinite(values["loss"]):
-                raise FloatingPointError(f"loss {values['loss']} at step {step}")
+            chosen = [examples[i] for i in sampler.next(train.global_batch_size)]
+            values = train_step(job, engine, chosen, timer)
             logger.log(step, values)
             progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
             if checkpoints.save_is_due(job, step):
                 with timer("save"), job.watchdog.phase("save"):
                     checkpoints.save(job, engine, step, {"sampler": sampler.state_dict()})
         progress.close()
-    if config.checkpoint.export_hf:
+    if target := job.config.checkpoint.export_hf:
         with job.watchdog.phase("export"):
-            training.export_hf(job, engine, config.checkpoint.export_hf)
-        job.say(f"HF checkpoint: {Path(config.checkpoint.export_hf)}")
+            training.export_hf(job, engine, target)
+        job.say(f"HF checkpoint: {target}")
 
 
-def as_sample(sample_id: int, example: SupervisedExample) -> TrainSample:
-    """One supervised example as a training sample."""
+def train_step(
+    job: SftJob, engine: TrainEngine, chosen: Sequence[SupervisedExample], timer: PhaseTimer
+) -> dict[str, float]:
+    """One optimizer step on ``chosen``; its metrics. Collective: the training grid."""
+    from functools import partial
+
     import torch
 
+    from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.data.packing import TrainSample
+    from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
+    from mindspeed_rl.orchestration import training
 
-    return TrainSample(sample_id, torch.tensor(example.token_ids), example.num_prompt_tokens)
+    trained = Denominators(sum(e.num_response_tokens for e in chosen), len(chosen))
+    samples = [
+        TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens) for i, e in enumerate(chosen)
+    ]
+    with timer("train"), job.watchdog.phase("train"):
+        batches = training.local_batches(job, engine, samples)
+        loss = partial(supervised_loss, denominators=trained)
+        found = engine.forward_backward(batches, loss)
+        stats = engine.step()
+    metrics = MetricSet({"loss": Mean(0.0, 0.0)}).merge(found)
+    values = reduce_metrics(metrics.merge(timer.finish_step().metrics()))
+    if not math.isfinite(values["loss"]):
+        raise FloatingPointError(f"supervised loss is {values['loss']}; lower --lr")
+    values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
+    num_tokens = sum(len(e.token_ids) for e in chosen)
+    return values | {"throughput/tokens_per_s": num_tokens / values["time/step_s"]}
 
 
-def describe(job: Job[PretrainRunConfig, RunPlan], num_examples: int) -> None:
+def load_examples(job: SftJob) -> list[SupervisedExample]:
+    """The data set, tokenised. Local."""
+    from mindspeed_rl.data.supervised import load_supervised
+    from mindspeed_rl.orchestration import training
+
+    sft = job.config.sft
+    return load_supervised(
+        sft.sft_data,
+        training.load_tokenizer(job.config),
+        job.config.train.seq_length or job.plan.spec.max_position_embeddings,
+        prompt_key=sft.prompt_key,
+        solution_key=sft.solution_key,
+        answer_key=sft.answer_key,
+    )
+
+
+def describe(job: SftJob, num_examples: int) -> None:
     """Say at start what will run."""
     parallel, train = job.plan.parallel, job.config.train
     job.say(
