@@ -38,8 +38,10 @@ SHARDED = ("--use-distributed-optimizer",)
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 EXTRA = {"sampler": {"position": 7}, "version": 2}
-# Largest |difference| / |value| of a later step in another layout; measured: 4e-6.
-LAYOUT_TOLERANCE = 2e-5
+# Two steps further in another layout, relative: losses and gradient norms (measured: 1.5e-7), and
+# whole weights, of which AdamW moves small ones by the sign of their gradient (measured: 4.3e-5).
+STEP_TOLERANCE = 1e-6
+WEIGHT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +228,10 @@ def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> Non
         rest = run_ranks(resume_and_train, num_ranks, work_dir=tmp_path, args=args)[0]
         assert any("random states start from --seed" in note for note in rest.notes)
         for found, expected in zip(rest.steps, whole.steps[2:], strict=True):
-            assert found == pytest.approx(expected, rel=LAYOUT_TOLERANCE)
+            assert found == pytest.approx(expected, rel=STEP_TOLERANCE)
         for name, value in rest.weights.items():
             error = float((value - whole.weights[name]).norm() / whole.weights[name].norm())
-            assert error <= LAYOUT_TOLERANCE, (name, error)
+            assert error <= WEIGHT_TOLERANCE, (name, error)
 
 
 def die_in_second_save(world: World, model: str, folder: str) -> None:

@@ -30,6 +30,7 @@ _CHECKSUMS = "tests/simulated/test_checksums.py::"
 _LOSSES = "tests/unit/test_losses.py::"
 _ENGINE = "tests/unit/test_vllm_engine.py::"
 _PARITY = "tests/distributed/test_parity.py::"
+_TRAINING = "tests/distributed/test_training.py::"
 _PACKED_ROW = "tests/unit/test_packing.py::test_a_packed_row_by_definition"
 
 MUTATIONS = (
@@ -287,5 +288,40 @@ MUTATIONS = (
         "import hashlib\n",
         "import hashlib\n\nimport torch  # noqa: F401\n",
         "tests/test_import_rules.py::test_imports_follow_the_layers",
+    ),
+    Mutation(
+        "loss-mean-of-each-micro-batch",
+        "algorithms/losses.py",
+        "return LossOutputs(total / denominators.tokens, terms)",
+        "return LossOutputs(total / max(1, logprobs.numel()), terms)",
+        _TRAINING + "test_gradients_follow_the_norm_rule[tp1]",
+    ),
+    Mutation(
+        "tensor-parallel-gradient-not-summed",
+        "trainer/train_engine.py",
+        "rows = copy_to_tensor_model_parallel_region(rows)",
+        "rows = rows * 1",
+        _TRAINING + "test_gradients_follow_the_norm_rule[tp2]",
+    ),
+    Mutation(
+        "shards-not-marked-in-the-gradient-norm",
+        "trainer/model.py",
+        "    mark_tensor_parallel_shards(model)\n    keep",
+        "    keep",
+        _TRAINING + "test_three_updates_equal_those_of_one_rank[tp2-pp2-grpo-steps]",
+    ),
+    Mutation(
+        "padded-vocabulary-has-probability",
+        "trainer/logprobs.py",
+        "end = max(start, min(start + weight.size(0), vocab_size))",
+        "end = start + weight.size(0)",
+        _PARITY + "test_selection_equals_full_softmax_on_one_rank",
+    ),
+    Mutation(
+        "temperature-missing-in-the-gradient",
+        "trainer/logprobs.py",
+        "grad = (grad / temperature).to(hidden.dtype)",
+        "grad = grad.to(hidden.dtype)",
+        _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
 )
