@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +76,20 @@ def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> Non
         environ.pop(name, None)
 
 
+def require_launcher(prog: str, environ: Mapping[str, str]) -> None:
+    """End an entry that was started as a plain Python module.
+
+    Raises:
+        ValueError: with the command to use.
+    """
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set; start this entry with torchrun, on one machine: "
+            f"torchrun --standalone --nproc-per-node <ranks> -m {prog} ..."
+        )
+
+
 def refuse_foreign_package() -> None:
     """End when another package named ``mindspeed_rl`` is on the path.
 
@@ -103,10 +117,8 @@ def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
 
     platform = select_platform(platform_name)
     platform.set_device()
-    if "MASTER_ADDR" not in os.environ:
-        raise ValueError("start this entry with torchrun: MASTER_ADDR and RANK are not set")
-    dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
     check_versions(platform.name)
+    dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
     platform.install()
     return platform
 

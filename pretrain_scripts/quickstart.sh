@@ -26,6 +26,7 @@ NAME="seed$SEED"; [[ "$CONTROL" == none ]] || NAME+="-$CONTROL"
 OUTPUT="${OUTPUT:-$ROOT/outputs/quickstart/$NAME}"
 
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" | tail -n 1)"
+"$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-4}"
@@ -55,7 +56,7 @@ SFT_ARGS=(
 )
 RL_ARGS=(
     --perform-rl-step --prompt-data "$DATA/rl.jsonl" --eval-prompt-data "$DATA/heldout.jsonl"
-    --train-iters 220 --grpo-prompts-per-step 64 --grpo-group-size 8 --grpo-kl-beta 0.0
+    --train-iters 240 --grpo-prompts-per-step 64 --grpo-group-size 8 --grpo-kl-beta 0.0
     --micro-batch-size 256 --lr 5e-4 --lr-warmup-iters 10
     --eval-interval 20 --log-interval 10 --rl-control "$CONTROL"
     --reward-function "$ROOT/pretrain_scripts/rewards_digit_sort.py:sorted_digits"

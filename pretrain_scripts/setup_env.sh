@@ -24,6 +24,12 @@ sys.exit(sys.version_info < (3, 11))
 PY
 command -v gcc >/dev/null || fail "gcc is missing; install a C compiler"
 
+# Several nodes may share this directory, and several jobs a machine.
+if command -v flock >/dev/null; then
+    exec 9> "$ROOT/.venv.lock"
+    flock 9
+fi
+
 fingerprint() { cat "$MATRIX" "$ROOT/setup.py" | sha256sum | cut -c1-16; }
 STAMP="$VENV/.mindspeed_rl"
 WANTED="$(fingerprint)"
@@ -40,7 +46,7 @@ if (( ${#MISSING[@]} == 0 )); then
 fi
 
 [[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
-PIP=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
+PIP=("$VENV/bin/python" -m pip --disable-pip-version-check -qq)
 requirements() { # sections -> requirement lines
     (cd "$ROOT" && "$VENV/bin/python" -c '
 import sys

@@ -79,13 +79,13 @@ def clipped_policy_loss(
         terms["loss/kl"] = MeanTerm(kl.detach().sum(), count)
     if settings.entropy_weight:
         total = total - settings.entropy_weight * inputs.entropy.sum()
-    terms.update(mismatch_terms(logprobs.detach(), inputs.rollout_logprobs))
     return LossOutputs(total / denominators.tokens, terms)
 
 
 def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:
     """How far the engine's log-probs are from the trainer's on the sampled tokens (R14).
 
+    Both must be of the weights that sampled: after an update the difference is learning.
     ``mismatch/k3`` estimates KL(engine || trainer) per token.
     """
     difference = trainer - engine

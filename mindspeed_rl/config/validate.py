@@ -108,6 +108,7 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
         config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
     )
     _check_length(limit, config, base.spec)
+    _check_kv_cache(limit, config, base.spec)
     batch = batch_arithmetic(config, base.parallel.dp)
     vllm = VllmLayout(base.spec, engine)
     return RLPlan(base.spec, base.parallel, base.megatron, engine, vllm, batch, limit)
@@ -178,6 +179,23 @@ def _need_file(name: str, value: str) -> None:
         raise ValueError(f"{name} is required: give a jsonl or parquet file")
     if not Path(value).is_file():
         raise ValueError(f"{name} {value}: no such file")
+
+
+def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
+    """One sequence of ``limit`` tokens must fit; the engine would find out after half a minute."""
+    rollout = config.rollout
+    wide = rollout.rollout_dtype == "float32" or (
+        rollout.rollout_dtype == "auto" and not config.train.bf16
+    )
+    heads = max(1, spec.num_kv_heads // rollout.rl_inference_tensor_model_parallel_size)
+    token_bytes = 2 * spec.num_layers * heads * spec.head_dim * (4 if wide else 2)
+    needed_gb = limit * token_bytes / 2**30
+    if rollout.rollout_kv_cache_gb < needed_gb:
+        raise ValueError(
+            f"--rollout-kv-cache-gb {rollout.rollout_kv_cache_gb:g}: one sequence of {limit} "
+            f"tokens needs {needed_gb:.3g} GiB per rank; raise it, or lower --max-prompt-length, "
+            "--rollout-max-response-length or --seq-length"
+        )
 
 
 def _check_common(

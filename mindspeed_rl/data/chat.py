@@ -63,7 +63,7 @@ class PromptEncoder:
         """
         value = row.get(self.prompt_key)
         if not isinstance(value, Sequence) or isinstance(value, str):
-            text = row.text(self.prompt_key, "prompt_key")
+            text = row.text(self.prompt_key, "--prompt-key")
             if not self.apply_chat_template:
                 return RenderedPrompt(source=text, text=text)
             messages = [{"role": "user", "content": text}]
@@ -71,8 +71,8 @@ class PromptEncoder:
             messages = _parse_messages(value, row.where)
         else:
             raise ValueError(
-                f"{row.where}: prompt_key={self.prompt_key!r} holds a message list, which needs a "
-                "chat template; set apply_chat_template=True or store the prompt as text"
+                f"{row.where}: --prompt-key {self.prompt_key!r} holds a message list, which needs "
+                "a chat template; set apply_chat_template=True or store the prompt as text"
             )
         source = self._apply_template(messages, row.where)
         user_texts = [m["content"] for m in messages if m["role"] == "user"]

@@ -176,7 +176,7 @@ def _encoded_rows(
             questions = [
                 Question(
                     prompt.text,
-                    row.text(answer_key, "answer_key"),
+                    row.text(answer_key, "--answer-key"),
                     _metadata(row, encoder.prompt_key, answer_key, metadata_key),
                 )
                 for row, prompt in zip(rows, prompts, strict=True)

@@ -46,7 +46,7 @@ class Row:
 
         Args:
             key: the column, dots for nested objects.
-            option: the option that chose the column, named by the error.
+            option: the flag that chose the column, named by the error.
 
         Raises:
             ValueError: the value is missing, empty, or neither a string nor a number.
@@ -58,7 +58,7 @@ class Row:
         if isinstance(value, str) and value.strip():
             return value
         raise ValueError(
-            f"{self.where}: {option}={key!r} gives {value!r}, but a non-empty string or a number "
+            f"{self.where}: {option} {key!r} gives {value!r}, but a non-empty string or a number "
             f"is needed; the columns of this row are {sorted(self.values)}. Fix the row or set "
             f"{option} to the right column"
         )

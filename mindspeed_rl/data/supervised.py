@@ -117,5 +117,5 @@ def fingerprint_of(examples: Sequence[SupervisedExample]) -> str:
 
 def _response_text(row: Row, solution_key: str, answer_key: str) -> str:
     if row.get(solution_key) is not None:
-        return row.text(solution_key, "solution_key")
-    return row.text(answer_key, "answer_key")
+        return row.text(solution_key, "--solution-key")
+    return row.text(answer_key, "--answer-key")

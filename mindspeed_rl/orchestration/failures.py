@@ -5,6 +5,7 @@ All of it lives in torchrun's key-value store, so it works while ranks are stuck
 
 from __future__ import annotations
 
+import dis
 import json
 import os
 import re
@@ -28,6 +29,8 @@ _LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 
+_PACKAGE = Path(__file__).parents[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -50,21 +53,21 @@ class Failure:
 
     Attributes:
         kind: what sort of failure; decides the exit code and whether stacks are dumped.
-        rank: the rank that is to blame; its node, process id and phase.
-        text: one or more lines for the user.
+        blamed: the process whose fault it is, and the phase that it was in.
+        teller: the process that noticed and prints it.
+        text: for the user.
     """
 
     kind: Kind
-    rank: int
-    node: int
-    pid: int
+    blamed: Member
     phase: str
     text: str
+    teller: Member
 
     def __str__(self) -> str:
         if self.kind == "usage":
-            return self.text
-        return f"rank {self.rank} in phase {self.phase}: {self.text}"
+            return f"error: {self.text}"
+        return f"the job ends: rank {self.blamed.rank} in phase {self.phase}: {self.text}"
 
     @property
     def exit_code(self) -> int:
@@ -121,14 +124,18 @@ class FailureBoard:
 
     def tell(self, failure: Failure) -> Failure:
         """Publish a failure; the first one of the job stands and is returned. Atomic."""
-        told = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
-        return Failure(**json.loads(told))
+        return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
 
     def told(self) -> Failure | None:
         """The failure that stands, if any."""
         if not self._store.check(["failure"]):
             return None
-        return Failure(**json.loads(self._store.get("failure")))
+        return _failure(self._store.get("failure"))
+
+
+def _failure(text: bytes) -> Failure:
+    fields = json.loads(text)
+    return Failure(**fields | {name: Member(**fields[name]) for name in ("blamed", "teller")})
 
 
 def silent_ranks(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> list[Beat]:
@@ -140,17 +147,27 @@ def silent_ranks(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> list[
     ]
 
 
-def lost_failure(gone: list[Beat], evidence: str) -> Failure:
+def lost_failure(gone: list[Beat], evidence: str, teller: Member) -> Failure:
     """The failure of ranks that are gone; the first of them gets the blame."""
-    member, phase = gone[0].member, gone[0].phase
+    member = gone[0].member
     others = ", ".join(f"{beat.member.rank} ({beat.phase})" for beat in gone[1:])
     text = (
         f"process {member.pid} on node {member.node} is gone"
         + (f"; gone as well: ranks {others}" if others else "")
-        + f" ({evidence}). Killed by a signal? Look for it in torchrun's report, and for "
-        "out-of-memory kills in the kernel log (dmesg)"
+        + f" ({evidence}). Was it killed? See the signal in torchrun's report, and out-of-memory "
+        "kills in the kernel's log (dmesg)"
     )
-    return Failure("lost", member.rank, member.node, member.pid, phase, text)
+    return Failure("lost", member, gone[0].phase, text, teller)
+
+
+def silent_failure(beat: Beat, seconds: float, teller: Member) -> Failure:
+    """The failure of a rank without a heartbeat for ``seconds``."""
+    member = beat.member
+    text = (
+        f"no heartbeat for {seconds:.0f} s: process {member.pid} on node {member.node} is stopped, "
+        "or stuck in native code, or its machine is gone"
+    )
+    return Failure("silent", member, beat.phase, text, teller)
 
 
 def whereabouts(beats: Iterable[Beat]) -> str:
@@ -159,7 +176,7 @@ def whereabouts(beats: Iterable[Beat]) -> str:
     for beat in beats:
         phases.setdefault(beat.phase, []).append(beat)
     return "; ".join(
-        f"{phase} for {max(b.phase_s for b in found):.0f} s: ranks {rank_ranges(found)}"
+        f"{phase} for {max(b.phase_s for b in found):.0f} s: rank {rank_ranges(found)}"
         for phase, found in sorted(phases.items(), key=lambda item: len(item[1]))
     )
 
@@ -180,6 +197,22 @@ def is_lost_connection(error: BaseException) -> bool:
     if isinstance(error, (ConnectionError, dist.DistNetworkError)):
         return True
     return isinstance(error, RuntimeError) and bool(_LOST_CONNECTION.search(str(error)))
+
+
+def is_usage_error(error: BaseException) -> bool:
+    """Whether an exception is the user's mistake, told without a traceback.
+
+    That is a ``ValueError`` of a raise statement of this package. One that a library or a built-in
+    function raises is a bug until proven otherwise, and its traceback is needed.
+    """
+    trace = error.__traceback__
+    if not isinstance(error, ValueError) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    ours = Path(code.co_filename).is_relative_to(_PACKAGE)
+    return ours and code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def write_error_file(text: str) -> None:

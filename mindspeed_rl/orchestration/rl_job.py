@@ -103,12 +103,25 @@ class RLJob:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:
-    """Ids that end a response: the config's and the tokenizer's."""
+    """Ids that end a response: the config's and the tokenizer's.
+
+    Raises:
+        ValueError: there is none, or one that the model has no row for.
+    """
     ids = set(plan.spec.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     if not ids:
-        raise ValueError("neither config.json nor the tokenizer names an end-of-sequence token")
+        raise ValueError(
+            "neither config.json (eos_token_id) nor the tokenizer (eos_token) names an "
+            "end-of-sequence token, so no response would ever end; add one of them"
+        )
+    if max(ids) >= plan.spec.vocab_size:
+        raise ValueError(
+            f"end-of-sequence id {max(ids)} (tokenizer: {tokenizer.eos_token!r}) is outside the "
+            f"vocabulary of {plan.spec.vocab_size} in config.json; the tokenizer is another "
+            "model's, or lacks eos_token in tokenizer_config.json and fell back to a default"
+        )
     return tuple(sorted(ids))
 
 
@@ -119,6 +132,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     leads = plan.engine.tp_rank(rank) == 0
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
+    stop_token_ids(tokenizer, plan)
     load = partial(
         load_prompts,
         tokenizer=tokenizer,

@@ -6,13 +6,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from mindspeed_rl.algorithms.advantages import group_relative_advantages
-from mindspeed_rl.algorithms.losses import clipped_policy_loss
-from mindspeed_rl.algorithms.types import Denominators
+from mindspeed_rl.algorithms.losses import clipped_policy_loss, mismatch_terms
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
@@ -20,7 +19,7 @@ from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.trainer.train_engine import PreparedBatch
+from mindspeed_rl.trainer.train_engine import LossFunction, PreparedBatch
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 # What a step reports of its update, so that ranks without the loss report the same names.
@@ -205,13 +204,36 @@ def annotate(
 def update(run: RLJob, batches: Sequence[UpdateBatch]) -> MetricSet:
     """All optimizer steps of an RL step. Collective: the training grid."""
     metrics = MetricSet()
+    before = run.version
     for _ in range(run.plan.batch.iterations):
         for batch in batches:
-            metrics = metrics.merge(update_once(run, batch))
+            metrics = metrics.merge(update_once(run, batch, run.version == before))
     return metrics
 
 
-def update_once(run: RLJob, batch: UpdateBatch) -> MetricSet:
+def policy_loss(run: RLJob, denominators: Denominators, first_update: bool) -> LossFunction:
+    """The loss of one optimizer step, with the mismatch where it can be told.
+
+    The trainer's log-probs under the weights that sampled are the old log-probs, unless those are
+    the engine's own, or the present ones as long as no update has been made.
+    """
+    old_is_trainers = run.config.rl.old_logprob != "rollout"
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        outputs = clipped_policy_loss(inputs, run.clip, denominators)
+        known = inputs.old_logprobs if old_is_trainers else None
+        if known is None and first_update:
+            known = inputs.logprobs.detach()
+        if known is None:
+            return outputs
+        return replace(
+            outputs, terms={**outputs.terms, **mismatch_terms(known, inputs.rollout_logprobs)}
+        )
+
+    return loss
+
+
+def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet:
     """One optimizer step; a batch without a single trained token is skipped and counted (R37)."""
     silent: MetricSet = MetricSet({name: Mean(0.0, 0.0) for name in _LOSS_MEANS})
     silent |= {name: Max() for name in _LOSS_MAXIMA}
@@ -220,8 +242,9 @@ def update_once(run: RLJob, batch: UpdateBatch) -> MetricSet:
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})
-    loss = partial(clipped_policy_loss, settings=run.clip, denominators=batch.denominators)
-    found = run.policy.forward_backward(batch.micro_batches, loss)
+    found = run.policy.forward_backward(
+        batch.micro_batches, policy_loss(run, batch.denominators, first_update)
+    )
     stats = run.policy.step()
     run.version += 1
     return silent.merge(found).merge(

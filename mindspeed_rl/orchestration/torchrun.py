@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
 from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.orchestration.limits import Limits
 
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.watchdog import Watchdog
@@ -27,6 +28,8 @@ Run = TypeVar("Run", RLRunConfig, PretrainRunConfig)
 Plan_co = TypeVar("Plan_co", covariant=True)
 
 USAGE_ERROR = 2
+# How long the other ranks of a node let the first one tell a mistake that all of them see.
+FIRST_RANK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ def run_entry(
     check: Callable[[Run, int], Plan_co],
     main: Callable[[Job[Run, Plan_co]], None],
     argv: Sequence[str] | None = None,
+    limits: Limits | None = None,
 ) -> None:
     """Run ``main`` under torchrun. Never returns normally on failure.
 
@@ -65,6 +69,7 @@ def run_entry(
         check: configuration and world size -> plan; raises ``ValueError`` for the user's faults.
         main: the work.
         argv: command line; default ``sys.argv[1:]``.
+        limits: patience of the watchdog.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     world = bootstrap.World.from_environment()
@@ -74,6 +79,7 @@ def run_entry(
         bootstrap.refuse_foreign_package()
         parsed = parse(run_type, arguments, prog)
         config = parsed.config
+        bootstrap.require_launcher(prog, os.environ)
         plan = check(config, world.size)
         check_foreign_architecture(parsed.checked_arch, read_hf_config(config.model.hf_checkpoint))
         bootstrap.prepare_environment(config.parallel.platform, os.environ)
@@ -81,45 +87,30 @@ def run_entry(
             config.parallel.platform, config.parallel.distributed_timeout_minutes, world
         )
     except ValueError as error:
-        if world.local_rank == 0:
-            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(USAGE_ERROR)
+        _usage_error(prog, error, world)
     from mindspeed_rl.orchestration.watchdog import Watchdog
 
-    watchdog = Watchdog(world.rank, world.size, config.logging.phase_timeout_s)
+    watchdog = Watchdog(world, config.logging.phase_timeout_s, prog, limits)
     watchdog.start()
     job = Job(config, plan, world, platform, watchdog, parsed.ignored)
     try:
         bootstrap.seed_everything(config.train.seed)
         main(job)
-        _leave(watchdog)
+        watchdog.leave()
     except BaseException as error:
-        _fail(error, watchdog, prog)
-
-
-def _leave(watchdog: Watchdog) -> None:
-    """End together: nobody closes its connections while a peer still needs them."""
-    import torch.distributed as dist
-
-    with watchdog.phase("exit"):
-        dist.barrier()
-    watchdog.stop()
+        watchdog.fail(error)
     if "vllm" not in sys.modules:  # else its own exit handler destroys the groups
+        import torch.distributed as dist
+
         dist.destroy_process_group()
 
 
-def _fail(error: BaseException, watchdog: Watchdog, prog: str) -> None:
-    """Publish the failure, print it, leave at once: peers may be inside a collective."""
-    usage = isinstance(error, ValueError)
-    text = f"{type(error).__name__}: {error}"
-    if watchdog.publish(text):
-        if usage:
-            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exception(error)
-    else:
-        watchdog.tell_cause()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    watchdog.linger()
-    os._exit(USAGE_ERROR if usage else 1)
+def _usage_error(prog: str, error: ValueError, world: bootstrap.World) -> NoReturn:
+    """Tell a mistake once per node: its first rank prints; others print only what it does not see.
+
+    The first rank to end makes the launcher end the rest, so the others wait.
+    """
+    if world.local_rank != 0:
+        time.sleep(FIRST_RANK_S)
+    print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(USAGE_ERROR)

@@ -24,9 +24,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -39,32 +38,17 @@ from mindspeed_rl.orchestration.failures import (
     Kind,
     Member,
     is_lost_connection,
+    is_usage_error,
     lost_failure,
+    silent_failure,
     silent_ranks,
     whereabouts,
     write_error_file,
 )
+from mindspeed_rl.orchestration.limits import Limits
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How patient a watchdog is, in seconds.
-
-    Attributes:
-        interval_s: between two heartbeats.
-        silence_s: without a heartbeat a rank is taken for stopped or its machine for dead. Native
-            code that keeps Python's lock for longer (a cold import) must fit in.
-        patience_s: how long a rank that merely lost a connection looks for the true cause; several
-            intervals.
-        linger_s: how long the rank that tells a failure stays, so that others read it.
-        exit_s: limit for the exit handlers of libraries.
-    """
-
-    interval_s: float = 1.0
-    silence_s: float = 40.0
-    patience_s: float = 3.5
-    linger_s: float = 2.5
-    exit_s: float = 60.0
+T = TypeVar("T")
+_HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Watchdog:
@@ -88,7 +72,10 @@ class Watchdog:
         self._me = Member(world.rank, node, os.getpid())
         self._launcher = os.getppid()
         self._now = ("start", time.monotonic())  # phase and when it began; replaced as one
-        self._leaving = threading.Event()
+        self._leaving = False  # this rank waits for the others to end
+        self._left = threading.Event()
+        self._changed = threading.Event()  # wakes the heartbeat thread
+        self._asked = threading.Event()  # the launcher asked this rank to end
         self._ending = threading.Lock()
         self._contact = time.monotonic()
         self._signals, self._wakeup = socket.socketpair()
@@ -104,13 +91,14 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._board.beat(*self._phase_age())
         faulthandler.enable()  # SIGABRT from a neighbour prints the stacks of a stuck process
         for end in (self._signals, self._wakeup):
             end.setblocking(False)
         # The C handler writes the number at once; a Python handler alone would wait for the main
         # thread to come out of native code.
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _HANDLED:
             signal.signal(number, lambda *_: None)
         for target in (self._heartbeat, self._guard):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -122,9 +110,13 @@ class Watchdog:
         After an exception the name stays: it is where the job ended.
         """
         before = self._now[0]
-        self._now = (name, time.monotonic())
+        self._enter(name)
         yield
-        self._now = (before, time.monotonic())
+        self._enter(before)
+
+    def _enter(self, name: str) -> None:
+        self._now = (name, time.monotonic())
+        self._changed.set()
 
     def leave(self) -> None:
         """End together: nobody closes its connections while a peer still needs them.
@@ -133,77 +125,79 @@ class Watchdog:
         a time limit.
         """
         with self.phase("exit"):
-            self._leaving.set()
+            self._leaving = True
             # before the barrier: after it the store may go away with the first node's launcher
             self._board.beat("exit", 0.0, leaving=True)
             dist.barrier()
+        self._left.set()
+        self._changed.set()
         self._now = ("exit handlers", float("inf"))
         faulthandler.dump_traceback_later(self._limits.exit_s, exit=True)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Publish why this rank ends, print it unless a peer did, and leave at once."""
         self._claim_end()
-        kind: Kind = "usage" if isinstance(error, ValueError) else "error"
-        text = str(error) if kind == "usage" else f"{type(error).__name__}: {error}"
-        mine = self._failure(kind, text)
+        usage = is_usage_error(error)
+        text = str(error) if usage else f"{type(error).__name__}: {error}"
+        mine = self._failure("usage" if usage else "error", text)
+        stands: Failure | None = None
         if is_lost_connection(error):
-            found = self._find_cause(range(self._world.size), "its peers lost their connection")
-            if found is not None:
-                self._follow(found)
-        stands = self._tell(mine)
-        if stands == mine and kind == "error":
-            _print(f"{self._prog}: {_headline(mine)}")
+            stands = self._find_cause(range(self._world.size), "its peers lost their connection")
+        stands = stands or self._tell(mine)
+        if stands == mine and not usage:
             traceback.print_exception(error)
-        elif stands != mine and stands.text != text:
-            _print(f"{self._prog}: {_headline(mine)}")  # a failure of its own, after the first
-        self._follow(stands, quiet=kind == "error")
+        elif stands.text != text and not is_lost_connection(error):
+            self._print(mine)  # a failure of its own, after the first
+        self._follow(stands)
 
     # -- the heartbeat thread ------------------------------------------------------------------
 
     def _heartbeat(self) -> None:
         peer = (self._world.rank + 1) % self._world.size
         last: tuple[int, float] = (0, 0.0)
-        while not self._leaving.is_set():
+        while not self._left.is_set():
+            self._changed.clear()
             try:
-                self._board.beat(*self._phase_age())
+                self._board.beat(*self._phase_age(), leaving=self._leaving)
                 told = self._board.told()
                 beat = self._board.beat_of(peer)
             except dist.DistError as error:
-                if not self._leaving.is_set():
-                    self._end_alone(f"the launcher of the first node is gone ({_first(error)})")
-                return
+                if self._leaving:  # the first node was faster
+                    return
+                reason = str(error).partition("\n")[0]
+                self._end_alone(f"the launcher of the first node is gone ({reason})")
             now = self._contact = time.monotonic()
             if told is not None:
                 self._end(told)
             if beat is not None and beat.count != last[0]:
                 last = (beat.count, now)
             elif beat and not beat.leaving and now - last[1] > self._limits.silence_s:
-                self._end(_silent(beat, now - last[1]))
+                self._end(silent_failure(beat, now - last[1], self._me))
             if os.getppid() != self._launcher:
-                self._end(self._failure("lost", "the launcher of this node is gone"))
-            self._leaving.wait(self._limits.interval_s)
+                self._end_alone("the launcher of this node is gone")
+            self._changed.wait(self._limits.interval_s)
 
     # -- the guard thread ----------------------------------------------------------------------
 
     def _guard(self) -> None:
         while True:
-            if self._wait_for_signal(self._limits.interval_s / 2):
-                self._end_on_signal()
+            if select.select([self._signals], [], [], self._limits.interval_s / 2)[0]:
+                self._end_on_signal(self._signals.recv(1)[0])
             phase, seconds = self._phase_age()
             if seconds > self._timeout_s:
                 self._end(self._late(phase, seconds))
             silence = time.monotonic() - self._contact
-            if silence > self._limits.silence_s and not self._leaving.is_set():
+            if silence > self._limits.silence_s and not self._leaving:
                 self._end_alone(f"torchrun's store has not answered for {silence:.0f} s")
 
-    def _wait_for_signal(self, seconds: float) -> bool:
-        return bool(select.select([self._signals], [], [], seconds)[0])
-
-    def _end_on_signal(self) -> NoReturn:
-        number = signal.Signals(self._signals.recv(1)[0])
+    def _end_on_signal(self, number: int) -> None:
+        if number not in _HANDLED:  # of a handler that a library installed
+            return
+        self._asked.set()
         self._claim_end()
-        stopped = self._failure("stopped", f"{number.name} from outside, e.g. the launcher")
-        if number is signal.SIGINT:
+        name = signal.Signals(number).name
+        stopped = self._failure("stopped", f"{name} from the launcher or its user")
+        if number == signal.SIGINT:
             self._follow(self._tell(stopped))
         # torchrun ends the ranks of a node with SIGTERM when one of them is gone
         first = self._world.rank - self._world.local_rank
@@ -225,8 +219,7 @@ class Watchdog:
         return phase, time.monotonic() - since
 
     def _failure(self, kind: Kind, text: str, phase: str | None = None) -> Failure:
-        me = self._me
-        return Failure(kind, me.rank, me.node, me.pid, phase or self._now[0], text)
+        return Failure(kind, self._me, phase or self._now[0], text, self._me)
 
     def _find_cause(self, ranks: range, evidence: str) -> Failure | None:
         """The failure of which this rank sees only a consequence: published, or a silent peer."""
@@ -243,7 +236,7 @@ class Watchdog:
             return None
         after.pop(self._me.rank, None)
         gone = silent_ranks(before, after)
-        return self._tell(lost_failure(gone, evidence)) if gone else None
+        return self._tell(lost_failure(gone, evidence, self._me)) if gone else None
 
     def _tell(self, failure: Failure) -> Failure:
         """Publish; the failure that stands. Without an answer of the store it is this one."""
@@ -259,72 +252,47 @@ class Watchdog:
         self._follow(self._tell(failure))
 
     def _end_alone(self, text: str) -> NoReturn:
-        """End when the store cannot be asked or told anything."""
+        """End when nobody can be asked or told; the first rank of the node prints it."""
         self._claim_end()
-        self._follow(self._failure("lost", text), tell_here=self._world.local_rank == 0)
+        failure = self._failure("lost", text)
+        if self._world.local_rank == 0:
+            self._print(failure)
+        self._exit(failure, 0.0)
 
-    def _follow(
-        self, failure: Failure, *, quiet: bool = False, tell_here: bool | None = None
-    ) -> NoReturn:
-        """Report the failure that ends the job, and leave.
-
-        Args:
-            failure: the one that stands.
-            quiet: this rank has printed it already.
-            tell_here: whether this rank prints it; default: one rank per node.
-        """
-        blamed = failure.rank == self._me.rank
-        line = f"{self._prog}: {_headline(failure)}"
-        tells = self._tells(failure) if tell_here is None else tell_here
-        if tells and not quiet:
-            _print(line)
+    def _follow(self, failure: Failure) -> NoReturn:
+        """Report the failure that ends the job, once per node, and leave."""
+        teller, here = failure.teller, self._me
+        if teller == here or (teller.node != here.node and self._world.local_rank == 0):
+            self._print(failure)
         if failure.kind in ("hang", "silent"):
-            _print(f"stacks of rank {self._me.rank} in phase {self._now[0]}:")
+            print(f"stacks of rank {here.rank}:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
-        if failure.kind == "silent" and failure.node == self._me.node and not blamed:
-            _abort(failure.pid)
-        write_error_file(line)
+        blamed = failure.blamed
+        if failure.kind == "silent" and blamed.node == here.node and blamed != here:
+            _abort(blamed.pid)
+        self._exit(failure, self._limits.linger_s)
+
+    def _exit(self, failure: Failure, linger_s: float) -> NoReturn:
+        """Leave without exit handlers, which may be collective.
+
+        The teller goes first, so that torchrun's report is about it; others go after it or when
+        their launcher asks.
+        """
+        tells = failure.teller == self._me or failure.teller.node != self._me.node
+        write_error_file(self._line(failure) if tells else f"ends with rank {failure.teller.rank}")
         sys.stdout.flush()
         sys.stderr.flush()
-        # The blamed rank leaves first, so that torchrun's report is about it.
-        self._linger(self._limits.linger_s * (1 if blamed else 2))
+        if failure.teller == self._me:
+            time.sleep(linger_s)
+        else:
+            self._asked.wait(2 * linger_s)
         os._exit(failure.exit_code)
 
-    def _tells(self, failure: Failure) -> bool:
-        """One rank per node: the blamed one if it can, else the first that is not blamed."""
-        if failure.node != self._me.node:
-            return self._world.local_rank == 0
-        if failure.kind in ("silent", "lost"):
-            first = self._world.rank - self._world.local_rank
-            return self._me.rank == (first + 1 if failure.rank == first else first)
-        return failure.rank == self._me.rank
+    def _line(self, failure: Failure) -> str:
+        return f"{self._prog}: {failure}"
 
-    def _linger(self, seconds: float) -> None:
-        """Wait; a rank that only follows leaves earlier when its launcher asks."""
-        while self._wait_for_signal(0):
-            self._signals.recv(64)
-        self._wait_for_signal(seconds)
-
-
-def _headline(failure: Failure) -> str:
-    return f"error: {failure.text}" if failure.kind == "usage" else f"the job ends: {failure}"
-
-
-def _silent(beat: Beat, seconds: float) -> Failure:
-    member = beat.member
-    text = (
-        f"no heartbeat for {seconds:.0f} s: process {member.pid} on node {member.node} is stopped, "
-        "or stuck in native code, or its machine is gone"
-    )
-    return Failure("silent", member.rank, member.node, member.pid, beat.phase, text)
-
-
-def _first(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    def _print(self, failure: Failure) -> None:
+        print(self._line(failure), file=sys.stderr, flush=True)
 
 
 def _abort(pid: int) -> None:
@@ -334,7 +302,7 @@ def _abort(pid: int) -> None:
             os.kill(pid, number)
 
 
-def _within[T](seconds: float, ask: Callable[[], T]) -> T | None:
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     """What the store answers, or ``None`` when it is gone or does not answer in time."""
     answers: list[T] = []
 

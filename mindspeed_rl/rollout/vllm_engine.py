@@ -107,7 +107,12 @@ class VllmEngine:
             nonce = [os.urandom(6).hex()]
             dist.broadcast_object_list(nonce, 0)
             shared_memory_names.apply(nonce[0])
-        llm = LLM(str(Path(model_dir)), **settings)
+        try:
+            llm = LLM(str(Path(model_dir)), **settings)
+        except ValueError as error:
+            if "KV cache" not in str(error):
+                raise
+            raise ValueError(f"--rollout-kv-cache-gb is too small: {error}") from error
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()

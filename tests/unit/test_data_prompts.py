@@ -189,14 +189,14 @@ GOOD_LINE = json.dumps(row()).encode()
         (GOOD_LINE[:-3], "broken JSON"),
         (b'{"prompt": "\xff", "answer": "1"}', "broken JSON.*utf-8"),
         (b"[1]", "expected a JSON object, got list"),
-        (b'{"answer": "1"}', r"prompt_key='prompt' gives None.*columns.*\['answer'\]"),
-        (b'{"prompt": " ", "answer": "1"}', "prompt_key='prompt' gives ' '"),
-        (b'{"prompt": "1"}', r"answer_key='answer' gives None.*columns.*\['prompt'\]"),
-        (b'{"prompt": "1", "answer": null}', "answer_key='answer' gives None"),
-        (b'{"prompt": "1", "answer": ""}', "answer_key='answer' gives ''"),
-        (b'{"prompt": "1", "answer": NaN}', "answer_key='answer' gives nan"),
-        (b'{"prompt": "1", "answer": true}', "answer_key='answer' gives True"),
-        (b'{"prompt": "1", "answer": ["1"]}', "answer_key='answer' gives"),
+        (b'{"answer": "1"}', r"--prompt-key 'prompt' gives None.*columns.*\['answer'\]"),
+        (b'{"prompt": " ", "answer": "1"}', "--prompt-key 'prompt' gives ' '"),
+        (b'{"prompt": "1"}', r"--answer-key 'answer' gives None.*columns.*\['prompt'\]"),
+        (b'{"prompt": "1", "answer": null}', "--answer-key 'answer' gives None"),
+        (b'{"prompt": "1", "answer": ""}', "--answer-key 'answer' gives ''"),
+        (b'{"prompt": "1", "answer": NaN}', "--answer-key 'answer' gives nan"),
+        (b'{"prompt": "1", "answer": true}', "--answer-key 'answer' gives True"),
+        (b'{"prompt": "1", "answer": ["1"]}', "--answer-key 'answer' gives"),
         (b'{"prompt": [], "answer": "1"}', r"roles of the prompt are \[\]"),
         (b'{"prompt": ["hi"], "answer": "1"}', "message 0 of the prompt is 'hi'"),
         (
@@ -228,7 +228,7 @@ def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name in ("rows.json", "rows.parquet"):
-        with pytest.raises(ValueError, match=rf"{name}, row 1 \(counted from 0\): answer_key"):
+        with pytest.raises(ValueError, match=rf"{name}, row 1 \(counted from 0\): --answer-key"):
             load_prompts(tmp_path / name, tokenizer, max_prompt_length=64)
 
 

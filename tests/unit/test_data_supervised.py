@@ -78,10 +78,10 @@ def test_long_sequences_are_left_out_and_counted(tmp_path, tokenizer, caplog):
 
 def test_bad_rows_are_named(tmp_path, tokenizer):
     path = write(tmp_path, [{"prompt": "1", "answer": "1"}, {"prompt": "1"}])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: answer_key='answer' gives None"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: --answer-key 'answer' gives None"):
         load_supervised(path, tokenizer, max_length=9)
     path = write(tmp_path, [{"prompt": "1", "solution": " ", "answer": "1"}])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: solution_key='solution' gives ' '"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: --solution-key 'solution' gives ' '"):
         load_supervised(path, tokenizer, max_length=9)
 
 

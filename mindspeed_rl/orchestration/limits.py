@@ -1,0 +1,26 @@
+"""How patient a watchdog is. Imports nothing, so that an entry can name it before torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Patience, in seconds.
+
+    Attributes:
+        interval_s: between two heartbeats.
+        silence_s: without a heartbeat a rank is taken for stopped or its machine for dead. Native
+            code that keeps Python's lock for longer (a cold import) must fit in.
+        patience_s: how long a rank that merely lost a connection looks for the true cause; several
+            intervals.
+        linger_s: how long the rank that tells a failure stays, so that others read it.
+        exit_s: limit for the exit handlers of libraries.
+    """
+
+    interval_s: float = 1.0
+    silence_s: float = 40.0
+    patience_s: float = 3.5
+    linger_s: float = 2.5
+    exit_s: float = 60.0

@@ -1,0 +1,171 @@
+"""A rank fails in any phase: all end within a minute with the cause, nothing stays (R30, R56).
+
+Most faults hit a rehearsal: the real entry, watchdog and reward workers with the phases of a run
+but without its work. The last test kills ranks of a real run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.jobs import DRIVER, Ended, TorchrunJob, free_port, processes_of, shared_memory
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+START_S = 120.0  # of a job, on a busy machine
+LIMIT_S = 60.0  # R30
+PHASE_TIMEOUT_S = 6
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, prompts and a reward."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_tiny_model(folder / "model")
+    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """One port for all jobs: each proves that the one before released it."""
+    return free_port()
+
+
+def flags(phase_timeout_s: float) -> list[str]:
+    return [
+        "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
+        "--pipeline-model-parallel-size", "2", "--make-vocab-size-divisible-by", "8",
+        "--train-iters", "2", "--grpo-prompts-per-step", "4", "--grpo-group-size", "2",
+        "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "format",
+        "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
+        "--rollout-max-response-length", "6", "--output-dir", "out",
+        "--phase-timeout-s", str(phase_timeout_s),
+    ]  # fmt: skip
+
+
+def rehearse(
+    world: Path, port: int, fault: str, *, nodes: int = 1, timeout_s: float = 600.0
+) -> TorchrunJob:
+    environment = {"DRIVER_MAIN": "rehearsal", "DRIVER_FAULT": fault, "DRIVER_SILENCE_S": "5"}
+    return TorchrunJob(
+        world, [DRIVER], flags(timeout_s), num_ranks=2 // nodes, num_nodes=nodes, port=port,
+        environment=environment,
+    )  # fmt: skip
+
+
+def causes(ended: Ended) -> list[str]:
+    """What the ranks say about the end, torchrun's report left out."""
+    return re.findall(r"^rl_driver: (.*)$", ended.output, re.MULTILINE)
+
+
+def end_after_start(job: TorchrunJob) -> Ended:
+    """The end of a job, counted from its first step."""
+    job.wait_for_text("rehearsal starts", START_S)
+    ended = job.end(LIMIT_S)
+    assert all(ended.returncodes), ended.output
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("1:exchange:2:kill", "rank 1 in phase exchange: process [0-9]+ on node 0 is gone"),
+        ("0:generate:1:kill", "rank 0 in phase generate: process [0-9]+ on node 0 is gone"),
+        ("1:reward:2:raise", "rank 1 in phase reward: RuntimeError: planted fault"),
+        ("0:reshard:1:raise", "rank 0 in phase reshard: RuntimeError: planted fault"),
+    ],
+)
+def test_a_dead_or_failed_rank_is_named_once(
+    world: Path, port: int, fault: str, cause: str
+) -> None:
+    with rehearse(world, port, fault) as job:
+        ended = end_after_start(job)
+    told = causes(ended)
+    assert len(told) == 1 and re.match(f"the job ends: {cause}", told[0]), ended.output
+    assert ended.output.count("RuntimeError: planted fault\n") <= 3, "its traceback and two reports"
+    assert "stacks of rank" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "cause"),
+    [
+        ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 6 "),
+        ("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for 5 s"),
+        ("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for 5 s"),
+    ],
+)
+def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
+    world: Path, port: int, fault: str, timeout_s: float, cause: str
+) -> None:
+    with rehearse(world, port, fault, timeout_s=timeout_s) as job:
+        ended = end_after_start(job)
+    told = causes(ended)
+    assert len(told) == 1 and cause in told[0], ended.output
+    culprit = int(fault[0])
+    assert f"stacks of rank {1 - culprit}:" in ended.output
+    if fault.endswith("sleep"):
+        assert "train for 6 s: rank 0-1" in told[0]
+        assert "stacks of rank 1:" in ended.output
+    # the planted line itself is on the stack of the culprit, even without Python's lock
+    assert re.search(r"rl_driver\.py\", line \d+ in (_keep_python_lock|<lambda>)", ended.output)
+
+
+def test_a_killed_rank_ends_the_other_node(world: Path, port: int) -> None:
+    with rehearse(world, port, "1:generate:1:kill", nodes=2) as job:
+        ended = end_after_start(job)
+    told = causes(ended)
+    assert len(told) == 1, ended.output
+    assert "rank 1 in phase generate: process" in told[0] and "on node 1 is gone" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (signal.SIGINT, "SIGINT from the launcher or its user"),
+        (signal.SIGTERM, "SIGTERM from the launcher or its user"),
+        (signal.SIGKILL, "is gone"),
+    ],
+)
+def test_nothing_outlives_the_launcher(
+    world: Path, port: int, number: signal.Signals, cause: str
+) -> None:
+    with rehearse(world, port, "1:generate:1:sleep") as job:
+        job.wait_for_text("rehearsal starts", START_S)
+        assert len(processes_of(job.marker)) == 5, "the launcher, two ranks, a worker each"
+        os.kill(job.agents[0].pid, number)
+        ended = job.end(20.0)
+    told = causes(ended)
+    assert len(told) == 1 and cause in told[0], ended.output
+
+
+def test_a_rehearsal_without_a_fault_ends_well(world: Path, port: int) -> None:
+    with rehearse(world, port, "") as job:
+        ended = job.end(START_S)
+    assert ended.returncodes == (0,) and "rehearsal done" in ended.output, ended.output
+    assert causes(ended) == []
+
+
+@pytest.mark.parametrize("fault", ["0:build engine:1", "1:generate:1", "1:train:2"])
+def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
+    rank, phase, _ = fault.split(":")
+    before = shared_memory()
+    real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": f"{fault}:kill"}
+    with TorchrunJob(world, [DRIVER], flags(600), port=port, environment=real) as job:
+        job.wait_for_text("fault planted", START_S)
+        ended = job.end(LIMIT_S)
+        job.wait_for(lambda: not shared_memory() - before, 5.0)
+    _only(causes(ended), f"rank {rank} in phase {phase}: process", ended)
+    assert "exitcode  : -9" in ended.output, "torchrun's report names the signal"
+
+
+def _only(told: Sequence[str], cause: str, ended: Ended) -> None:
+    assert len(told) == 1 and cause in told[0], ended.output

@@ -1,0 +1,229 @@
+"""A mistake of the user ends a real job within seconds, told once, with the way out (R55).
+
+Every job has two ranks and starts like a user's; none of them gets as far as to start an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.jobs import ROOT, TorchrunJob, free_port
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 90.0  # on a busy machine; 8 s on a quiet one
+ENTRY = ["-m", "mindspeed_rl.train_rl"]
+REWARD = """
+import requests_that_nobody_installed
+def score(request):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good input; each test spoils a piece of it by a flag."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_tiny_model(folder / "model")
+    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    return folder
+
+
+FLAGS = {
+    "--hf-checkpoint": "model", "--platform": "cpu", "--prompt-data": "train.jsonl",
+    "--make-vocab-size-divisible-by": "8", "--train-iters": "2",
+    "--grpo-prompts-per-step": "4", "--grpo-group-size": "2", "--micro-batch-size": "4",
+    "--lr": "1e-3", "--reward-function": "format", "--reward-num-workers": "1",
+    "--max-prompt-length": "24", "--rollout-max-response-length": "6", "--output-dir": "out",
+}  # fmt: skip
+
+
+def arguments(changes: dict[str, str]) -> list[str]:
+    return [part for item in (FLAGS | changes).items() for part in item]
+
+
+def broken_line(folder: Path) -> dict[str, str]:
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "broken.jsonl").write_text("\n".join([*lines[:2], lines[2][:-5], *lines[3:]]))
+    return {"--prompt-data": "broken.jsonl"}
+
+
+def no_answer(folder: Path) -> dict[str, str]:
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    del rows[3]["answer"]
+    (folder / "unanswered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"--prompt-data": "unanswered.jsonl"}
+
+
+def overlap(folder: Path) -> dict[str, str]:
+    return {"--eval-prompt-data": "train.jsonl"}
+
+
+def no_reward_file(folder: Path) -> dict[str, str]:
+    return {"--reward-function": "nowhere.py:score"}
+
+
+def no_reward_function(folder: Path) -> dict[str, str]:
+    (folder / "reward.py").write_text("def other(request):\n    return 1.0\n")
+    return {"--reward-function": "reward.py:score"}
+
+
+def reward_needs_a_package(folder: Path) -> dict[str, str]:
+    (folder / "importing.py").write_text(REWARD)
+    return {"--reward-function": "importing.py:score"}
+
+
+def small_cache(folder: Path) -> dict[str, str]:
+    return {"--rollout-kv-cache-gb": "0.00001"}
+
+
+def spoilt_model(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(folder / "model", folder / name))
+
+
+def missing_tensor(folder: Path) -> dict[str, str]:
+    file = spoilt_model(folder, "incomplete") / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    return {"--hf-checkpoint": "incomplete"}
+
+
+def wrong_shape(folder: Path) -> dict[str, str]:
+    file = spoilt_model(folder, "misshapen") / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    return {"--hf-checkpoint": "misshapen"}
+
+
+def no_end_token(folder: Path) -> dict[str, str]:
+    model = spoilt_model(folder, "endless")
+    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        content = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(content | {key: None}))
+    return {"--hf-checkpoint": "endless"}
+
+
+def default_end_token(folder: Path) -> dict[str, str]:
+    model = spoilt_model(folder, "defaulted")
+    content = json.loads((model / "tokenizer_config.json").read_text())
+    del content["eos_token"]  # transformers then adds the tokenizer class's own token
+    (model / "tokenizer_config.json").write_text(json.dumps(content))
+    return {"--hf-checkpoint": "defaulted"}
+
+
+def no_such_platform(folder: Path) -> dict[str, str]:
+    return {"--platform": "cuda"}
+
+
+def old_versions(folder: Path) -> dict[str, str]:
+    info = folder / "old" / "megatron_core-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.1.0\n")
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (broken_line, r"broken\.jsonl:3: "),
+        (no_answer, r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row"),
+        (overlap, r"16 of 16 prompts are also in --prompt-data train\.jsonl.*remove them"),
+        (no_reward_file, r"nowhere\.py"),
+        (no_reward_function, r"reward\.py.*score"),
+        (reward_needs_a_package, r"importing\.py.*requests_that_nobody_installed"),
+        (small_cache, r"--rollout-kv-cache-gb 1e-05: one sequence of 30 tokens needs .*raise it"),
+        (missing_tensor, r"--hf-checkpoint incomplete.*missing \['model\.norm\.weight'\]"),
+        (wrong_shape, r"model\.norm\.weight has shape \(\d+,\), config\.json implies \(\d+,\)"),
+        (no_end_token, r"end-of-sequence token.*add one of them"),
+        (default_end_token, r"end-of-sequence id 307 .*outside the vocabulary of 307 .*eos_token"),
+        (no_such_platform, r"--platform cuda: torch sees no CUDA device; allowed here: cpu"),
+        (old_versions, r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_mistake_is_told_once(
+    world: Path, spoil: Callable[[Path], dict[str, str]], words: str
+) -> None:
+    flags = arguments(spoil(world))
+    extra = {"PYTHONPATH": os.pathsep.join([str(world / "old"), str(ROOT)])}
+    environment = extra if spoil is old_versions else None
+    with TorchrunJob(world, ENTRY, flags, port=free_port(), environment=environment) as job:
+        ended = job.end(LIMIT_S)
+    told = re.findall(r"^mindspeed_rl\.train_rl: error: (.*)$", ended.output, re.MULTILINE)
+    assert len(told) == 1 and re.search(words, told[0]), ended.output
+    ours = ended.output.partition(told[0])[0]
+    assert "Traceback" not in ours, "the message comes first"
+    assert ended.returncodes[0] != 0 and "exitcode  : 2" in ended.output, ended.output
+
+
+def test_rewards_that_raise_end_the_job_with_the_first_traceback(world: Path) -> None:
+    code = "def fails(request):\n    return {}['the key that nobody set']\n"
+    (world / "failing.py").write_text(code)
+    flags = arguments({"--reward-function": "failing.py:fails"})
+    with TorchrunJob(world, ENTRY, flags, port=free_port()) as job:
+        ended = job.end(LIMIT_S)
+    assert ended.returncodes[0] != 0
+    told = "RewardError: 4 of 4 rewards failed (100.0%), above the limit of 5.0%"
+    assert f"in phase reward: {told}" in ended.output, ended.output
+    assert "KeyError: 'the key that nobody set'" in ended.output
+
+
+def python(folder: Path, *args: str, path: str) -> subprocess.CompletedProcess[str]:
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    return subprocess.run(
+        [sys.executable, *args], cwd=folder, env=alone | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+
+
+def test_an_entry_without_torchrun_says_how_to_start_it(world: Path) -> None:
+    ended = python(world, *ENTRY, *arguments({}), path=str(ROOT))
+    assert ended.returncode == 2
+    assert re.fullmatch(
+        r"mindspeed_rl\.train_rl: error: RANK, .*start this entry with torchrun.*: torchrun "
+        r"--standalone --nproc-per-node <ranks> -m mindspeed_rl\.train_rl \.\.\.\n",
+        ended.stderr,
+    ), ended.stderr
+
+
+def test_a_foreign_package_behind_ours_is_named(world: Path) -> None:
+    foreign = world / "elsewhere" / "mindspeed_rl"
+    foreign.mkdir(parents=True)
+    (foreign / "__init__.py").touch()
+    ended = python(
+        world, *ENTRY, *arguments({}), path=os.pathsep.join([str(ROOT), str(foreign.parent)])
+    )
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert f"another package named mindspeed_rl is on the path: {foreign}" in ended.stderr
+
+
+def test_a_foreign_package_before_ours_is_named_by_the_scripts(world: Path) -> None:
+    foreign = world / "first" / "mindspeed_rl"
+    foreign.mkdir(parents=True)
+    (foreign / "__init__.py").touch()
+    ended = subprocess.run(
+        ["bash", str(ROOT / "pretrain_scripts" / "check_package.sh"), sys.executable],
+        cwd=world, env=os.environ | {"PYTHONPATH": f"{foreign.parent}:{ROOT}"},
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert str(foreign) in ended.stderr and "PYTHONPATH" in ended.stderr
+    ended = subprocess.run(
+        ["bash", str(ROOT / "pretrain_scripts" / "check_package.sh"), sys.executable],
+        cwd=world, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert ended.returncode == 0

@@ -1,0 +1,127 @@
+"""Starts torchrun jobs, waits for their end, and looks for what they left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = str(ROOT / "tests" / "support" / "rl_driver.py")
+MARKER = "MINDSPEED_RL_TEST_JOB"
+LEFTOVER_S = 10.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that ended: its output (of all agents, in turn) and the seconds since the fault."""
+
+    returncodes: tuple[int, ...]
+    output: str
+    seconds: float
+
+
+class TorchrunJob:
+    """One job of one or more torchrun agents on this machine; a context that leaves nothing.
+
+    Args:
+        folder: working directory; the logs go there.
+        target: a script, or ``-m`` and a module.
+        flags: of the entry.
+        num_ranks: per agent.
+        port: of the store.
+        num_nodes: agents.
+        environment: added to this process's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Sequence[str],
+        flags: Sequence[str],
+        *,
+        num_ranks: int = 2,
+        port: int,
+        num_nodes: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.marker = uuid.uuid4().hex
+        self._logs = [folder / f"{self.marker}.{node}.log" for node in range(num_nodes)]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = os.environ | {"PYTHONPATH": path} | dict(environment or {})
+        variables[MARKER] = self.marker
+        self.agents = []
+        for node, file in enumerate(self._logs):
+            with file.open("wb") as log:
+                agent = subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run",
+                     "--nproc-per-node", str(num_ranks), "--nnodes", str(num_nodes),
+                     "--node-rank", str(node), "--master-addr", "127.0.0.1",
+                     "--master-port", str(port), *target, *flags],
+                    cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            self.agents.append(agent)
+
+    def __enter__(self) -> TorchrunJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in processes_of(self.marker):
+            os.kill(pid, signal.SIGKILL)
+        for agent in self.agents:
+            agent.wait()
+
+    def output(self) -> str:
+        return "".join(file.read_text(errors="replace") for file in self._logs)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> float:
+        """Seconds until ``condition()``; an ``AssertionError`` with the log when it never holds."""
+        start = time.monotonic()
+        while not condition():
+            waited = time.monotonic() - start
+            assert waited < timeout_s, f"nothing after {waited:.0f} s\n{self.output()}"
+            time.sleep(0.05)
+        return time.monotonic() - start
+
+    def wait_for_text(self, text: str, timeout_s: float) -> None:
+        self.wait_for(lambda: text in self.output(), timeout_s)
+
+    def end(self, timeout_s: float) -> Ended:
+        """Wait for all agents, then until nothing of the job is left."""
+        seconds = self.wait_for(lambda: all(a.poll() is not None for a in self.agents), timeout_s)
+        self.wait_for(lambda: not processes_of(self.marker), LEFTOVER_S)
+        return Ended(tuple(a.returncode for a in self.agents), self.output(), seconds)
+
+
+def processes_of(marker: str) -> list[int]:
+    """Living processes that inherited the marker of a job."""
+    wanted = f"{MARKER}={marker}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has just ended, or is another user's
+            continue
+        if wanted in variables:
+            found.append(int(folder.name))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Names in shared memory that belong to jobs of this project."""
+    return {path.name for path in Path("/dev/shm").glob("*mindspeed_rl-*")}

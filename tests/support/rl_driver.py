@@ -1,0 +1,114 @@
+"""An entry with a planted fault, for ``torchrun tests/support/rl_driver.py``.
+
+Environment: ``DRIVER_MAIN`` is ``train_rl`` (the real one) or ``rehearsal`` (the same phases with a
+gloo collective or a reward worker in each, without vLLM); ``DRIVER_FAULT`` is
+``rank:phase:entry:action``: what happens on that rank when it enters that phase for the n-th time;
+``DRIVER_SILENCE_S`` shortens the watchdog's patience with silent ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from mindspeed_rl import train_rl
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.orchestration.limits import Limits
+from mindspeed_rl.orchestration.torchrun import Job, run_entry
+
+REHEARSED_STEPS = 3
+REHEARSED_PHASES = ("build engine", "reshard", "generate", "reward", "exchange", "train", "export")
+COLLECTIVE_PHASES = ("build engine", "reshard", "exchange", "train", "export")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    rank: int
+    phase: str
+    entry: int
+    action: str
+
+
+def _raise() -> None:
+    raise RuntimeError("planted fault")
+
+
+def _keep_python_lock() -> None:
+    ctypes.PyDLL(None).sleep(3600)  # PyDLL does not release it
+
+
+ACTIONS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": _raise,
+    "sleep": lambda: time.sleep(3600),
+    "native": _keep_python_lock,
+}
+
+
+class FaultyWatchdog:
+    """The job's watchdog; a fault happens on the n-th entry of a phase."""
+
+    def __init__(self, watchdog: Any, fault: Fault | None) -> None:
+        self._watchdog = watchdog
+        self._fault = fault
+        self._entries = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._watchdog.phase(name):
+            if self._fault is not None and name == self._fault.phase:
+                self._entries += 1
+                if self._entries == self._fault.entry:
+                    print("fault planted", flush=True)
+                    time.sleep(
+                        0.5
+                    )  # a fault in the middle of a phase, not at its first instruction
+                    ACTIONS[self._fault.action]()
+            yield
+
+
+def planted_fault(rank: int) -> Fault | None:
+    text = os.environ.get("DRIVER_FAULT")
+    if not text:
+        return None
+    where, phase, entry, action = text.split(":")
+    return Fault(rank, phase, int(entry), action) if int(where) == rank else None
+
+
+def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
+    """The phases of a run without its work."""
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_rl.rewards import RewardPool, RewardRequest
+
+    with RewardPool(["format"], num_workers=1) as pool:
+        dist.barrier()
+        job.say("rehearsal starts")
+        for step in range(REHEARSED_STEPS):
+            for name in REHEARSED_PHASES:
+                with job.watchdog.phase(name):
+                    if name in COLLECTIVE_PHASES:
+                        dist.all_reduce(torch.ones(1))
+                    elif name == "reward":
+                        pool.score([RewardRequest(step, "", "", "", "stop", 1)])
+    job.say("rehearsal done")
+
+
+def main(job: Job[RLRunConfig, RLPlan]) -> None:
+    body = train_rl.main if os.environ["DRIVER_MAIN"] == "train_rl" else rehearsal
+    watchdog = FaultyWatchdog(job.watchdog, planted_fault(job.world.rank))
+    body(replace(job, watchdog=cast(Any, watchdog)))
+
+
+if __name__ == "__main__":
+    limits = Limits(silence_s=float(os.environ.get("DRIVER_SILENCE_S", "40")))
+    run_entry("rl_driver", RLRunConfig, check_rl, main, limits=limits)

@@ -1,0 +1,127 @@
+"""What ranks tell each other about failures, and the sentences made of it (R30)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.orchestration.failures import (
+    Beat,
+    Failure,
+    FailureBoard,
+    Member,
+    is_lost_connection,
+    is_usage_error,
+    lost_failure,
+    rank_ranges,
+    silent_ranks,
+    whereabouts,
+    write_error_file,
+)
+from mindspeed_rl.rewards import RewardSpec
+
+
+def member(rank: int) -> Member:
+    return Member(rank, node=rank // 2, pid=1000 + rank)
+
+
+def beat(rank: int, count: int = 1, phase: str = "train", *, leaving: bool = False) -> Beat:
+    return Beat(member(rank), count, phase, 2.0, leaving)
+
+
+def failure(rank: int, text: str = "it broke") -> Failure:
+    return Failure("error", member(rank), "train", text, member(rank))
+
+
+@pytest.fixture
+def boards() -> list[FailureBoard]:
+    store = dist.HashStore()
+    return [FailureBoard(store, member(rank), 3) for rank in range(3)]
+
+
+def test_the_first_failure_stands_for_all(boards: list[FailureBoard]) -> None:
+    assert boards[0].told() is None
+    assert boards[1].tell(failure(1)) == failure(1)
+    assert boards[2].tell(failure(2, "a consequence")) == failure(1)
+    assert [board.told() for board in boards] == [failure(1)] * 3
+
+
+def test_heartbeats_of_ranks_that_never_started_do_not_block(boards: list[FailureBoard]) -> None:
+    boards[0].beat("train", 1.5)
+    boards[0].beat("reshard", 0.5, leaving=True)
+    expected = Beat(member(0), 2, "reshard", 0.5, True)
+    assert boards[1].beats(range(3)) == {0: expected}
+    assert boards[1].beat_of(2) is None
+
+
+def test_silent_ranks_are_those_whose_count_stands_still() -> None:
+    before = {0: beat(0), 1: beat(1), 2: beat(2)}
+    after = {0: beat(0, 2), 1: beat(1), 2: beat(2, leaving=True), 3: beat(3)}
+    assert silent_ranks(before, after) == [beat(1)]
+
+
+def test_the_sentence_about_lost_ranks_names_process_node_and_phase() -> None:
+    lost = lost_failure([beat(3, phase="generate"), beat(5)], "evidence", member(0))
+    assert str(lost).startswith(
+        "the job ends: rank 3 in phase generate: process 1003 on node 1 is gone; gone as well: "
+        "ranks 5 (train) (evidence)."
+    )
+    assert lost.teller == member(0) and lost.exit_code == 1
+
+
+def test_whereabouts_start_with_the_odd_one_out() -> None:
+    late = replace(beat(3, phase="generate"), phase_s=30.4)
+    beats = [late, *(beat(rank, phase="exchange") for rank in (0, 1, 2, 5))]
+    assert whereabouts(beats) == "generate for 30 s: rank 3; exchange for 2 s: rank 0-2, 5"
+    assert rank_ranges([beat(7), beat(9), beat(8), beat(1)]) == "1, 7-9"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/pair.cc:537] Read error [::1]:1: Connection reset by peer"), True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:4"), True),
+        (BrokenPipeError("x"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_lost_connections_are_told_from_failures(error: Exception, lost: bool) -> None:
+    assert is_lost_connection(error) is lost
+
+
+def caught(function: Callable[[], object]) -> BaseException:
+    with pytest.raises(ValueError) as found:
+        function()
+    return found.value
+
+
+def test_only_a_raise_statement_of_this_package_is_a_users_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert is_usage_error(caught(lambda: RewardSpec.parse("file.py:score=heavy")))
+    assert not is_usage_error(RuntimeError("x"))
+    assert not is_usage_error(caught(lambda: json.loads("x"))), "a raise statement of a library"
+    monkeypatch.setenv("RANK", "first")
+    assert not is_usage_error(caught(World.from_environment)), "int() inside this package"
+
+
+def test_torchruns_report_gets_the_first_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    write_error_file("the cause")
+    write_error_file("a consequence")
+    assert json.loads(file.read_text())["message"]["message"] == "the cause"
+    report = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert report.message["extraInfo"]["py_callstack"] == "the cause"
+    assert report.timestamp > 1_000_000_000
