@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -48,7 +48,11 @@ from mindspeed_rl.orchestration.failures import (
 from mindspeed_rl.orchestration.limits import Limits
 
 T = TypeVar("T")
-_HANDLED = (signal.SIGTERM, signal.SIGINT)
+# What the guard receives, and what handles it before and after.
+_HANDLED: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 
 
 class Watchdog:
@@ -77,6 +81,10 @@ class Watchdog:
         self._changed = threading.Event()  # wakes the heartbeat thread
         self._asked = threading.Event()  # the launcher asked this rank to end
         self._ending = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("heartbeat", self._heartbeat), ("guard", self._guard))
+        ]
         self._contact = time.monotonic()
         self._signals, self._wakeup = socket.socketpair()
         self._board = FailureBoard(self._connect(), self._me, world.size)
@@ -100,8 +108,8 @@ class Watchdog:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for number in _HANDLED:
             signal.signal(number, lambda *_: None)
-        for target in (self._heartbeat, self._guard):
-            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,10 +137,15 @@ class Watchdog:
             # before the barrier: after it the store may go away with the first node's launcher
             self._board.beat("exit", 0.0, leaving=True)
             dist.barrier()
+        faulthandler.dump_traceback_later(self._limits.exit_s, exit=True)
         self._left.set()
         self._changed.set()
-        self._now = ("exit handlers", float("inf"))
-        faulthandler.dump_traceback_later(self._limits.exit_s, exit=True)
+        # A thread that the interpreter's end finds inside the store's C++ aborts the process.
+        for thread in self._threads:
+            thread.join()
+        signal.set_wakeup_fd(-1)
+        for number, handler in _HANDLED.items():
+            signal.signal(number, handler)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Publish why this rank ends, print it unless a peer did, and leave at once."""
@@ -180,7 +193,7 @@ class Watchdog:
     # -- the guard thread ----------------------------------------------------------------------
 
     def _guard(self) -> None:
-        while True:
+        while not self._left.is_set():
             if select.select([self._signals], [], [], self._limits.interval_s / 2)[0]:
                 self._end_on_signal(self._signals.recv(1)[0])
             phase, seconds = self._phase_age()

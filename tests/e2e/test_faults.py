@@ -81,7 +81,6 @@ def end_after_start(job: TorchrunJob) -> Ended:
         ("1:exchange:2:kill", "rank 1 in phase exchange: process [0-9]+ on node 0 is gone"),
         ("0:generate:1:kill", "rank 0 in phase generate: process [0-9]+ on node 0 is gone"),
         ("1:reward:2:raise", "rank 1 in phase reward: RuntimeError: planted fault"),
-        ("0:reshard:1:raise", "rank 0 in phase reshard: RuntimeError: planted fault"),
     ],
 )
 def test_a_dead_or_failed_rank_is_named_once(
@@ -115,8 +114,9 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     if fault.endswith("sleep"):
         assert "train for 6 s: rank 0-1" in told[0]
         assert "stacks of rank 1:" in ended.output
-    # the planted line itself is on the stack of the culprit, even without Python's lock
-    assert re.search(r"rl_driver\.py\", line \d+ in (_keep_python_lock|<lambda>)", ended.output)
+    else:  # its neighbour aborts it, which prints its stacks even without Python's lock
+        assert "Fatal Python error: Aborted" in ended.output
+        assert re.search(r'rl_driver\.py", line \d+ in rehearsal', ended.output)
 
 
 def test_a_killed_rank_ends_the_other_node(world: Path, port: int) -> None:
