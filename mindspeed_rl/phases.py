@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.resharding.checksums import differing_tensors
+from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.rollout.engine import InferenceEngine
 
 
@@ -40,20 +39,14 @@ class WeightSync:
 
     Attributes:
         resharder: from trainer to engine.
-        source: the trainer's layout.
-        target: the engine's layout.
-        rank: global rank.
+        proof: compares the bits of both sides.
         read: the trainer's parameters.
-        dtype: the engine's element type.
         verify_interval: syncs between proofs; 0: the first only.
     """
 
     resharder: Resharder
-    source: ShardLayout
-    target: ShardLayout
-    rank: int
+    proof: WeightProof
     read: Callable[[], Mapping[str, torch.Tensor]]
-    dtype: torch.dtype
     verify_interval: int
 
 
@@ -123,7 +116,7 @@ class Phases:
         sync.resharder.run(read, write)
         interval = sync.verify_interval
         if self._num_syncs == 0 or (interval and self._num_syncs % interval == 0):
-            wrong = differing_tensors(sync.source, sync.target, sync.rank, read, write, sync.dtype)
+            wrong = sync.proof.differing_tensors(read, write)
             if wrong:
                 raise RuntimeError(
                     f"reshard: engine weights differ from the trainer's in {len(wrong)} tensors: "

@@ -56,7 +56,7 @@ SFT_ARGS=(
 )
 RL_ARGS=(
     --perform-rl-step --prompt-data "$DATA/rl.jsonl" --eval-prompt-data "$DATA/heldout.jsonl"
-    --train-iters 240 --grpo-prompts-per-step 64 --grpo-group-size 8 --grpo-kl-beta 0.0
+    --train-iters 200 --grpo-prompts-per-step 64 --grpo-group-size 8 --grpo-kl-beta 0.0
     --micro-batch-size 256 --lr 5e-4 --lr-warmup-iters 10
     --eval-interval 20 --log-interval 10 --rl-control "$CONTROL"
     --reward-function "$ROOT/pretrain_scripts/rewards_digit_sort.py:sorted_digits"

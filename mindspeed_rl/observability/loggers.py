@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+FLUSH_S = 5  # TensorBoard lags this much behind; a flush every step costs more than a small step
 
 
 class MetricBackend(Protocol):
@@ -149,10 +150,11 @@ class _TensorBoardBackend:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._writer = self._writer_class(str(self._log_dir), purge_step=self._purge_step)
+            self._writer = self._writer_class(
+                str(self._log_dir), purge_step=self._purge_step, flush_secs=FLUSH_S
+            )
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
         self.close()

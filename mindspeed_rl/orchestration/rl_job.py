@@ -22,6 +22,7 @@ from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases import Phases, WeightSync
+from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.rewards import RewardPool, RewardSpec
@@ -261,13 +262,6 @@ def build_phases(
         bucket_bytes=int(config.rollout.reshard_bucket_mb * 2**20),
     )
     read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
-    sync = WeightSync(
-        resharder,
-        plan.megatron,
-        plan.vllm,
-        world.rank,
-        read,
-        dtype,
-        config.rollout.reshard_verify_interval,
-    )
+    proof = WeightProof(plan.megatron, plan.vllm, world.rank, dtype)
+    sync = WeightSync(resharder, proof, read, config.rollout.reshard_verify_interval)
     return Phases(engine, sync, phase)

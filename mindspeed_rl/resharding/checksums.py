@@ -7,22 +7,39 @@ engine compute it from their own pieces and compare one integer per tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import ShardLayout, pieces_of
+from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
 _MULTIPLIER_1 = -4658895280553007687  # 0xbf58476d1ce4e5b9 of splitmix64, as a signed integer
 _MULTIPLIER_2 = -7723592293110705685  # 0x94d049bb133111eb
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+# Hashes of rectangles up to this size are kept: 8 bytes per element, the same in every sync.
+_CACHED_ELEMENTS = 1 << 16
+
+
 def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """splitmix64's mixer of the row-major global index of each element, made odd: [box.size]."""
+    if box.num_elements <= _CACHED_ELEMENTS:
+        return _small_index_hash(box, shape, device)
+    return _hash_indices(box, shape, device)
+
+
+@lru_cache(maxsize=1024)
+def _small_index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return _hash_indices(box, shape, device)
+
+
+def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (lo, size) in enumerate(zip(box.lo, box.size, strict=True)):
         line = torch.arange(lo, lo + size, dtype=torch.int64, device=device)
@@ -48,6 +65,36 @@ def box_checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torc
     return (bits * _index_hash(box, shape, values.device)).sum()
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rectangle of this rank and its row in the table of HF tensors."""
+
+    piece: Piece
+    row: int
+    shape: tuple[int, ...]
+
+
+def _shares(
+    layout: ShardLayout, rank: int, rows: Mapping[str, int], *, primary_only: bool
+) -> tuple[_Share, ...]:
+    return tuple(
+        _Share(shard.piece, rows[shard.piece.hf_name], layout.hf_shapes[shard.piece.hf_name])
+        for shard in pieces_of(layout, rank)
+        if not primary_only or (not shard.mirror and shard.holders[0] == rank)
+    )
+
+
+def _sum_shares(
+    shares: Sequence[_Share], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
+) -> torch.Tensor:
+    sums = torch.zeros(count, dtype=torch.int64)
+    for share in shares:
+        piece = share.piece
+        values = params[piece.param].detach()[piece.param_box.slices].to(dtype)
+        sums[share.row] += box_checksum(values, piece.hf_box, share.shape).cpu()
+    return sums
+
+
 def local_checksums(
     layout: ShardLayout,
     rank: int,
@@ -69,50 +116,57 @@ def local_checksums(
     Returns:
         [number of HF tensors] int64, in the order of ``layout.hf_shapes``.
     """
-    order = {name: i for i, name in enumerate(layout.hf_shapes)}
-    sums = torch.zeros(len(order), dtype=torch.int64)
-    for shard in pieces_of(layout, rank):
-        if primary_only and (shard.mirror or shard.holders[0] != rank):
-            continue
-        piece = shard.piece
-        values = params[piece.param].detach()[piece.param_box.slices].to(dtype)
-        shape = layout.hf_shapes[piece.hf_name]
-        sums[order[piece.hf_name]] += box_checksum(values, piece.hf_box, shape).cpu()
-    return sums
+    rows = {name: i for i, name in enumerate(layout.hf_shapes)}
+    shares = _shares(layout, rank, rows, primary_only=primary_only)
+    return _sum_shares(shares, params, dtype, len(rows))
 
 
-def copies_held(layout: ShardLayout) -> torch.Tensor:
-    """How many ranks hold each element of each HF tensor: [number of HF tensors] int64."""
+def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
+    """How many ranks hold each element of each HF tensor, of all or of ``names``: [n] int64."""
     copies = []
-    for name, shape in layout.hf_shapes.items():
+    for name in names or layout.hf_shapes:
         held = sum(s.piece.hf_box.num_elements * len(s.holders) for s in layout.shards(name))
-        copies.append(held // prod(shape))
+        copies.append(held // prod(layout.hf_shapes[name]))
     return torch.tensor(copies, dtype=torch.int64)
 
 
-def differing_tensors(
-    source: ShardLayout,
-    target: ShardLayout,
-    rank: int,
-    read: Mapping[str, torch.Tensor],
-    write: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-) -> list[str]:
-    """HF tensors whose bits differ between the two sides on any rank. Collective: the world.
+class WeightProof:
+    """Compares the bits of two layouts again and again; what is constant is computed once.
 
-    Two int64 per tensor travel.
+    Args:
+        source: the layout that was read; each element counts once.
+        target: the layout that was written; every copy counts.
+        rank: global rank.
+        dtype: element type on the wire.
     """
-    names = list(source.hf_shapes)
-    sums = torch.stack(
-        [
-            local_checksums(source, rank, read, dtype, primary_only=True),
-            local_checksums(target, rank, write, dtype, primary_only=False)[
-                [list(target.hf_shapes).index(name) for name in names]
-            ],
-        ]
-    )
-    dist.all_reduce(sums, group=group)
-    copies = copies_held(target)[[list(target.hf_shapes).index(name) for name in names]]
-    differs = (sums[0] * copies) != sums[1]
-    return [name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong]
+
+    def __init__(
+        self, source: ShardLayout, target: ShardLayout, rank: int, dtype: torch.dtype
+    ) -> None:
+        self._names = list(source.hf_shapes)
+        rows = {name: i for i, name in enumerate(self._names)}
+        self._source = _shares(source, rank, rows, primary_only=True)
+        self._target = _shares(target, rank, rows, primary_only=False)
+        self._copies = copies_held(target, self._names)
+        self._dtype = dtype
+
+    def differing_tensors(
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+    ) -> list[str]:
+        """HF tensors whose bits differ between the two sides on any rank. Collective: the world.
+
+        Two int64 per tensor travel.
+        """
+        count = len(self._names)
+        sums = torch.stack(
+            [
+                _sum_shares(self._source, read, self._dtype, count),
+                _sum_shares(self._target, write, self._dtype, count),
+            ]
+        )
+        dist.all_reduce(sums, group=group)
+        differs = (sums[0] * self._copies) != sums[1]
+        return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]

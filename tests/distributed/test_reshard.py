@@ -84,7 +84,7 @@ def reshard_and_prove(
 ) -> Report:
     """Collective: the world."""
     from mindspeed_rl.orchestration.torchrun import Job
-    from mindspeed_rl.resharding.checksums import differing_tensors
+    from mindspeed_rl.resharding.checksums import WeightProof
     from mindspeed_rl.resharding.executor import Resharder
     from mindspeed_rl.resharding.transports import AllToAllTransport
 
@@ -111,7 +111,7 @@ def reshard_and_prove(
     wrong = [n for n, want in expected.items() if not torch.equal(write[n].view(bits).int(), want)]
 
     def differing() -> list[str]:
-        return differing_tensors(source, target, rank, read, write, dtype)
+        return WeightProof(source, target, rank, dtype).differing_tensors(read, write)
 
     proof = differing()
     with flipped_bit(write[FLIPPED_ENGINE] if last else None):

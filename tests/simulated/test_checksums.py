@@ -51,7 +51,7 @@ def sum_over_ranks(shares: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def engine_differs(case: Case, weights: list[Params], dtype: torch.dtype) -> list[str]:
-    """The comparison of ``differing_tensors`` with the all-reduce done by hand."""
+    """The comparison of ``WeightProof`` with the all-reduce done by hand."""
     source, target = layouts_of(case)
     assert list(source.hf_shapes) == list(target.hf_shapes)
     sums = sum_over_ranks(
