@@ -11,6 +11,7 @@ of q, k and v, and in vocabulary padding.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -36,31 +37,29 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(ABC):
     """Base of all rows: ``param`` is the local name, ``stage`` says which pipeline stage holds it.
 
-    ``tied_to`` names the HF tensor that replaces this row's own when embeddings are tied; ``only``
-    names a boolean attribute of the spec that must be true for the row to exist.
+    ``tied_to`` names the HF tensor that replaces this row's own when embeddings are tied.
     """
 
     param: str
     stage: Stage = "layer"
     tied_to: str | None = None
-    only: str | None = None
 
+    @abstractmethod
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """HF name pattern -> shape of the whole tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
         """Shape of the parameter on one of ``count`` tensor-parallel ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
         """The rectangles that tensor-parallel rank ``index`` of ``count`` holds."""
-        raise NotImplementedError
 
-    def check(self, spec: ModelSpec, count: int) -> None:
+    def check(self, spec: ModelSpec, count: int) -> None:  # noqa: B027 - most rows need no more
         """Raise ``ValueError`` when ``count`` tensor-parallel ranks cannot share this row."""
 
 

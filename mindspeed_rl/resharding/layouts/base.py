@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,7 +93,7 @@ class RowPlacement:
 
 
 @dataclass(frozen=True)
-class TableLayout:
+class TableLayout(ABC):
     """A layout made of rows: the part that trainer and engine share.
 
     Subclasses say where each row lives (:meth:`placements`) and how the vocabulary is padded.
@@ -101,13 +102,13 @@ class TableLayout:
     spec: ModelSpec
 
     @property
+    @abstractmethod
     def vocab_multiple(self) -> int:
         """The padded vocabulary is a multiple of this."""
-        raise NotImplementedError
 
+    @abstractmethod
     def placements(self) -> Iterator[RowPlacement]:
         """Every row at every layer, in the order of the table."""
-        raise NotImplementedError
 
     @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
