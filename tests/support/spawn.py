@@ -85,6 +85,8 @@ def run_ranks(
                 process.kill()
             process.wait()
     if order:
+        # several may end between two looks: the one without an exception, or the earliest, is first
+        order.sort(key=lambda rank: _failed_at_ns(folder, rank))
         codes = [process.returncode for process in processes]
         ranks = [*order, *(r for r in range(num_ranks) if r not in order)]
         story = "\n".join(_story(folder, rank, codes[rank]) for rank in ranks)
@@ -125,6 +127,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[
         time.sleep(0.02)
     late = [r for r, process in enumerate(processes) if process.returncode and r not in failed]
     return failed + late
+
+
+def _failed_at_ns(folder: Path, rank: int) -> int:
+    """When a rank wrote its traceback; 0 when it could not."""
+    error = folder / f"rank{rank}.error"
+    return error.stat().st_mtime_ns if error.is_file() else 0
 
 
 def _story(folder: Path, rank: int, code: int | None) -> str:
