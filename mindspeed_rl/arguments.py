@@ -20,14 +20,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.flag import FlagInfo, flag_names
 from mindspeed_rl.config.vllm_options import take_vllm_options
 
-Run = TypeVar("Run", RLRunConfig, PretrainRunConfig)
+Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
 ENTRIES: Mapping[str, type[Any]] = types.MappingProxyType(
-    {"mindspeed_rl.train_rl": RLRunConfig, "mindspeed_rl.pretrain": PretrainRunConfig}
+    {
+        "mindspeed_rl.train_rl": RLRunConfig,
+        "mindspeed_rl.pretrain": PretrainRunConfig,
+        "mindspeed_rl.score": ScoreRunConfig,
+    }
 )
 """Configuration class of every entry."""
 
@@ -61,6 +65,10 @@ _EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
         "--stage sft --sft-data train.jsonl",
         "--global-batch-size 64 --train-iters 200",
         "--export-hf models/warm-start",
+    ),
+    ScoreRunConfig: (
+        "--tokens in.npz --output out.npz --backend megatron",
+        "--tensor-model-parallel-size 2 --micro-batch-size 8",
     ),
 }
 
@@ -170,7 +178,7 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         parser.parse_args(["--help"])
     by_spelling = _by_spelling(run_type)
     sections = _sections(run_type)
-    takes_options = run_type is RLRunConfig
+    takes_options = "vllm_options" in run_type.__dataclass_fields__
     rest, vllm_options = take_vllm_options(argv) if takes_options else (list(argv), {})
     use = classify(rest, by_spelling)
     if problems := _problems(use, run_type):

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mindspeed_rl.resharding.layouts.base import ShardLayout, pieces_of
+from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -90,12 +90,9 @@ def load_hf(
     by_file: dict[Path, list[str]] = {}
     for name in layout.hf_shapes:
         by_file.setdefault(files[name], []).append(name)
-    mine: dict[str, list[tuple[str, tuple[slice, ...], tuple[slice, ...]]]] = {}
+    mine: dict[str, list[Piece]] = {}
     for shard in pieces_of(layout, rank):
-        piece = shard.piece
-        mine.setdefault(piece.hf_name, []).append(
-            (piece.param, piece.hf_box.slices, piece.param_box.slices)
-        )
+        mine.setdefault(shard.piece.hf_name, []).append(shard.piece)
     for param in params.values():
         param.zero_()
     for path, names in by_file.items():
@@ -108,8 +105,9 @@ def load_hf(
                         f"{path}: {name} has shape {shape}, config.json implies "
                         f"{tuple(layout.hf_shapes[name])}"
                     )
-                for local, hf_slices, param_slices in mine.get(name, ()):
-                    params[local][param_slices].copy_(view[hf_slices])
+                for piece in mine.get(name, ()):
+                    target = piece.view.of(params[piece.param])[piece.param_box.slices]
+                    target.copy_(view[piece.hf_box.slices])
 
 
 def _check_names(directory: str | Path, layout: ShardLayout, files: Mapping[str, Path]) -> None:

@@ -13,6 +13,8 @@ TRAINING = Group(
     """
     --tensor-model-parallel-size:1 --pipeline-model-parallel-size:1 --context-parallel-size:1
     --expert-model-parallel-size:1 --expert-tensor-parallel-size:1 --sequence-parallel:0
+    --num-layers-per-virtual-pipeline-stage:1 --num-virtual-stages-per-pipeline-rank:1
+    --decoder-first-pipeline-num-layers:1 --decoder-last-pipeline-num-layers:1
     --use-distributed-optimizer:0 --micro-batch-size:1 --global-batch-size:1 --train-iters:1
     --lr:1 --min-lr:1 --lr-decay-style:1 --lr-decay-iters:1 --lr-warmup-iters:1
     --lr-warmup-fraction:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1
@@ -27,6 +29,7 @@ NATIVE_RL = Group(
     --grpo-iterations:1 --grpo-clamp-eps-lower:1 --grpo-clamp-eps-upper:1 --grpo-kl-beta:1
     --grpo-entropy-term-weight:1 --rl-default-temperature:1 --rl-default-top-p:1
     --rl-default-top-k:1 --rl-inference-tensor-model-parallel-size:1
+    --rl-inference-expert-model-parallel-size:1
     """,
 )
 NATIVE_RL_UNAVAILABLE = Group(
@@ -44,9 +47,9 @@ NATIVE_RL_NO_CORRECTION = Group(
 )
 NATIVE_RL_ENGINE_LAYOUT = Group(
     Disposition.REFUSED,
-    "an engine has tensor parallelism only in this version: use --rollout-tp, allowed here is 1",
+    "an engine has no such axis: use --rollout-tp, -dp and -ep; allowed here is 1",
     """
-    --rl-inference-pipeline-model-parallel-size:1=1 --rl-inference-expert-model-parallel-size:1=1
+    --rl-inference-pipeline-model-parallel-size:1=1
     --rl-inference-expert-tensor-model-parallel-size:1=1
     """,
 )
@@ -244,11 +247,9 @@ PROCESS_GROUPS = Group(
 )
 PIPELINE_PLACEMENT = Group(
     Disposition.NO_MEANING,
-    "where a layer runs changes speed, not results; stages hold equal shares of the layers",
+    "where a layer runs changes speed, not results; see --num-layer-list",
     """
-    --num-layers-per-virtual-pipeline-stage:1 --num-virtual-stages-per-pipeline-rank:1
-    --microbatch-group-size-per-virtual-pipeline-stage:1 --decoder-first-pipeline-num-layers:1
-    --decoder-last-pipeline-num-layers:1 --pipeline-model-parallel-layout:1
+    --microbatch-group-size-per-virtual-pipeline-stage:1 --pipeline-model-parallel-layout:1
     --account-for-embedding-in-pipeline-split:0 --account-for-loss-in-pipeline-split:0
     --mtp-standalone:0
     """,

@@ -34,7 +34,7 @@ ROPE_SCALING = Group(
 NOOP_LAYERS = Group(
     Disposition.HONOURED,
     "",
-    "--noop-layers:1",
+    "--noop-layers:1 --num-layer-list:1 --moe-tp-extend-ep:0",
 )
 NPU_KERNELS = Group(
     Disposition.NO_MEANING,
@@ -121,7 +121,7 @@ AUTOMATED_PIPELINE = Group(
     "automated pipeline tuning changes speed and memory, not results",
     """
     --automated-pipeline:0 --automated-pipeline-perf:0 --recompute-module-list:1
-    --save-memory-ratio:1 --num-layer-list:1 --recompute-type:1 --optimized-mbs-list:1
+    --save-memory-ratio:1 --recompute-type:1 --optimized-mbs-list:1
     --mbs-idx:1 --pp-schedule-list:1 --optimized-mbs-mode:0
     """,
 )
@@ -194,11 +194,6 @@ EXPERT_PLACEMENT = Group(
     "moved experts contradict the reshard plan; remove the flag",
     "--enable-expert-placement:0 --enable-fine-grained-expert-placement:0",
 )
-EXPERT_LAYOUT = Group(
-    Disposition.REFUSED,
-    "use --expert-tensor-parallel-size 1 with the full --expert-model-parallel-size",
-    "--moe-tp-extend-ep:0",
-)
 ROUTER_CHANGES = Group(
     Disposition.REFUSED,
     "trainer and engine would route tokens differently; remove the flag",
@@ -260,7 +255,6 @@ GROUPS = (
     AUTO_SETTINGS,
     PIPELINE_SCHEDULES,
     EXPERT_PLACEMENT,
-    EXPERT_LAYOUT,
     ROUTER_CHANGES,
     OTHER_SHARDING,
     OTHER_OPTIMIZERS,

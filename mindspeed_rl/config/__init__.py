@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
+from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.sft import SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
@@ -20,6 +21,8 @@ __all__ = [
     "RLRunConfig",
     "RewardConfig",
     "RolloutConfig",
+    "ScoreConfig",
+    "ScoreRunConfig",
     "SftConfig",
     "TrainConfig",
 ]
@@ -58,3 +61,19 @@ class PretrainRunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     sft: SftConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRunConfig:
+    """Log-probs of given sequences by the trainer or the engine, to compare layouts and engines.
+
+    It reads the layout flags of the RL entry.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    logging: LoggingConfig
+    score: ScoreConfig
+    rollout: RolloutConfig
+    vllm_options: dict[str, object] = field(default_factory=dict)

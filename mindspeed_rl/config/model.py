@@ -27,8 +27,8 @@ class ModelConfig:
     )
     noop_layers: str = flag(
         "",
-        "Numbers of empty layers that a MindSpeed script pads --num-layers with, like 94,95. None "
-        "are built here: only their count matters, in the check of --num-layers.",
+        "Numbers of empty layers that a MindSpeed script pads --num-layers with, like 94,95. They "
+        "take a slot in the even split over pipeline stages and nothing else: none is built.",
     )
     hidden_size: int | None = flag(None, "Checked against the model's hidden_size.")
     ffn_hidden_size: int | None = flag(None, "Checked against the model's intermediate_size.")
@@ -83,22 +83,50 @@ class ParallelConfig:
         1, "Ranks that share each layer in training; must divide the key/value heads.", minimum=1
     )
     pipeline_model_parallel_size: int = flag(
-        1, "Pipeline stages of training; must divide the layers.", minimum=1
+        1,
+        "Pipeline stages of training; must divide the layers (with --noop-layers), unless "
+        "--num-layer-list says otherwise.",
+        minimum=1,
+    )
+    num_layer_list: str = flag(
+        "",
+        "Layers of each pipeline stage, like 7,8,8,7; with a multiple of the stages the numbers "
+        "are chunks of an interleaved pipeline in the order of the model.",
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "Layers of the first pipeline stage; the others share the rest.", minimum=0
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "Layers of the last pipeline stage; the others share the rest.", minimum=0
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Layers of each chunk of an interleaved pipeline.", minimum=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "Chunks of each stage of an interleaved pipeline.", minimum=1
     )
     context_parallel_size: int = flag(
-        1, "Ranks that share each sequence in training; 1 is the only allowed value.", minimum=1
+        1,
+        "Ranks that share each sequence in training: each takes two of twice as many chunks.",
+        minimum=1,
     )
     sequence_parallel: bool = flag(
         False,
         "Shard activations along the sequence within a tensor-parallel group; needs one above 1.",
     )
     expert_model_parallel_size: int = flag(
-        1, "Ranks that share the experts in training; 1 for models without experts.", minimum=1
+        1, "Ranks that share the experts in training; must divide the experts.", minimum=1
     )
     expert_tensor_parallel_size: int | None = flag(
         None,
         "Ranks that share each expert in training; unset takes the tensor-parallel size.",
         minimum=1,
+    )
+    moe_tp_extend_ep: bool = flag(
+        False,
+        "MindSpeed's switch: tensor-parallel ranks extend expert parallelism, so that experts are "
+        "whole: the same as --expert-tensor-parallel-size 1 with an expert parallelism of "
+        "--expert-model-parallel-size x --tensor-model-parallel-size.",
     )
     use_distributed_optimizer: bool = flag(
         False, "Shard optimizer state and master weights over data parallelism."

@@ -108,6 +108,19 @@ class RolloutConfig:
         minimum=1,
         names=("--rl-inference-tensor-model-parallel-size", "--rollout-tp"),
     )
+    rollout_dp: int = flag(
+        1,
+        "Data-parallel ranks of one engine, for models with experts: an engine is --rollout-tp x "
+        "this many ranks, which share the experts and have prompts of their own.",
+        minimum=1,
+    )
+    rl_inference_expert_model_parallel_size: int = flag(
+        1,
+        "Ranks that share the experts of a layer: 1 (each rank has a slice of every expert) or "
+        "--rollout-tp x --rollout-dp (each rank has whole experts).",
+        minimum=1,
+        names=("--rl-inference-expert-model-parallel-size", "--rollout-ep"),
+    )
     rollout_max_response_length: int = flag(
         128, "Longest response, in tokens; a longer one is cut and marked as truncated.", minimum=1
     )

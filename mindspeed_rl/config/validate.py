@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl.config import ModelConfig, ParallelConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import (
+    ModelConfig,
+    ParallelConfig,
+    PretrainRunConfig,
+    RLRunConfig,
+    ScoreRunConfig,
+)
+from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.models.rules import padded_vocab
+from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
@@ -62,6 +69,13 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ScorePlan(RunPlan):
+    """A :class:`RunPlan` with the engine's layout."""
+
+    vllm: VllmLayout
+
+
+@dataclass(frozen=True, slots=True)
 class RLPlan(RunPlan):
     """A :class:`RunPlan` with the rollout side."""
 
@@ -103,7 +117,7 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             "sequence of the longest length must fit"
         )
     base = _check_common(config.model, config.parallel, config.train, world)
-    engine = EngineLayout(world, config.rollout.rl_inference_tensor_model_parallel_size)
+    engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
         config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
     )
@@ -111,7 +125,30 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
     _check_kv_cache(limit, config, base.spec)
     batch = batch_arithmetic(config, base.parallel.dp)
     vllm = VllmLayout(base.spec, engine)
+    _check_rollout_share(batch, engine)
     return RLPlan(base.spec, base.parallel, base.megatron, engine, vllm, batch, limit)
+
+
+def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
+    """Validate a scoring configuration for ``world`` ranks.
+
+    Raises:
+        ValueError: naming the flag, its value, what is allowed and the fix.
+    """
+    score = config.score
+    _need_file("--tokens", score.tokens, "an .npz file")
+    if not score.output:
+        raise ValueError("--output is required: give the .npz file to write")
+    if score.temperature <= 0:
+        raise ValueError(f"--temperature {score.temperature}: must be positive")
+    if score.temperature != 1 and score.backend == "engine":
+        raise ValueError(
+            f"--temperature {score.temperature} with --backend engine: vLLM scores prompts without "
+            "temperature; allowed: 1"
+        )
+    base = _check_common(config.model, config.parallel, config.train, world)
+    vllm = VllmLayout(base.spec, engine_layout(config.rollout, world))
+    return ScorePlan(base.spec, base.parallel, base.megatron, vllm)
 
 
 def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
@@ -174,9 +211,9 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def _need_file(name: str, value: str) -> None:
+def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> None:
     if not value:
-        raise ValueError(f"{name} is required: give a jsonl or parquet file")
+        raise ValueError(f"{name} is required: give {kind}")
     if not Path(value).is_file():
         raise ValueError(f"{name} {value}: no such file")
 
@@ -203,15 +240,6 @@ def _check_common(
 ) -> RunPlan:
     if not model.hf_checkpoint:
         raise ValueError("--hf-checkpoint is required: give a Hugging Face model directory")
-    if parallel.context_parallel_size != 1:
-        raise ValueError(
-            f"--context-parallel-size {parallel.context_parallel_size}: allowed is 1 for now"
-        )
-    if parallel.expert_model_parallel_size != 1:
-        raise ValueError(
-            f"--expert-model-parallel-size {parallel.expert_model_parallel_size}: the model has no "
-            "experts; allowed is 1"
-        )
     if train.lr_warmup_iters and train.lr_warmup_fraction:
         raise ValueError(
             f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
@@ -219,15 +247,18 @@ def _check_common(
         )
     spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
-    layout = ParallelLayout.build(
-        world=world,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        num_layers=spec.num_layers,
-    )
+    layout = training_layout(model, parallel, spec, world)
     megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
     return RunPlan(spec, layout, megatron)
+
+
+def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
+    if batch.samples < engine.num_groups:
+        raise ValueError(
+            f"{batch.samples} samples per step for {engine.num_groups} rollout groups of "
+            f"--rollout-tp {engine.tp} ranks: some would have none; raise --grpo-prompts-per-step "
+            "or --rollout-tp"
+        )
 
 
 def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
@@ -236,10 +267,10 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     Raises:
         ValueError: every contradicting flag, its value and the model's.
     """
-    num_noop = len(_layer_numbers("--noop-layers", model.noop_layers))
+    num_noop = len(layer_numbers("--noop-layers", model.noop_layers))
     num_layers = None if model.num_layers is None else model.num_layers - num_noop
     num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
-    padded = padded_vocab(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
+    padded = round_up(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
     pairs = (
         (num_layers_flag, num_layers, spec.num_layers),
         ("--hidden-size", model.hidden_size, spec.hidden_size),
@@ -249,7 +280,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
         ("--kv-channels", model.kv_channels, spec.head_dim),
         ("--vocab-size", model.vocab_size, spec.vocab_size),
         ("--padded-vocab-size", model.padded_vocab_size, padded),
-        ("--rotary-base", model.rotary_base, spec.rope_theta),
+        ("--rotary-base", model.rotary_base, spec.rope.theta),
         ("--norm-epsilon", model.norm_epsilon, spec.norm_eps),
         (
             "--untie-embeddings-and-output-weights",
@@ -268,11 +299,3 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
             f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
             "remove the flags or point --hf-checkpoint at the right model"
         )
-
-
-def _layer_numbers(flag: str, text: str) -> list[int]:
-    """The numbers in ``94,95``; an empty text has none."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{flag} {text}: must be layer numbers with commas between, like 94,95")
-    return [int(part) for part in parts]

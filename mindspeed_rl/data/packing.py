@@ -10,7 +10,7 @@ trained on. Shifting happens here, before any split of the row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,11 +48,14 @@ class MicroBatch:
         positions: [T] int64, position within the own sequence.
         targets: [T] int64, the next token of the same sequence, 0 where there is none.
         loss_mask: [T] bool, true where the target is a trained token.
-        lengths: tokens of each of the S sequences, in order; the rest of T is padding.
+        lengths: tokens of each of the S sequences, in order, with the padding behind each; the
+            rest of T is padding as well.
         sample_ids: S ids.
         rollout_logprobs: [N] fp32, at the masked positions in order.
         advantages: [N] fp32.
         sequence_of: [N] int64, which of the S sequences a trained token belongs to.
+        row_index: [T] int64, after :func:`split_context`: the position of each token in the whole
+            row.
     """
 
     token_ids: torch.Tensor
@@ -64,6 +67,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequence_of: torch.Tensor
+    row_index: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +97,14 @@ class MicroBatchPlan:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, dp: int, micro_batch_size: int, max_tokens: int, multiple: int
+    lengths: Sequence[int],
+    *,
+    dp: int,
+    micro_batch_size: int,
+    max_tokens: int,
+    multiple: int,
+    sequence_multiple: int = 1,
+    count_multiple: int = 1,
 ) -> MicroBatchPlan:
     """Split samples over data-parallel ranks and pack them in order. Pure: equal on all ranks.
 
@@ -103,6 +114,9 @@ def plan_micro_batches(
         micro_batch_size: sequences per micro-batch, used when ``max_tokens`` is 0.
         max_tokens: tokens per micro-batch.
         multiple: T is rounded up to a multiple of this.
+        sequence_multiple: each sample is padded to a multiple of this.
+        count_multiple: the number of micro-batches is rounded up to a multiple of this, with empty
+            ones.
 
     Raises:
         ValueError: a sample is longer than ``max_tokens``.
@@ -112,6 +126,7 @@ def plan_micro_batches(
             f"--max-tokens-per-micro-batch {max_tokens} is smaller than a sample of "
             f"{max(lengths)} tokens; raise it to at least the longest sequence"
         )
+    lengths = [_padded(length, sequence_multiple) for length in lengths]
     per_rank = []
     for rank in range(dp):
         mine = range(rank, len(lengths), dp)
@@ -120,12 +135,16 @@ def plan_micro_batches(
         else:
             bounds = range(0, len(mine), micro_batch_size)
             per_rank.append([tuple(mine[i : i + micro_batch_size]) for i in bounds])
-    count = max(1, *(len(batches) for batches in per_rank))
+    count = _padded(max(1, *(len(batches) for batches in per_rank)), count_multiple)
     longest = max((sum(lengths[i] for i in b) for batches in per_rank for b in batches), default=1)
-    padded = -(-max(1, longest) // multiple) * multiple
+    padded = _padded(max(1, longest), multiple)
     return MicroBatchPlan(
         tuple(tuple(batches) + ((),) * (count - len(batches)) for batches in per_rank), padded
     )
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _by_tokens(
@@ -145,22 +164,26 @@ def _by_tokens(
     return batches
 
 
-def pack(samples: Sequence[TrainSample], padded_length: int) -> MicroBatch:
+def pack(
+    samples: Sequence[TrainSample], padded_length: int, sequence_multiple: int = 1
+) -> MicroBatch:
     """Pack samples into one row of ``padded_length`` tokens. Local.
 
-    An empty list gives a well-formed micro-batch that trains on nothing.
+    Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
+    micro-batch that trains on nothing.
     """
-    lengths = tuple(s.length for s in samples)
+    lengths = tuple(_padded(s.length, sequence_multiple) for s in samples)
     total = sum(lengths)
     if total > padded_length:
         raise ValueError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     length = torch.tensor(lengths, dtype=torch.int64)
+    real = torch.tensor([s.length for s in samples], dtype=torch.int64)
     num_prompt = torch.tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64)
     owner = torch.repeat_interleave(length)  # [total] sequence of each token
     position = torch.arange(total) - (length.cumsum(0) - length)[owner]
-    has_target = position < (length - 1)[owner]
+    has_target = position < (real - 1)[owner]
     token_ids = torch.zeros(padded_length, dtype=torch.int64)
-    token_ids[:total] = _cat([s.token_ids for s in samples], torch.int64)
+    token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], torch.int64)
     positions = torch.zeros_like(token_ids)
     positions[:total] = position
     targets = torch.zeros_like(token_ids)
@@ -168,7 +191,7 @@ def pack(samples: Sequence[TrainSample], padded_length: int) -> MicroBatch:
     mask = torch.zeros(padded_length, dtype=torch.bool)
     mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
     sequence_of = owner[mask[:total]]
-    num_trained = (length - num_prompt).tolist()
+    num_trained = (real - num_prompt).tolist()
     logprobs = [
         torch.zeros(n) if s.rollout_logprobs is None else s.rollout_logprobs
         for s, n in zip(samples, num_trained, strict=True)
@@ -188,3 +211,52 @@ def pack(samples: Sequence[TrainSample], padded_length: int) -> MicroBatch:
 
 def _cat(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -> torch.Tensor:
+    """Which positions of a row a context-parallel rank holds, in its own order.
+
+    Every sequence, and the padding behind the last, is cut into ``2 cp`` chunks; rank ``r`` takes
+    chunks ``r`` and ``2 cp - 1 - r``, so that all ranks attend to equally many keys.
+
+    Args:
+        lengths: tokens of each sequence, multiples of ``2 cp``.
+        row_length: T, a multiple of ``2 cp``.
+        cp: context-parallel size.
+        rank: position in the group.
+
+    Returns:
+        [row_length / cp] int64.
+    """
+    parts, start = [], 0
+    for length in (*lengths, row_length - sum(lengths)):
+        assert length % (2 * cp) == 0, f"{length} tokens do not split into {2 * cp} chunks"
+        chunk = length // (2 * cp)
+        for position in (rank, 2 * cp - 1 - rank):
+            parts.append(torch.arange(start + position * chunk, start + (position + 1) * chunk))
+        start += length
+    return torch.cat(parts)
+
+
+def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
+    """The share of a micro-batch that a context-parallel rank computes. Local.
+
+    Targets were shifted before, so no token loses its successor at a border. ``lengths`` stay
+    those of the whole row.
+    """
+    if cp == 1:
+        return batch
+    index = context_index(batch.lengths, batch.num_tokens, cp, rank)
+    mask = batch.loss_mask[index]
+    trained = (batch.loss_mask.cumsum(0) - 1)[index][mask]
+    return replace(
+        batch,
+        token_ids=batch.token_ids[index],
+        positions=batch.positions[index],
+        targets=batch.targets[index],
+        loss_mask=mask,
+        rollout_logprobs=batch.rollout_logprobs[trained],
+        advantages=batch.advantages[trained],
+        sequence_of=batch.sequence_of[trained],
+        row_index=index,
+    )

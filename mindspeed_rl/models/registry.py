@@ -1,17 +1,23 @@
-"""Which family serves which Hugging Face architecture."""
+"""Which family serves which Hugging Face architecture: every module of ``models/families``."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
-from mindspeed_rl.models import qwen2
+from mindspeed_rl.models import families
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
 
-_FAMILIES: tuple[tuple[WeightTable, Callable[[Mapping[str, Any]], ModelSpec]], ...] = (
-    (qwen2.TABLE, qwen2.spec_from_hf),
-)
+
+@cache
+def _families() -> tuple[tuple[WeightTable, Callable[[Mapping[str, Any]], ModelSpec]], ...]:
+    names = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    modules = [importlib.import_module(f"{families.__name__}.{name}") for name in names]
+    return tuple((module.TABLE, module.spec_from_hf) for module in modules)
 
 
 def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -21,19 +27,19 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
         ValueError: unknown architecture, a missing key, or a feature that is not computed.
     """
     names = list(config.get("architectures") or [])
-    for table, build in _FAMILIES:
+    for table, build in _families():
         if any(name in table.architectures for name in names):
             try:
                 return build(config)
             except KeyError as error:
                 raise ValueError(f"config.json lacks the key {error} of {names[0]}") from error
-    known = sorted(name for table, _ in _FAMILIES for name in table.architectures)
+    known = sorted(name for table, _ in _families() for name in table.architectures)
     raise ValueError(f"config.json: architectures {names} are not supported; known: {known}")
 
 
 def weight_table(family: str) -> WeightTable:
     """The weight table of a family."""
-    for table, _ in _FAMILIES:
+    for table, _ in _families():
         if table.family == family:
             return table
     raise ValueError(f"no weight table for family {family!r}")

@@ -1,12 +1,13 @@
 """Row types of weight tables: how one parameter is cut out of Hugging Face tensors.
 
 A row names a local parameter, the HF tensors whose rectangles it holds, and (by its type) the
-tensor-parallel cut. Rows are data: no torch, no process group. ``{l}`` in a name is the layer:
-local in the name of the parameter, global in the name of the HF tensor. Dimensions are attribute
-names of :class:`~mindspeed_rl.models.spec.ModelSpec`.
+tensor-parallel or expert-parallel cut. Rows are data: no torch, no process group. In names, ``{l}``
+is the layer and ``{e}`` the expert: local in the name of the parameter, global in the name of the
+HF tensor. Dimensions and conditions are attribute names of
+:class:`~mindspeed_rl.models.spec.ModelSpec`.
 
-The same row types serve the trainer's and the engine's tables; they differ in names, in the fusion
-of q, k and v, and in vocabulary padding.
+The same row types serve the trainer's and the engine's tables; they differ in names, in fusions, in
+the storage of experts and in padding.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
-Stage = Literal["layer", "first", "last"]
+# "layer": every layer; "dense" and "moe": layers of that kind of MLP only.
+Stage = Literal["layer", "dense", "moe", "first", "last"]
 
 
 def part_name(pattern: str, part: str) -> str:
@@ -28,42 +30,82 @@ def part_name(pattern: str, part: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Which share of a row a rank holds.
+
+    Attributes:
+        tp: position among ``tp_size`` ranks that cut the matrix.
+        tp_size: see ``tp``.
+        expert: the local expert, for rows of experts.
+        num_local_experts: experts of the rank, for rows of experts.
+        multiple: rows of a vocabulary, over all ranks, or channels of an expert, on each rank, are
+            padded to a multiple of this.
+    """
+
+    tp: int = 0
+    tp_size: int = 1
+    expert: int = 0
+    num_local_experts: int = 1
+    multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
-    """One rectangle of an HF tensor and where it lies in the local parameter (element units)."""
+    """One rectangle of an HF tensor and where it lies in the local parameter (element units).
+
+    ``param_box`` is a rectangle of what ``view`` shows of the parameter.
+    """
 
     hf_name: str
     hf_box: Box
     param_box: Box
+    view: ParamView = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Row(ABC):
-    """Base of all rows: ``param`` is the local name, ``stage`` says which pipeline stage holds it.
+    """Base of all rows: ``param`` is the local name, ``stage`` says where it exists.
 
-    ``tied_to`` names the HF tensor that replaces this row's own when embeddings are tied.
+    Attributes:
+        param: name of the parameter.
+        stage: layers or pipeline stage that have it.
+        tied_to: the HF tensor that replaces this row's own when embeddings are tied.
+        when: attribute of the spec that must be true for the row to exist; empty: always.
+        dtype: element type on both sides; empty: that of the model.
     """
 
     param: str
     stage: Stage = "layer"
     tied_to: str | None = None
+    when: str = ""
+    dtype: str = ""
 
     @abstractmethod
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """HF name pattern -> shape of the whole tensor."""
 
     @abstractmethod
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
-        """Shape of the parameter on one of ``count`` tensor-parallel ranks."""
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """Shape of the parameter on a rank."""
 
     @abstractmethod
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
-        """The rectangles that tensor-parallel rank ``index`` of ``count`` holds."""
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """The rectangles that a rank holds."""
 
     def check(self, spec: ModelSpec, count: int) -> None:  # noqa: B027 - most rows need no more
         """Raise ``ValueError`` when ``count`` tensor-parallel ranks cannot share this row."""
 
+    def exists(self, spec: ModelSpec) -> bool:
+        """Whether the model has this row."""
+        return not self.when or bool(getattr(spec, self.when))
 
-def _span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def even_span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
     """Start and length of an even share."""
     if total % count:
         raise ValueError(
@@ -85,11 +127,11 @@ class Replicated(Row):
         """One tensor."""
         return {self.hf: spec.dims(self.dims)}
 
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
         """The whole shape."""
         return spec.dims(self.dims)
 
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """One rectangle: everything."""
         box = Box.whole(spec.dims(self.dims))
         yield Cut(self.hf, box, box)
@@ -107,21 +149,23 @@ class Split(Row):
         """One tensor."""
         return {self.hf: spec.dims(self.dims)}
 
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
-        """The shape with ``dim`` divided."""
-        return next(self.cuts(spec, 0, count, vocab_multiple)).param_box.size
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """The shape with ``dim`` divided, and padded where the share says so."""
+        shape = spec.dims(self.dims)
+        size = even_span(shape[self.dim], 0, share.tp_size, self.dims[self.dim])[1]
+        return (*shape[: self.dim], round_up(size, share.multiple), *shape[self.dim + 1 :])
 
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """One slab."""
         shape = spec.dims(self.dims)
-        start, size = _span(shape[self.dim], index, count, self.dims[self.dim])
+        start, size = even_span(shape[self.dim], share.tp, share.tp_size, self.dims[self.dim])
         box = Box.whole(shape).with_dim(self.dim, start, size)
         yield Cut(self.hf, box, Box.whole(box.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Vocab(Row):
-    """A ``[vocab, hidden]`` matrix cut along the vocabulary, padded to ``vocab_multiple`` rows.
+    """A ``[vocab, hidden]`` matrix cut along the vocabulary, padded to a multiple of rows.
 
     Rows past the vocabulary are padding: they are declared by being covered by no cut.
     """
@@ -132,14 +176,15 @@ class Vocab(Row):
         """One tensor."""
         return {self.hf: (spec.vocab_size, spec.hidden_size)}
 
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
         """Padded rows per rank, hidden."""
-        return padded_vocab(spec.vocab_size, vocab_multiple) // count, spec.hidden_size
+        rows = round_up(spec.vocab_size, share.multiple)
+        return even_span(rows, 0, share.tp_size, "the padded vocabulary")[1], spec.hidden_size
 
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """At most one slab: the real rows of this rank's share."""
-        padded = padded_vocab(spec.vocab_size, vocab_multiple)
-        start, size = _span(padded, index, count, "the padded vocabulary")
+        padded = round_up(spec.vocab_size, share.multiple)
+        start, size = even_span(padded, share.tp, share.tp_size, "the padded vocabulary")
         size = min(size, spec.vocab_size - start)
         if size > 0:
             hf_box = Box((start, 0), (size, spec.hidden_size))
@@ -161,126 +206,71 @@ class GateUp(Row):
         shape = spec.dims(self.dims)
         return {part_name(self.hf, part): shape for part in ("gate", "up")}
 
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
-        """``[2 ffn / count, hidden]``."""
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """``[2 ffn / count, hidden]``, each half padded where the share says so."""
         ffn, hidden = spec.dims(self.dims)
-        return 2 * _span(ffn, 0, count, self.dims[0])[1], hidden
+        size = even_span(ffn, 0, share.tp_size, self.dims[0])[1]
+        return 2 * round_up(size, share.multiple), hidden
 
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """One slab of each."""
         ffn, hidden = spec.dims(self.dims)
-        start, size = _span(ffn, index, count, self.dims[0])
-        for offset, part in ((0, "gate"), (size, "up")):
+        start, size = even_span(ffn, share.tp, share.tp_size, self.dims[0])
+        for offset, part in ((0, "gate"), (round_up(size, share.multiple), "up")):
             name = part_name(self.hf, part)
             yield Cut(name, Box((start, 0), (size, hidden)), Box((offset, 0), (size, hidden)))
 
 
 @dataclass(frozen=True, slots=True)
-class QKV(Row):
-    """Base of fused projections; ``bias`` rows have one dimension.
+class Joined(Row):
+    """Several whole HF tensors with equal columns on top of each other, on every rank.
 
-    ``{p}`` in ``hf`` stands for ``q``, ``k`` and ``v``.
+    ``parts`` lists (HF name, dimension name of its rows) in order; ``columns`` names the columns.
     """
 
-    hf: str = ""
-    bias: bool = False
+    parts: tuple[tuple[str, str], ...] = ()
+    columns: str = "hidden_size"
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Three tensors."""
-        tail = () if self.bias else (spec.hidden_size,)
-        rows = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
-        return {part_name(self.hf, part): (size, *tail) for part, size in rows.items()}
+        """One tensor per part."""
+        return {name: spec.dims((rows, self.columns)) for name, rows in self.parts}
 
-    def _cut(self, spec: ModelSpec, part: str, hf_row: int, row: int, size: int) -> Cut:
-        name = part_name(self.hf, part)
-        zero, width = ((), ()) if self.bias else ((0,), (spec.hidden_size,))
-        return Cut(name, Box((hf_row, *zero), (size, *width)), Box((row, *zero), (size, *width)))
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """All rows, columns."""
+        shapes = self.hf_shapes(spec).values()
+        return sum(shape[0] for shape in shapes), spec.dims((self.columns,))[0]
 
-    def _shape(self, spec: ModelSpec, rows: int) -> tuple[int, ...]:
-        return (rows,) if self.bias else (rows, spec.hidden_size)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedQKV(QKV):
-    """Megatron's interleave: per key/value head its query heads, then its key, then its value."""
-
-    def check(self, spec: ModelSpec, count: int) -> None:
-        """Whole key/value groups per rank."""
-        if spec.num_kv_heads % count:
-            raise ValueError(
-                f"--tensor-model-parallel-size {count} does not divide the model's "
-                f"{spec.num_kv_heads} key/value heads; allowed: the divisors of "
-                f"{spec.num_kv_heads}"
-            )
-
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
-        """``[(q + 2 kv) / count, hidden]``."""
-        self.check(spec, count)
-        return self._shape(spec, (spec.q_size + 2 * spec.kv_size) // count)
-
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
-        """Three rectangles per key/value head of this rank."""
-        self.check(spec, count)
-        head = spec.head_dim
-        q_rows = spec.num_heads // spec.num_kv_heads * head
-        first, groups = _span(spec.num_kv_heads, index, count, "num_kv_heads")
-        for local in range(groups):
-            group, base = first + local, local * (q_rows + 2 * head)
-            yield self._cut(spec, "q", group * q_rows, base, q_rows)
-            yield self._cut(spec, "k", group * head, base + q_rows, head)
-            yield self._cut(spec, "v", group * head, base + q_rows + head, head)
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """One rectangle per part."""
+        start = 0
+        for name, shape in self.hf_shapes(spec).items():
+            yield Cut(name, Box.whole(shape), Box((start, 0), shape))
+            start += shape[0]
 
 
 @dataclass(frozen=True, slots=True)
-class StackedQKV(QKV):
-    """vLLM's order ``[q; k; v]``; key/value heads are replicated when there are more ranks."""
-
-    def check(self, spec: ModelSpec, count: int) -> None:
-        """vLLM's own rule: query heads divide; kv heads divide or are divided."""
-        kv = spec.num_kv_heads
-        if spec.num_heads % count or (kv % count and count % kv):
-            raise ValueError(
-                f"--rollout-tp {count} does not fit the model's {spec.num_heads} attention heads "
-                f"and {kv} key/value heads; it must divide the first, and divide or be a multiple "
-                "of the second"
-            )
-
-    def _kv(self, spec: ModelSpec, index: int, count: int) -> tuple[int, int]:
-        """First key/value head and number of them on a rank."""
-        if count <= spec.num_kv_heads:
-            return _span(spec.num_kv_heads, index, count, "num_kv_heads")
-        return index // (count // spec.num_kv_heads), 1
-
-    def local_shape(self, spec: ModelSpec, count: int, vocab_multiple: int) -> tuple[int, ...]:
-        """``[q / count + 2 kv_local, hidden]``."""
-        self.check(spec, count)
-        heads = spec.num_heads // count + 2 * self._kv(spec, 0, count)[1]
-        return self._shape(spec, heads * spec.head_dim)
-
-    def cuts(self, spec: ModelSpec, index: int, count: int, vocab_multiple: int) -> Iterator[Cut]:
-        """Three rectangles."""
-        self.check(spec, count)
-        head = spec.head_dim
-        q_start, q_rows = _span(spec.q_size, index, count, "q_size")
-        first, heads = self._kv(spec, index, count)
-        yield self._cut(spec, "q", q_start, 0, q_rows)
-        yield self._cut(spec, "k", first * head, q_rows, heads * head)
-        yield self._cut(spec, "v", first * head, q_rows + heads * head, heads * head)
-
-
-def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """The vocabulary rounded up to a multiple."""
-    return -(-vocab_size // multiple) * multiple
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTable:
-    """All rows of a family on both sides, keyed by HF tensor names.
+class Block:
+    """Rows of one part of a model on both sides.
 
     ``trainer`` rows use megatron-core's parameter names, ``engine`` rows vLLM's.
     """
 
-    family: str
-    architectures: tuple[str, ...]
     trainer: tuple[Row, ...]
     engine: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """All rows of a family, keyed by HF tensor names."""
+
+    family: str
+    architectures: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+    def trainer_rows(self, spec: ModelSpec) -> tuple[Row, ...]:
+        """The rows that a model of this spec has in the trainer."""
+        return tuple(r for block in self.blocks for r in block.trainer if r.exists(spec))
+
+    def engine_rows(self, spec: ModelSpec) -> tuple[Row, ...]:
+        """The rows that a model of this spec has in the engine."""
+        return tuple(r for block in self.blocks for r in block.engine if r.exists(spec))

@@ -3,18 +3,83 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mindspeed_rl.models.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """Mixture of experts.
+
+    Attributes:
+        num_experts: routed experts of one layer.
+        top_k: experts per token.
+        ffn_hidden_size: of one routed expert.
+        shared_ffn_hidden_size: of all shared experts together; 0: there are none.
+        layers: for every layer whether it has experts (the others have a dense MLP).
+        score_function: ``"softmax"`` or ``"sigmoid"``.
+        normalize_top_k: the weights of the chosen experts sum to 1.
+        router_bias: a bias per expert takes part in the choice, but not in the weights.
+        num_groups: experts are chosen from the best ``top_k_groups`` of so many groups; 1: of all.
+        top_k_groups: see ``num_groups``.
+        scaling_factor: routed outputs are multiplied by it.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    layers: tuple[bool, ...]
+    shared_ffn_hidden_size: int = 0
+    score_function: str = "softmax"
+    normalize_top_k: bool = True
+    router_bias: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_k <= self.num_experts:
+            raise ValueError(
+                f"model config: num_experts_per_tok {self.top_k} is not between 1 and the "
+                f"{self.num_experts} experts"
+            )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"model config: n_group {self.num_groups} does not divide the "
+                f"{self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+        q_lora_rank: size of the compressed query; 0: queries are not compressed.
+        kv_lora_rank: size of the compressed key and value.
+        nope_head_dim: channels of a query and key head without rotary embedding.
+        rope_head_dim: channels of a query head, and of the shared key, with it.
+        v_head_dim: channels of a value head.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """All numbers that the trainer, the engine layout and the planner need.
 
-    ``q_size`` and ``kv_size`` are the row counts of the fused query and key/value projections.
-    Weight tables name their dimensions by the attribute names of this class.
+    Weight tables name their dimensions and conditions by the attribute names of this class.
+    ``num_mtp_layers`` counts the checkpoint's multi-token-prediction layers, which are not built.
     """
 
     family: str
@@ -26,10 +91,14 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     norm_eps: float
-    rope_theta: float
+    rope: RopeSpec
     max_position_embeddings: int
     tie_embeddings: bool
-    qkv_bias: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    moe: MoESpec | None = None
+    latent: LatentAttentionSpec | None = None
+    num_mtp_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -42,9 +111,13 @@ class ModelSpec:
                 f"num_key_value_heads {self.num_kv_heads}"
             )
 
+    # Dimensions of weight tables.
+
     @property
     def q_size(self) -> int:
         """Rows of the query projection."""
+        if self.latent:
+            return self.num_heads * (self.latent.nope_head_dim + self.latent.rope_head_dim)
         return self.num_heads * self.head_dim
 
     @property
@@ -52,27 +125,87 @@ class ModelSpec:
         """Rows of the key (and of the value) projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def attention_size(self) -> int:
+        """Columns of the output projection of attention."""
+        return self.num_heads * (self.latent.v_head_dim if self.latent else self.head_dim)
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated channels of a query head."""
+        return self.latent.rope_head_dim if self.latent else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention scores before the softmax.
+
+        Where all channels of queries and keys are rotated, the factor of cosine and sine amounts to
+        its square here.
+        """
+        if self.latent:
+            return 1 / math.sqrt(self.head_dim) * self.rope.softmax_mscale**2
+        return 1 / math.sqrt(self.head_dim) * self.rope.attention_factor**2
+
+    @property
+    def q_lora_rank(self) -> int:
+        """Size of the compressed query; 0 where there is none."""
+        return self.latent.q_lora_rank if self.latent else 0
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Size of the compressed key and value; 0 where there is none."""
+        return self.latent.kv_lora_rank if self.latent else 0
+
+    @property
+    def kv_a_size(self) -> int:
+        """Rows of the joint down projection of latent key/value and rotary key."""
+        return self.latent.kv_lora_rank + self.latent.rope_head_dim if self.latent else 0
+
+    @property
+    def kv_b_size(self) -> int:
+        """Rows of the up projection of latent key/value."""
+        latent = self.latent
+        return self.num_heads * (latent.nope_head_dim + latent.v_head_dim) if latent else 0
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 without."""
+        return self.moe.num_experts if self.moe else 0
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Intermediate size of a routed expert."""
+        return self.moe.ffn_hidden_size if self.moe else 0
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """Intermediate size of the shared experts together."""
+        return self.moe.shared_ffn_hidden_size if self.moe else 0
+
+    # Conditions of weight tables.
+
+    @property
+    def router_bias(self) -> bool:
+        """Whether routers have a bias for the choice of experts."""
+        return self.moe is not None and self.moe.router_bias
+
+    @property
+    def compressed_query(self) -> bool:
+        """Latent attention with a compressed query."""
+        return self.q_lora_rank > 0
+
+    @property
+    def plain_query(self) -> bool:
+        """Latent attention with a full query projection."""
+        return self.latent is not None and self.q_lora_rank == 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (from 0) has experts instead of a dense MLP."""
+        return self.moe is not None and self.moe.layers[layer]
+
     def dims(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The sizes behind dimension names, e.g. ``("q_size", "hidden_size")``."""
         return tuple(int(getattr(self, name)) for name in names)
-
-
-def rope_theta_of(config: Mapping[str, Any]) -> float:
-    """RoPE base from either spelling of a config; refuses scaled RoPE.
-
-    transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 ``rope_parameters``.
-    """
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type")
-    if kind not in (None, "default"):
-        raise ValueError(
-            f"config.json: rope type {kind!r} is not supported for this family; allowed: 'default'"
-        )
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ValueError("config.json: neither rope_theta nor rope_parameters.rope_theta is there")
-    return float(theta)
 
 
 def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:

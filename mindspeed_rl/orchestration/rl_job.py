@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_rl.algorithms.losses import ClipSettings
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
@@ -28,6 +28,7 @@ from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm_versions import installed_layout
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     """Build the parts in the order in which mistakes are cheapest. Collective: the world."""
+    vllm = installed_layout(job.plan.vllm, job.platform.name)
+    job = replace(job, plan=replace(job.plan, vllm=vllm))
     config, plan, rank = job.config, job.plan, job.world.rank
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
@@ -218,11 +221,11 @@ def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> No
         )
 
 
-def rollout_dtype(config: RLRunConfig) -> torch.dtype:
+def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
     """Element type of the engine."""
-    name = config.rollout.rollout_dtype
+    name = rollout.rollout_dtype
     if name == "auto":
-        return torch.bfloat16 if config.train.bf16 else torch.float32
+        return torch.bfloat16 if train.bf16 else torch.float32
     return DTYPES[name]
 
 
@@ -235,7 +238,7 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
             layout=job.plan.vllm,
             rank=job.world.rank,
             platform=job.platform,
-            dtype=str(rollout_dtype(config)).removeprefix("torch."),
+            dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
             max_model_len=job.plan.max_model_len,
             kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
             seed=config.train.seed,
@@ -251,13 +254,13 @@ def build_phases(
 ) -> Phases:
     """The state machine with its weight path. Collective: plans are compared."""
     config, plan, world = job.config, job.plan, job.world
-    dtype = rollout_dtype(config)
+    dtype = rollout_dtype(config.rollout, config.train)
     resharder = Resharder(
         plan.megatron,
         plan.vllm,
         rank=world.rank,
         ranks_per_node=world.local_size,
-        transport=AllToAllTransport(world.size, dtype, job.platform.device, None),
+        transport=AllToAllTransport(world.size, job.platform.device, None),
         dtype=dtype,
         bucket_bytes=int(config.rollout.reshard_bucket_mb * 2**20),
     )

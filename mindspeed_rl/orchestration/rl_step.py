@@ -62,7 +62,7 @@ def collect(run: RLJob, step: int) -> Collected:
 def my_share(run: RLJob, num_samples: int) -> range:
     """The sample ids that this rank's engine generates: contiguous, sizes differ by at most 1."""
     engine = run.plan.engine
-    replica, count = engine.replica_of(run.rank), engine.num_replicas
+    replica, count = engine.group_of(run.rank), engine.num_groups
     return range(num_samples * replica // count, num_samples * (replica + 1) // count)
 
 
@@ -298,7 +298,7 @@ def probe(run: RLJob) -> float:
         RuntimeError: it exceeds ``--rl-sync-check-tol``.
     """
     run.phases.to_rollout(run.version)
-    engines = run.plan.engine.num_replicas
+    engines = run.plan.engine.num_groups
     prompts = [run.prompts[i % len(run.prompts)] for i in range(engines)]
     settings = run.sampling(run.config.rl.rl_default_temperature)
     settings = replace(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import parse
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.orchestration.limits import Limits
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.orchestration.watchdog import Watchdog
     from mindspeed_rl.platforms.base import Platform
 
-Run = TypeVar("Run", RLRunConfig, PretrainRunConfig)
+Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 Plan_co = TypeVar("Plan_co", covariant=True)
 
 USAGE_ERROR = 2

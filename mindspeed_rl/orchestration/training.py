@@ -71,15 +71,21 @@ def local_batches(
     All ranks are given all samples in the same order. Local.
     """
     parallel, train = job.plan.parallel, job.config.train
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    shards = parallel.tp if job.config.parallel.shards_sequence else 1
     plan = plan_micro_batches(
         [sample.length for sample in samples],
         dp=parallel.dp,
         micro_batch_size=train.micro_batch_size,
         max_tokens=train.max_tokens_per_micro_batch,
-        multiple=parallel.tp if job.config.parallel.shards_sequence else 1,
+        multiple=chunks * shards,
+        sequence_multiple=chunks,
+        count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
     )
     mine = plan.assignment[parallel.coords(job.world.rank).dp]
-    return engine.prepare([pack([samples[i] for i in mb], plan.padded_length) for mb in mine])
+    return engine.prepare(
+        [pack([samples[i] for i in mb], plan.padded_length, chunks) for mb in mine]
+    )
 
 
 def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
@@ -98,7 +104,7 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
         files,
         rank=rank,
         ranks_per_node=job.world.local_size,
-        transport=AllToAllTransport(job.world.size, dtype, platform.device, None),
+        transport=AllToAllTransport(job.world.size, platform.device, None),
         dtype=dtype,
         bucket_bytes=512 << 20,
     )

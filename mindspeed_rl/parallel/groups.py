@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
-from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.layout import Coords, ExpertCoords, ParallelLayout
 
 
 def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:
-    """The ranks of every tensor, pipeline and data-parallel group, as megatron-core forms them."""
-    ranks = range(layout.world)
+    """The ranks of every group of every axis of both grids, as megatron-core forms them."""
     result = {}
-    for axis, others in (("tp", "cp dp pp"), ("pp", "tp cp dp"), ("dp", "tp cp pp")):
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in ranks:
-            coords = layout.coords(rank)
-            key = tuple(int(getattr(coords, other)) for other in others.split())
-            groups.setdefault(key, []).append(rank)
-        result[axis] = list(groups.values())
+    for axis in ("tp", "cp", "dp", "pp"):
+        result[axis] = _groups(layout.world, layout.coords, axis)
+    for axis, name in (("tp", "etp"), ("ep", "ep"), ("dp", "edp")):
+        result[name] = _groups(layout.world, layout.expert_coords, axis)
     return result
+
+
+def _groups(
+    world: int, coords_of: Callable[[int], Coords | ExpertCoords], axis: str
+) -> list[list[int]]:
+    """Ranks that differ along one axis only."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world):
+        coords = coords_of(rank)
+        others = tuple(getattr(coords, name) for name in coords.__slots__ if name != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
 
 
 def check_group(layout: ParallelLayout, axis: str, group: dist.ProcessGroup) -> None:

@@ -1,12 +1,15 @@
-"""Where each rank stands in the training grid: pure arithmetic, no process groups.
+"""Where each rank stands in the training and rollout grids: pure arithmetic, no process groups.
 
 Rank order is Megatron's default ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline
-stages are furthest apart.
+stages are furthest apart. Experts have a grid of their own over the ranks of a stage: expert tensor
+parallelism is innermost, then expert parallelism, then their data parallelism.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from mindspeed_rl.parallel.stages import StageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,34 +23,56 @@ class Coords:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelLayout:
-    """The training layout. ``dp`` is what remains: ``world / (tp cp pp)``.
+class ExpertCoords:
+    """Position of a rank along each axis of the expert grid."""
 
-    ``layers_per_stage`` lists the layers of each pipeline stage in order.
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """The training layout.
+
+    ``dp`` is what remains of the world: ``world / (tp cp pp)``; experts have a data parallelism of
+    ``world / (etp ep pp)``.
     """
 
     world: int
-    tp: int
-    pp: int
-    cp: int
-    layers_per_stage: tuple[int, ...]
+    stages: StageLayout
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @classmethod
     def build(
-        cls, *, world: int, tp: int = 1, pp: int = 1, cp: int = 1, num_layers: int
+        cls,
+        *,
+        world: int,
+        stages: StageLayout,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
     ) -> ParallelLayout:
-        """An even split of ``num_layers`` over ``pp`` stages.
+        """Check the sizes; ``etp`` is ``tp`` when not given.
 
         Raises:
-            ValueError: sizes that do not multiply into ``world`` or do not divide the layers.
+            ValueError: sizes that do not multiply into ``world``.
         """
+        etp = tp if etp is None else etp
         for flag, size in (
             ("--tensor-model-parallel-size", tp),
-            ("--pipeline-model-parallel-size", pp),
             ("--context-parallel-size", cp),
+            ("--expert-model-parallel-size", ep),
+            ("--expert-tensor-parallel-size", etp),
         ):
             if size < 1:
                 raise ValueError(f"{flag} {size}: must be at least 1")
+        pp = stages.pp
         if world % (tp * pp * cp):
             raise ValueError(
                 f"world size {world} is not a multiple of --tensor-model-parallel-size {tp} x "
@@ -55,12 +80,18 @@ class ParallelLayout:
                 f"{tp * pp * cp}; start torchrun with a multiple of {tp * pp * cp} ranks or "
                 "lower a parallel size"
             )
-        if num_layers % pp:
+        if world // pp % (ep * etp):
             raise ValueError(
-                f"--pipeline-model-parallel-size {pp} does not divide the model's {num_layers} "
-                f"layers; allowed: the divisors of {num_layers}"
+                f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} = "
+                f"{ep * etp} does not divide the {world // pp} ranks of a pipeline stage; lower "
+                "one of the two"
             )
-        return cls(world, tp, pp, cp, (num_layers // pp,) * pp)
+        return cls(world, stages, tp, cp, ep, etp)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.stages.pp
 
     @property
     def dp(self) -> int:
@@ -68,14 +99,22 @@ class ParallelLayout:
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
+    def expert_dp(self) -> int:
+        """Data-parallel size of experts."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    @property
     def ranks_per_stage(self) -> int:
         """Ranks of one pipeline stage."""
         return self.world // self.pp
 
-    def coords(self, rank: int) -> Coords:
-        """The position of ``rank``."""
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")
+
+    def coords(self, rank: int) -> Coords:
+        """The position of ``rank`` in the dense grid."""
+        self._check_rank(rank)
         return Coords(
             tp=rank % self.tp,
             cp=rank // self.tp % self.cp,
@@ -83,8 +122,18 @@ class ParallelLayout:
             pp=rank // self.ranks_per_stage,
         )
 
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """The position of ``rank`` in the expert grid."""
+        self._check_rank(rank)
+        return ExpertCoords(
+            tp=rank % self.etp,
+            ep=rank // self.etp % self.ep,
+            dp=rank // (self.etp * self.ep) % self.expert_dp,
+            pp=rank // self.ranks_per_stage,
+        )
+
     def rank(self, coords: Coords) -> int:
-        """The rank at a position."""
+        """The rank at a position of the dense grid."""
         return (
             coords.tp
             + self.tp * (coords.cp + self.cp * coords.dp)
@@ -95,26 +144,24 @@ class ParallelLayout:
         """The ranks that hold the same dense parameters: all of (cp, dp) at one (tp, pp)."""
         return range(pp * self.ranks_per_stage + tp, (pp + 1) * self.ranks_per_stage, self.tp)
 
-    def stage_of(self, layer: int) -> int:
-        """The pipeline stage that holds a global layer."""
-        first = 0
-        for stage, count in enumerate(self.layers_per_stage):
-            if first <= layer < first + count:
-                return stage
-            first += count
-        raise ValueError(f"layer {layer} is not one of {sum(self.layers_per_stage)}")
-
-    def first_layer(self, stage: int) -> int:
-        """The first global layer of a stage."""
-        return sum(self.layers_per_stage[:stage])
+    def expert_replicas(self, etp: int, ep: int, pp: int) -> range:
+        """The ranks that hold the same expert parameters."""
+        first = pp * self.ranks_per_stage
+        return range(first + etp + self.etp * ep, first + self.ranks_per_stage, self.etp * self.ep)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The rollout layout: replicas of ``tp`` consecutive ranks (vLLM's order)."""
+    """The rollout layout: an engine is ``tp x dp`` consecutive ranks, tensor parallelism innermost.
+
+    With ``expert_parallel`` the experts of a layer are spread over all ranks of the engine, whole;
+    without, every expert is cut over all of them. Dense models have ``dp`` 1.
+    """
 
     world: int
     tp: int
+    dp: int = 1
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.world % self.tp:
@@ -122,20 +169,54 @@ class EngineLayout:
                 f"--rollout-tp {self.tp} does not divide the world size {self.world}; allowed: "
                 f"the divisors of {self.world}"
             )
+        if self.dp < 1 or self.world % self.size:
+            raise ValueError(
+                f"--rollout-tp {self.tp} x --rollout-dp {self.dp} = {self.size} does not divide "
+                f"the world size {self.world}; allowed for --rollout-dp: the divisors of "
+                f"{self.world // self.tp}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Ranks of one engine."""
+        return self.tp * self.dp
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return self.size if self.expert_parallel else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return 1 if self.expert_parallel else self.size
 
     @property
     def num_replicas(self) -> int:
         """Independent engines."""
-        return self.world // self.tp
+        return self.world // self.size
 
     def replica_of(self, rank: int) -> int:
         """The engine that a rank belongs to."""
-        return rank // self.tp
+        return rank // self.size
 
     def tp_rank(self, rank: int) -> int:
-        """Position inside the engine."""
+        """Position among the ranks that are given the same prompts."""
         return rank % self.tp
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks with prompts of their own: data-parallel ranks of all engines."""
+        return self.world // self.tp
+
+    def group_of(self, rank: int) -> int:
+        """The group with prompts of its own that a rank belongs to."""
+        return rank // self.tp
+
     def replicas(self, tp_rank: int) -> range:
-        """The ranks that hold the same weights."""
+        """The ranks that hold the same dense weights."""
         return range(tp_rank, self.world, self.tp)
+
+    def expert_replicas(self, position: int) -> range:
+        """The ranks at one position of their engine: they hold the same expert weights."""
+        return range(position, self.world, self.size)

@@ -1,9 +1,10 @@
-"""Rectangles of tensors, in elements."""
+"""Rectangles of tensors, in elements, and views of parameters that they lie in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,24 @@ class Box:
         """This rectangle, given relative to ``origin``, at the same offset inside ``target``."""
         lo = tuple(t + a - o for t, a, o in zip(target.lo, self.lo, origin.lo, strict=True))
         return Box(lo, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamView:
+    """Which part of a stored parameter a rectangle speaks of.
+
+    Attributes:
+        index: position in the leading dimensions, e.g. the expert of a stack.
+        transposed: the stored matrix has its last two dimensions swapped.
+    """
+
+    index: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def of(self, param: Any) -> Any:
+        """The view of a tensor (shares its memory)."""
+        shown = param[self.index] if self.index else param
+        return shown.swapaxes(-1, -2) if self.transposed else shown
+
+
+PLAIN = ParamView()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.executor import wire_dtype
 from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
 _MULTIPLIER_1 = -4658895280553007687  # 0xbf58476d1ce4e5b9 of splitmix64, as a signed integer
@@ -72,13 +73,19 @@ class _Share:
     piece: Piece
     row: int
     shape: tuple[int, ...]
+    dtype: str
 
 
 def _shares(
     layout: ShardLayout, rank: int, rows: Mapping[str, int], *, primary_only: bool
 ) -> tuple[_Share, ...]:
     return tuple(
-        _Share(shard.piece, rows[shard.piece.hf_name], layout.hf_shapes[shard.piece.hf_name])
+        _Share(
+            shard.piece,
+            rows[shard.piece.hf_name],
+            layout.hf_shapes[shard.piece.hf_name],
+            layout.dtype_of(shard.piece.hf_name),
+        )
         for shard in pieces_of(layout, rank)
         if not primary_only or (not shard.mirror and shard.holders[0] == rank)
     )
@@ -90,7 +97,8 @@ def _sum_shares(
     sums = torch.zeros(count, dtype=torch.int64)
     for share in shares:
         piece = share.piece
-        values = params[piece.param].detach()[piece.param_box.slices].to(dtype)
+        shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
+        values = shown.to(wire_dtype(share.dtype, dtype))
         sums[share.row] += box_checksum(values, piece.hf_box, share.shape).cpu()
     return sums
 

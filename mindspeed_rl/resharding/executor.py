@@ -15,15 +15,26 @@ from mindspeed_rl.resharding.transports import Transport
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One rank's part of one round, grouped by peer."""
+    """One rank's part of one round, grouped by peer; its tensors have one element type."""
 
     sends: Mapping[int, tuple[Transfer, ...]]
     receives: Mapping[int, tuple[Transfer, ...]]
     copies: tuple[Transfer, ...]
     names: tuple[str, ...]
+    dtype: str
 
 
-def split_rounds(plan: ReshardPlan, rounds: Iterable[tuple[str, ...]]) -> tuple[Round, ...]:
+def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
+    """The element type on the wire of a tensor with a declared type (``""``: none of its own)."""
+    if not declared:
+        return default
+    dtype: torch.dtype = getattr(torch, declared)
+    return dtype
+
+
+def split_rounds(
+    plan: ReshardPlan, rounds: Iterable[tuple[str, ...]], source: ShardLayout
+) -> tuple[Round, ...]:
     """Distribute a plan over rounds of tensor names. Both ends keep the plan's order."""
     result = []
     for names in rounds:
@@ -34,6 +45,7 @@ def split_rounds(plan: ReshardPlan, rounds: Iterable[tuple[str, ...]]) -> tuple[
                 _by_peer((t for t in plan.receives if t.hf_name in member), lambda t: t.src_rank),
                 tuple(t for t in plan.copies if t.hf_name in member),
                 names,
+                source.dtype_of(names[0]),
             )
         )
     return tuple(result)
@@ -57,7 +69,7 @@ class Resharder:
         rank: global rank.
         ranks_per_node: for the choice of near sources.
         transport: moves the messages.
-        dtype: element type on the wire: the target's.
+        dtype: element type on the wire of tensors that have none of their own: the target's.
         bucket_bytes: bound of the staging of one round.
     """
 
@@ -74,7 +86,7 @@ class Resharder:
     ) -> None:
         self.plan = plan_reshard(source, target, rank, ranks_per_node)
         names = plan_rounds(source, target, bucket_bytes, dtype.itemsize, ranks_per_node)
-        self.rounds = split_rounds(self.plan, names)
+        self.rounds = split_rounds(self.plan, names, source)
         self._transport = transport
         self._dtype = dtype
 
@@ -101,24 +113,31 @@ class Resharder:
     def _run_round(
         self, part: Round, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
     ) -> None:
+        dtype = wire_dtype(part.dtype, self._dtype)
         sends = {
-            peer: torch.cat([_flat(read[t.src_param], t, self._dtype) for t in transfers])
+            peer: torch.cat([_flat(read[t.src_param], t, dtype) for t in transfers])
             for peer, transfers in part.sends.items()
         }
         sizes = {
             peer: sum(t.dst_box.num_elements for t in transfers)
             for peer, transfers in part.receives.items()
         }
-        received = self._transport.exchange(sends, sizes)
+        received = self._transport.exchange(sends, sizes, dtype)
         for t in part.copies:
-            write[t.dst_param][t.dst_box.slices].copy_(read[t.src_param][t.src_box.slices])
+            _target(write, t).copy_(t.src_view.of(read[t.src_param])[t.src_box.slices])
         for peer, transfers in part.receives.items():
             start = 0
             for t in transfers:
                 flat = received[peer][start : start + t.dst_box.num_elements]
-                write[t.dst_param][t.dst_box.slices].copy_(flat.reshape(t.dst_box.size))
+                _target(write, t).copy_(flat.reshape(t.dst_box.size))
                 start += t.dst_box.num_elements
 
 
 def _flat(param: torch.Tensor, transfer: Transfer, dtype: torch.dtype) -> torch.Tensor:
-    return param[transfer.src_box.slices].to(dtype).flatten()
+    source: torch.Tensor = transfer.src_view.of(param)[transfer.src_box.slices]
+    return source.to(dtype).flatten()
+
+
+def _target(write: Mapping[str, torch.Tensor], transfer: Transfer) -> torch.Tensor:
+    target: torch.Tensor = transfer.dst_view.of(write[transfer.dst_param])
+    return target[transfer.dst_box.slices]

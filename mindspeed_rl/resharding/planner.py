@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.boxes import Box, ParamView
 from mindspeed_rl.resharding.layouts.base import Shard, ShardLayout
 
 
@@ -27,8 +27,10 @@ class Transfer:
     hf_box: Box
     src_param: str
     src_box: Box
+    src_view: ParamView
     dst_param: str
     dst_box: Box
+    dst_view: ParamView
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,10 @@ def _transfer(src: Shard, dst: Shard, box: Box, src_rank: int, dst_rank: int) ->
         box,
         src.piece.param,
         box.moved(src.piece.hf_box, src.piece.param_box),
+        src.piece.view,
         dst.piece.param,
         box.moved(dst.piece.hf_box, dst.piece.param_box),
+        dst.piece.view,
     )
 
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.planner import choose_source
 
+_ITEM_BYTES = {"float32": 4}
+
 
 @lru_cache(maxsize=4096)
 def _most_served(sources: range, destinations: range, ranks_per_node: int) -> int:
@@ -53,14 +55,14 @@ def plan_rounds(
     item_bytes: int,
     ranks_per_node: int,
 ) -> tuple[tuple[str, ...], ...]:
-    """HF tensor names of each round, the same on every rank.
+    """HF tensor names of each round, the same on every rank. A round has one element type.
 
     Args:
         source: the sending layout.
         target: the receiving layout.
         bucket_bytes: bound of send plus receive staging of one round on one rank. A single tensor
             whose shards exceed it makes a round of its own.
-        item_bytes: bytes of one element on the wire.
+        item_bytes: bytes of one element on the wire, for tensors without a type of their own.
         ranks_per_node: as in the plans.
     """
     if bucket_bytes < 1:
@@ -69,8 +71,11 @@ def plan_rounds(
     current: list[str] = []
     used = 0
     for name in _interleave_stages(source):
-        cost = _largest_staging(source, target, name, ranks_per_node) * item_bytes
-        if current and used + cost > bucket_bytes:
+        dtype = source.dtype_of(name)
+        size = _ITEM_BYTES.get(dtype, item_bytes)
+        cost = _largest_staging(source, target, name, ranks_per_node) * size
+        other = bool(current) and source.dtype_of(current[0]) != dtype
+        if current and (other or used + cost > bucket_bytes):
             rounds.append(tuple(current))
             current, used = [], 0
         current.append(name)
@@ -81,11 +86,18 @@ def plan_rounds(
 
 
 def _interleave_stages(source: ShardLayout) -> Sequence[str]:
-    """Tensor names ordered so that the holders of neighbours differ: one of each stage in turn."""
-    by_holder: dict[int, list[str]] = {}
+    """Tensor names ordered so that the holders of neighbours differ: one of each stage in turn.
+
+    Tensors with an element type of their own come last.
+    """
+    by_dtype: dict[str, dict[int, list[str]]] = {}
     for name in source.hf_shapes:
         first = next(shard for shard in source.shards(name) if not shard.mirror)
+        by_holder = by_dtype.setdefault(source.dtype_of(name), {})
         by_holder.setdefault(first.holders.start, []).append(name)
-    queues = list(by_holder.values())
-    longest = max(len(queue) for queue in queues)
-    return [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
+    order: list[str] = []
+    for dtype in sorted(by_dtype):
+        queues = list(by_dtype[dtype].values())
+        longest = max(len(queue) for queue in queues)
+        order += [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
+    return order

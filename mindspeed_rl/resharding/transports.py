@@ -18,13 +18,17 @@ class Transport(Protocol):
     sent_bytes: int
 
     def exchange(
-        self, sends: Mapping[int, torch.Tensor], receive_sizes: Mapping[int, int]
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receive_sizes: Mapping[int, int],
+        dtype: torch.dtype,
     ) -> dict[int, torch.Tensor]:
         """Send flat tensors to peers and receive flat tensors from peers.
 
         Args:
             sends: peer -> [elements].
             receive_sizes: peer -> number of elements that it sends to this rank.
+            dtype: of all messages; equal on all ranks.
 
         Returns:
             peer -> [elements].
@@ -35,23 +39,23 @@ class Transport(Protocol):
 class AllToAllTransport:
     """One all-to-all-v per round over a process group that holds all ranks. Collective."""
 
-    def __init__(
-        self, world: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, world: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._world = world
-        self._dtype = dtype
         self._device = device
         self._group = group
         self.sent_bytes = 0
 
     def exchange(
-        self, sends: Mapping[int, torch.Tensor], receive_sizes: Mapping[int, int]
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receive_sizes: Mapping[int, int],
+        dtype: torch.dtype,
     ) -> dict[int, torch.Tensor]:
         """Send and receive in rank order. Collective."""
         in_sizes = [sends[p].numel() if p in sends else 0 for p in range(self._world)]
         out_sizes = [receive_sizes.get(p, 0) for p in range(self._world)]
-        outgoing = torch.empty(sum(in_sizes), dtype=self._dtype, device=self._device)
-        incoming = torch.empty(sum(out_sizes), dtype=self._dtype, device=self._device)
+        outgoing = torch.empty(sum(in_sizes), dtype=dtype, device=self._device)
+        incoming = torch.empty(sum(out_sizes), dtype=dtype, device=self._device)
         start = 0
         for peer in sorted(sends):
             outgoing[start : start + sends[peer].numel()] = sends[peer]

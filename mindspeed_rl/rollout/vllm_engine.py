@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.derived_state import DerivedState
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
@@ -25,7 +26,7 @@ from mindspeed_rl.rollout.engine import (
     requests_digest,
 )
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
-from mindspeed_rl.rollout.vllm_versions import engine_capabilities
+from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
 from mindspeed_rl.types import Completion
 
 
@@ -81,6 +82,7 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
+        settings |= _model_settings(layout)
         clash = sorted(set(settings) & set(options) - {"enforce_eager"})
         if clash:
             raise ValueError(
@@ -92,6 +94,7 @@ class VllmEngine:
         self._engine: Any = self._llm.llm_engine
         runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = runner.model
+        self._derived = DerivedState(self._model, self._engine.model_config.dtype)
         self._kv_storages = list(_kv_storages(runner))
         self._check_layout()
 
@@ -99,11 +102,24 @@ class VllmEngine:
         import vllm
         from vllm import LLM
 
-        from mindspeed_rl.rollout.patches import plain_linear, shared_memory_names
+        from mindspeed_rl.rollout.patches import (
+            expert_parallel,
+            plain_linear,
+            shared_memory_names,
+        )
 
-        engine_capabilities(vllm.__version__, self._platform.name)
+        row = engine_capabilities(vllm.__version__, self._platform.name)
+        check_model_support(row, self._layout.spec)
+        engine = self._layout.engine
+        if engine.dp > 1 and engine.num_replicas > 1 and not row.data_parallel_replicas:
+            raise ValueError(
+                f"--rollout-dp {engine.dp}: with vLLM {vllm.__version__} one engine must fill the "
+                f"world of {engine.world}; allowed: {engine.world // engine.tp} or 1"
+            )
         if self._platform.name == "cpu":
             plain_linear.apply()
+            if engine.expert_parallel or engine.dp > 1:
+                expert_parallel.apply()
             nonce = [os.urandom(6).hex()]
             dist.broadcast_object_list(nonce, 0)
             shared_memory_names.apply(nonce[0])
@@ -119,7 +135,7 @@ class VllmEngine:
         return llm
 
     def _check_layout(self) -> None:
-        built = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        built = {name: tuple(p.shape) for name, p in self._params().items()}
         declared = dict(self._layout.local_shapes(self._rank))
         if built != declared:
             wrong = sorted(
@@ -140,15 +156,30 @@ class VllmEngine:
         return self._version
 
     def weight_views(self) -> dict[str, torch.Tensor]:
-        """Live parameters by vLLM's names."""
+        """Live parameters by vLLM's names, for writing between begin and finish of an update.
+
+        Raises:
+            RuntimeError: outside an update, of a model whose experts the engine keeps packed.
+        """
+        if self._version != -1 and self._derived.packs_experts:
+            raise RuntimeError("weight_views: expert weights are packed outside an update")
+        return self._params()
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """Parameters by vLLM's names in plain order; packed ones are copies."""
+        return {name: self._derived.read(name, p) for name, p in self._params().items()}
+
+    def _params(self) -> dict[str, torch.Tensor]:
         return {name: p.data for name, p in self._model.named_parameters()}
 
     def begin_update(self) -> None:
-        """Generating is refused until :meth:`finish_update`."""
+        """Generating is refused until :meth:`finish_update`, which needs all weights written."""
         self._version = -1
+        self._derived.begin()
 
     def finish_update(self, version: int) -> None:
-        """Forget what was computed with other weights (R7)."""
+        """Derive what follows from the weights, forget what was computed with others (R7)."""
+        self._derived.finish()
         self._reset_prefix_cache()
         self._version = version
 
@@ -203,7 +234,6 @@ class VllmEngine:
     def _run(
         self, requests: Sequence[GenerationRequest], settings: SamplingSettings
     ) -> dict[int, Any]:
-        """The step loop: ours, so that other work can be put between the steps of the engine."""
         from vllm.inputs.engine import tokens_input
 
         base = _sampling_params(settings)
@@ -212,11 +242,46 @@ class VllmEngine:
             params = copy.copy(base)
             params.seed = request.seed
             self._engine.add_request(str(request.sample_id), prompt, params)
+        return {key: output.outputs[0] for key, output in self._step_until_done().items()}
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, with_entropy: bool
+    ) -> list[list[tuple[float, float]]]:
+        """log-prob and entropy of every token after the first of each sequence.
+
+        Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs the
+        argument ``max_logprobs=-1`` of the engine and time for its whole distribution.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=temperature,
+            seed=0,
+            prompt_logprobs=-1 if with_entropy else 0,
+            detokenize=False,
+        )
+        with preserved_rng(self._platform):
+            for number, ids in enumerate(sequences):
+                prompt = tokens_input(prompt_token_ids=list(ids))
+                self._engine.add_request(str(number), prompt, copy.copy(params))
+            outputs = self._step_until_done()
+        return [
+            _token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
+            for number, ids in enumerate(sequences)
+        ]
+
+    def _step_until_done(self) -> dict[int, Any]:
+        """The step loop: ours, so that other work can be put between the steps of the engine.
+
+        Ranks without requests of their own keep stepping while others of their engine have some.
+        """
         finished: dict[int, Any] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
-                    finished[int(output.request_id)] = output.outputs[0]
+                    finished[int(output.request_id)] = output
         return finished
 
     def _check_agreement(self, digest: bytes) -> None:
@@ -236,6 +301,22 @@ class VllmEngine:
                 f"{self._layout.engine.replica_of(self._rank)} were given other prompts, sampling "
                 "settings or weights than its first rank"
             )
+
+
+def _model_settings(layout: VllmLayout) -> dict[str, Any]:
+    """Arguments that follow from the model and its layout."""
+    engine = layout.engine
+    settings: dict[str, Any] = {}
+    if engine.dp > 1:
+        settings["data_parallel_size"] = engine.dp
+    if engine.expert_parallel:
+        settings["enable_expert_parallel"] = True
+    if layout.spec.latent:
+        # the CPU kernel rotates the queries of latent attention wrongly, without an error
+        settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        # transformers 5 leaves the key out, vLLM reads it
+        settings["hf_overrides"] = {"topk_method": "noaux_tc"}
+    return settings
 
 
 def _sampling_params(settings: SamplingSettings) -> Any:
@@ -258,6 +339,20 @@ def _sampling_params(settings: SamplingSettings) -> Any:
         detokenize=False,
         skip_clone=True,  # a deep copy per request costs more than sampling a short response
     )
+
+
+def _token_scores(
+    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
+) -> list[tuple[float, float]]:
+    """log-prob and entropy of each token after the first, from vLLM's prompt log-probs."""
+    scores = []
+    for token, entry in zip(ids[1:], entries[1:], strict=True):
+        entropy = 0.0
+        if with_entropy:
+            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
+            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
+        scores.append((float(entry[token].logprob), entropy))
+    return scores
 
 
 def _completion(output: Any, version: int) -> Completion:

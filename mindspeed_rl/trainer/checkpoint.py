@@ -8,6 +8,7 @@ layout only. The folder's bookkeeping is :mod:`mindspeed_rl.checkpoint.resume`.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -163,7 +164,8 @@ def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rn
     )
     wanted = _sharded_state(engine, with_optimizer, with_rng, loading=True)
     state = dist_checkpointing.load(wanted, str(path), strategy)
-    engine.module.load_state_dict(state["model"])
+    for key, module in _modules(engine).items():
+        module.load_state_dict(state[key])
     if with_optimizer:
         _load_optimizer(engine, state["optimizer"])
     else:
@@ -176,7 +178,9 @@ def _sharded_state(
     engine: TrainEngine, with_optimizer: bool, with_rng: bool, *, loading: bool
 ) -> dict[str, Any]:
     """What megatron-core saves or fills: this rank's tensors and their place in the model."""
-    state: dict[str, Any] = {"model": engine.module.sharded_state_dict()}
+    state: dict[str, Any] = {
+        key: module.sharded_state_dict() for key, module in _modules(engine).items()
+    }
     if with_optimizer:
         _initialize_optimizer_state(engine)
         state["optimizer"] = engine.optimizer.sharded_state_dict(
@@ -301,13 +305,22 @@ def _check_optimizer(engine: TrainEngine, record: CheckpointRecord, path: Path) 
 
 
 def _architecture(engine: TrainEngine) -> dict[str, Any]:
+    """The spec in types that JSON keeps."""
     fields = asdict(engine.spec)
-    return fields | {"eos_token_ids": list(engine.spec.eos_token_ids)}
+    return json.loads(json.dumps(fields))  # type: ignore[no-any-return]
 
 
 def _layout(engine: TrainEngine) -> dict[str, int]:
     layout = engine.layout.parallel
-    return {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
+    return sizes | {"vpp": layout.stages.vpp, "ep": layout.ep, "etp": layout.etp}
+
+
+def _modules(engine: TrainEngine) -> dict[str, Any]:
+    """The chunks of this rank by megatron-core's keys."""
+    if len(engine.modules) == 1:
+        return {"model": engine.modules[0]}
+    return {f"model{i}": module for i, module in enumerate(engine.modules)}
 
 
 def _words(layout: Mapping[str, int]) -> str:
@@ -315,8 +328,8 @@ def _words(layout: Mapping[str, int]) -> str:
 
 
 def _optimizer_kind(engine: TrainEngine) -> str:
-    sharded = engine.model.ddp_config.use_distributed_optimizer
-    precision = "bf16 with fp32 masters" if engine.module.config.bf16 else "fp32"
+    sharded = engine.models[0].ddp_config.use_distributed_optimizer
+    precision = "bf16 with fp32 masters" if engine.modules[0].config.bf16 else "fp32"
     return f"{'distributed ' if sharded else ''}AdamW, {precision}"
 
 
@@ -328,5 +341,5 @@ def _replicas() -> dist.ProcessGroup:
 
 def _estimated_bytes(engine: TrainEngine, with_optimizer: bool) -> int:
     num_parameters = sum(math.prod(shape) for shape in engine.layout.hf_shapes.values())
-    weight_bytes = 2 if engine.module.config.bf16 else 4
+    weight_bytes = 2 if engine.modules[0].config.bf16 else 4
     return num_parameters * (weight_bytes + (_OPTIMIZER_BYTES if with_optimizer else 0))

@@ -1,11 +1,10 @@
-"""A megatron-core GPTModel from a ModelSpec, and the proof that it is what was asked for."""
+"""A megatron-core GPTModel from a ModelSpec: one chunk of this rank's pipeline stage."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
@@ -14,18 +13,24 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mindspeed_rl.config import ModelConfig, TrainConfig
+from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.trainer.built_check import check_built
+from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
 from mindspeed_rl.trainer.norm import RMSNorm
-from mindspeed_rl.trainer.packed_attention import PackedRotaryEmbedding, PackedSelfAttention
+from mindspeed_rl.trainer.packed_attention import PackedSelfAttention
+from mindspeed_rl.trainer.patches import (
+    expert_splits_on_host,
+    uneven_collectives,
+    without_transformer_engine,
+)
+from mindspeed_rl.trainer.rotary import PackedRotaryEmbedding
 
 
 class HiddenStateHead(ColumnParallelLinear):
@@ -65,46 +70,42 @@ def mark_tensor_parallel_shards(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def build_transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, model: ModelConfig, bf16: bool, sequence_parallel: bool
-) -> TransformerConfig:
-    """The megatron-core configuration of a spec.
+def _apply_patches(spec: ModelSpec, device: torch.device) -> None:
+    if spec.moe or spec.latent:
+        without_transformer_engine.apply()
+    if spec.moe and device.type == "cpu":
+        expert_splits_on_host.apply()
+        uneven_collectives.apply()
 
-    Deallocating pipeline outputs frees a buffer while gloo may still send it (silently wrong
-    losses), so it is off. Fusions that need CUDA extensions are off.
-    """
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        ffn_hidden_size=spec.ffn_hidden_size,
+
+def _layer_spec(spec: ModelSpec, experts: bool) -> ModuleSpec:
+    """One layer of megatron-core's own modules, with our norm and attention."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=spec.num_experts if experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=spec.qk_norm or spec.latent is not None,
+        multi_latent_attention=spec.latent is not None,
         normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=bf16,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=sequence_parallel,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        deallocate_pipeline_outputs=False,
-        calculate_per_token_loss=True,
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedSelfAttention
+    if spec.latent:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+    elif spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _block_spec(
+    spec: ModelSpec, layout: ParallelLayout, stage: int, chunk: int
+) -> TransformerBlockSubmodules:
+    kinds = {experts: _layer_spec(spec, experts) for experts in (False, bool(spec.moe))}
+    layers = layout.stages.layers_of(stage, chunk)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[spec.has_experts(layer)] for layer in layers], layer_norm=RMSNorm
     )
 
 
@@ -112,78 +113,49 @@ def build_model(
     spec: ModelSpec,
     layout: MegatronLayout,
     config: TransformerConfig,
-    train: TrainConfig,
     device: torch.device,
-    stage: tuple[bool, bool],
+    chunk: int = 0,
 ) -> GPTModel:
-    """This rank's part of the model, parameters not initialised. Local.
+    """One chunk of this rank's part of the model, parameters not initialised. Local.
 
     Args:
         spec: the architecture.
-        layout: gives the padded vocabulary.
-        config: from :func:`build_transformer_config`.
-        train: gives nothing but the sequence limit of position tables.
+        layout: gives the stage's layers and the padded vocabulary.
+        config: from :func:`~mindspeed_rl.trainer.model_config.build_transformer_config`.
         device: where parameters live.
-        stage: whether this rank is on the (first, last) pipeline stage.
+        chunk: which chunk of an interleaved pipeline.
     """
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = PackedSelfAttention
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
-    )
-    multiple = layout.vocab_multiple
+    from megatron.core import parallel_state
+
+    _apply_patches(spec, device)
+    stages = layout.parallel.stages
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
-        block,
-        vocab_size=-(-spec.vocab_size // multiple) * multiple,
+        _block_spec(spec, layout.parallel, stage, chunk),
+        vocab_size=round_up(spec.vocab_size, layout.vocab_multiple),
         max_sequence_length=spec.max_position_embeddings,
-        pre_process=stage[0],
-        post_process=stage[1],
+        pre_process=stage == 0 and chunk == 0,
+        post_process=stage == stages.pp - 1 and chunk == stages.vpp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tie_embeddings,
         position_embedding_type="rope",
-        rotary_base=int(spec.rope_theta),
+        rotary_base=int(spec.rope.theta),
+        vp_stage=chunk if stages.vpp > 1 else None,
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(spec.head_dim, spec.rope_theta, device)
+    _set_attention(model, spec, device)
     mark_tensor_parallel_shards(model)
     keep_hidden_states(model)
-    check_built(model, spec)
+    check_built(model, spec, len(stages.layers_of(stage, chunk)))
     return model.to(device)
 
 
-def check_built(model: GPTModel, spec: ModelSpec) -> None:
-    """Compare the BUILT configuration and modules with the spec (R51).
-
-    Raises:
-        ValueError: every field that differs.
-    """
-    config = model.config
-    rotary = model.rotary_pos_emb
-    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    expected_freq = 1.0 / spec.rope_theta**exponent
-    pairs = {
-        "num_layers": (config.num_layers, spec.num_layers),
-        "hidden_size": (config.hidden_size, spec.hidden_size),
-        "ffn_hidden_size": (config.ffn_hidden_size, spec.ffn_hidden_size),
-        "num_heads": (config.num_attention_heads, spec.num_heads),
-        "num_kv_heads": (config.num_query_groups, spec.num_kv_heads),
-        "head_dim": (config.kv_channels, spec.head_dim),
-        "norm_eps": (config.layernorm_epsilon, spec.norm_eps),
-        "normalization": (config.normalization, "RMSNorm"),
-        "gated_linear_unit": (config.gated_linear_unit, True),
-        "activation": (config.activation_func, F.silu),
-        "qkv_bias": (config.add_qkv_bias or config.add_bias_linear, spec.qkv_bias),
-        "linear bias": (config.add_bias_linear, False),
-        "tie_embeddings": (model.share_embeddings_and_output_weights, spec.tie_embeddings),
-        "rope_theta": (torch.allclose(rotary.inv_freq.cpu(), expected_freq), True),
-        "softmax scale": (config.softmax_scale, None),
-        "multi_latent_attention": (config.multi_latent_attention, False),
-        "experts": (config.num_moe_experts, None),
-    }
+def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> None:
+    """Our rotary embedding, and the softmax scale of the spec."""
+    if not spec.latent:
+        model.rotary_pos_emb = PackedRotaryEmbedding(spec, device)
     for layer in model.decoder.layers:
-        pairs[f"layer {layer.layer_number} norm eps"] = (layer.input_layernorm.eps, spec.norm_eps)
-    wrong = [f"{name}: built {a}, model {b}" for name, (a, b) in pairs.items() if a != b]
-    if wrong:
-        raise ValueError("the built model differs from config.json: " + "; ".join(wrong))
+        attention = layer.self_attention
+        if spec.latent:
+            attention.rotary_pos_emb = PackedRotaryEmbedding(spec, device, latent=True)
+        attention.core_attention.softmax_scale = spec.softmax_scale

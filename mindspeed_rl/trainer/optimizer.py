@@ -45,8 +45,8 @@ class LearningRateSchedule:
         return train.min_lr + (train.lr - train.min_lr) * share
 
 
-def build_optimizer(model: Any, train: TrainConfig, parallel: ParallelConfig) -> Any:
-    """AdamW of megatron-core over a DistributedDataParallel model. Collective."""
+def build_optimizer(models: list[Any], train: TrainConfig, parallel: ParallelConfig) -> Any:
+    """AdamW of megatron-core over DistributedDataParallel chunks of a model. Collective."""
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     config = OptimizerConfig(
         optimizer="adam",
@@ -61,7 +61,7 @@ def build_optimizer(model: Any, train: TrainConfig, parallel: ParallelConfig) ->
         params_dtype=dtype,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, models, use_gloo_process_groups=False)
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -27,14 +27,26 @@ from megatron.core.tensor_parallel import (
 
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
-from mindspeed_rl.data.packing import MicroBatch
+from mindspeed_rl.data.packing import MicroBatch, split_context
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout, chunk_prefix
 from mindspeed_rl.trainer.logprobs import selected_logprobs
-from mindspeed_rl.trainer.model import build_model, build_transformer_config
+from mindspeed_rl.trainer.model import build_model
+from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.packed_attention import PackedRow, make_packed_row
+
+ROUTER_BIAS = "router.expert_bias"
+_BATCH_TENSORS = (
+    "token_ids",
+    "positions",
+    "targets",
+    "loss_mask",
+    "rollout_logprobs",
+    "advantages",
+    "sequence_of",
+)
 
 LossFunction = Callable[[LossInputs], LossOutputs]
 
@@ -93,30 +105,45 @@ class TrainEngine:
         self.platform = platform
         self.temperature = temperature
         self._train = train
-        self.is_first = parallel_state.is_pipeline_first_stage()
-        self.is_last = parallel_state.is_pipeline_last_stage()
+        self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
             self.spec, layout.parallel, model, train.bf16, parallel.shards_sequence
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
-        stage = (self.is_first, self.is_last)
-        module = build_model(self.spec, layout, config, train, platform.device, stage)
-        self.module: Any = module
+        #: the chunks of this rank: one, or several with an interleaved pipeline
+        self.modules: list[Any] = [
+            build_model(self.spec, layout, config, platform.device, chunk)
+            for chunk in range(layout.parallel.stages.vpp)
+        ]
+        wrapped = [_mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
+        self.models: list[Any] = wrapped
         if role == "policy":
-            self.model: Any = DistributedDataParallel(
-                config, _ddp_config(parallel, train), _mixed_precision(module, config)
-            )
-            self.optimizer = build_optimizer(self.model, train, parallel)
+            ddp = _ddp_config(parallel, train)
+            self.models = [
+                DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
+                for chunk, module in enumerate(wrapped)
+            ]
+            self.optimizer = build_optimizer(self.models, train, parallel)
             self.schedule = LearningRateSchedule(train, num_updates)
         else:
-            module.requires_grad_(False)
-            self.model = _mixed_precision(module, config)
+            for module in self.modules:
+                module.requires_grad_(False)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters by megatron-core name, as the layout names them."""
-        return dict(self.module.named_parameters())
+        """This rank's weights by megatron-core name, as the layout names them.
+
+        Router biases are among them, although megatron-core keeps them as buffers.
+        """
+        weights: dict[str, torch.Tensor] = {}
+        for chunk, module in enumerate(self.modules):
+            prefix = chunk_prefix(chunk, len(self.modules))
+            weights |= {prefix + name: p for name, p in module.named_parameters()}
+            weights |= {
+                prefix + name: b for name, b in module.named_buffers() if name.endswith(ROUTER_BIAS)
+            }
+        return weights
 
     def weights_changed(self) -> None:
         """Call after writing parameters from outside: master weights follow. Local."""
@@ -124,20 +151,19 @@ class TrainEngine:
             self.optimizer.reload_model_params()
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
-        """Move micro-batches to the device and find their attention borders. Local."""
+        """Take this rank's share of each sequence, move it to the device, find attention borders.
+
+        Local.
+        """
         device = self.platform.device
+        cp = self.layout.parallel.cp
+        cp_rank = self.layout.parallel.coords(dist.get_rank()).cp
         prepared = []
         for batch in batches:
-            row = make_packed_row(batch.lengths, batch.positions)
-            tensors = {
-                name: getattr(batch, name).to(device)
-                for name in ("token_ids", "positions", "targets", "loss_mask")
-            }
-            tensors |= {
-                name: getattr(batch, name).to(device)
-                for name in ("rollout_logprobs", "advantages", "sequence_of")
-            }
-            prepared.append(PreparedBatch(replace(batch, **tensors), _row_to(row, device)))
+            share = split_context(batch, cp, cp_rank)
+            row = make_packed_row(share.lengths, share.positions, cp, cp_rank)
+            tensors = {name: getattr(share, name).to(device) for name in _BATCH_TENSORS}
+            prepared.append(PreparedBatch(replace(share, **tensors), row.to(device)))
         return prepared
 
     def logprobs(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
@@ -145,10 +171,22 @@ class TrainEngine:
 
         Collective over the pipeline and tensor-parallel groups. No gradients, dropout off.
         """
-        self.model.eval()
+        return [None if r is None else r[0] for r in self.logprobs_and_entropy(batches)]
+
+    def logprobs_and_entropy(
+        self, batches: Sequence[PreparedBatch]
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """log p and entropy of the trained tokens, each [N] fp32 per micro-batch.
+
+        ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
+        gradients, dropout off.
+        """
+        for model in self.models:
+            model.eval()
         with torch.no_grad():
-            results = self._run(batches, lambda batch, logp, entropy: (logp.sum(), logp))
-        self.model.train()
+            results = self._run(batches, lambda batch, logp, entropy: (logp.sum(), (logp, entropy)))
+        for model in self.models:
+            model.train()
         return results if self.is_last else [None] * len(batches)
 
     def forward_backward(
@@ -163,7 +201,8 @@ class TrainEngine:
             The metrics of this rank's micro-batches; empty off the last stage and off the first
             tensor-parallel rank, so that nothing is counted twice.
         """
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def loss(
@@ -227,12 +266,13 @@ class TrainEngine:
             )
             return hidden, functools.partial(self._loss, prepared, loss)
 
+        single = len(self.models) == 1
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(batches),
-            model=self.model,
+            data_iterator=iter(batches) if single else [iter(batches) for _ in self.models],
+            model=self.models[0] if single else self.models,
             num_microbatches=len(batches),
-            seq_length=batches[0].batch.num_tokens,
+            seq_length=batches[0].batch.num_tokens * self.layout.parallel.cp,
             micro_batch_size=1,
             forward_only=not backward,
         )
@@ -263,10 +303,11 @@ class TrainEngine:
         return value, torch.ones((), dtype=torch.int), payload
 
     def _output_weight(self) -> torch.Tensor:
-        if self.module.share_embeddings_and_output_weights:
-            weight: torch.Tensor = self.module.shared_embedding_or_output_weight()
+        last = self.modules[-1]
+        if last.share_embeddings_and_output_weights:
+            weight: torch.Tensor = last.shared_embedding_or_output_weight()
             return weight
-        return self.module.output_layer.weight  # type: ignore[no-any-return]
+        return last.output_layer.weight  # type: ignore[no-any-return]
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -287,19 +328,11 @@ def _mixed_precision(module: Any, config: Any) -> Any:
         return module
     from megatron.core.transformer.module import Float16Module
 
-    return Float16Module(config, module)
-
-
-def _row_to(row: PackedRow, device: torch.device) -> PackedRow:
-    if device.type == "cpu":
-        return row
-    groups = tuple(
-        replace(g, index=g.index.to(device), real=None if g.real is None else g.real.to(device))
-        for g in row.groups
-    )
-    return replace(
-        row, positions=row.positions.to(device), groups=groups, order=row.order.to(device)
-    )
+    wrapped = Float16Module(config, module)
+    for part in module.modules():
+        if hasattr(part, "_maintain_float32_expert_bias"):
+            part._maintain_float32_expert_bias()
+    return wrapped
 
 
 def _finite(value: float | torch.Tensor) -> bool:
@@ -325,10 +358,3 @@ def _collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
                 one[name] = Mean(next(numbers), next(numbers))
         metrics = metrics.merge(one)
     return metrics
-
-
-def broadcast_from_last_stage(value: torch.Tensor) -> torch.Tensor:
-    """Give every pipeline stage the last stage's tensor, in place. Collective: pipeline group."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    dist.broadcast(value, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-    return value

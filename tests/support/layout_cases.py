@@ -8,8 +8,10 @@ from math import lcm
 from hypothesis import strategies as st
 from support.layout_oracle import Case
 
+from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
@@ -74,7 +76,7 @@ def spec_of(case: Case) -> ModelSpec:
         head_dim=case.head_dim,
         vocab_size=case.vocab,
         norm_eps=1e-6,
-        rope_theta=1e4,
+        rope=RopeSpec(1e4),
         max_position_embeddings=64,
         tie_embeddings=case.tied,
         qkv_bias=True,
@@ -84,7 +86,7 @@ def spec_of(case: Case) -> ModelSpec:
 def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     spec = spec_of(case)
     parallel = ParallelLayout.build(
-        world=case.world, tp=case.tp, pp=case.pp, cp=case.cp, num_layers=case.num_layers
+        world=case.world, stages=even_stages(case.num_layers, case.pp), tp=case.tp, cp=case.cp
     )
     return (
         MegatronLayout(spec, parallel, case.vocab_divisor),

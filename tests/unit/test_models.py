@@ -10,10 +10,13 @@ import pytest
 from safetensors import safe_open
 from support.layout_cases import GQA, layouts_of, spec_of
 
+from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
-from mindspeed_rl.models.rules import GroupedQKV, StackedQKV, padded_vocab
+from mindspeed_rl.models.rope import RopeSpec
+from mindspeed_rl.models.rules import Share, round_up
 from mindspeed_rl.models.spec import ModelSpec, eos_ids_of, read_hf_config
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
@@ -51,7 +54,7 @@ def test_a_config_becomes_a_spec(config: dict[str, Any]) -> None:
         head_dim=64,
         vocab_size=151936,
         norm_eps=1e-6,
-        rope_theta=1e6,
+        rope=RopeSpec(1e6),
         max_position_embeddings=32768,
         tie_embeddings=True,
         qkv_bias=True,
@@ -122,7 +125,7 @@ def test_tables_name_the_tensors_of_a_checkpoint(
     with safe_open(folder / "model.safetensors", "pt") as file:
         real = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     trainer = MegatronLayout(
-        spec, ParallelLayout.build(world=4, tp=2, pp=2, num_layers=spec.num_layers), 128
+        spec, ParallelLayout.build(world=4, stages=even_stages(spec.num_layers, 2), tp=2), 128
     )
     assert dict(trainer.hf_shapes) == real
     assert dict(VllmLayout(spec, EngineLayout(4, 4)).hf_shapes) == real
@@ -138,7 +141,7 @@ def test_every_row_has_a_name_of_its_own() -> None:
 
 def test_heads_that_a_trainer_cannot_share() -> None:
     spec = spec_of(GQA)
-    layout = ParallelLayout.build(world=4, tp=4, num_layers=4)
+    layout = ParallelLayout.build(world=4, stages=even_stages(4), tp=4)
     with pytest.raises(
         ValueError, match=r"--tensor-model-parallel-size 4 .* 2 key/value heads; allowed: the div"
     ):
@@ -155,14 +158,14 @@ def test_engines_replicate_key_value_heads() -> None:
     """2 heads on 4 ranks: ranks 0 and 1 hold the first, and the query heads are still split."""
     spec = spec_of(GQA)
     row = StackedQKV("qkv", hf="{p}", bias=True)
-    cuts = [{c.hf_name: c.hf_box for c in row.cuts(spec, rank, 4, 1)} for rank in range(4)]
+    cuts = [{c.hf_name: c.hf_box for c in row.cuts(spec, Share(rank, 4))} for rank in range(4)]
     assert [c["k"].lo for c in cuts] == [(0,), (0,), (2,), (2,)]
     assert [c["q"].lo for c in cuts] == [(0,), (6,), (12,), (18,)]
 
 
 def test_training_interleaves_heads_by_group() -> None:
     """Per key/value head: its queries, its key, its value; never thirds of the rows (R6)."""
-    cuts = list(GroupedQKV("qkv", hf="{p}", bias=True).cuts(spec_of(GQA), 0, 1, 1))
+    cuts = list(GroupedQKV("qkv", hf="{p}", bias=True).cuts(spec_of(GQA), Share()))
     rows = [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.param_box.size[0]) for c in cuts]
     assert rows == [
         ("q", 0, 0, 12),
@@ -176,7 +179,7 @@ def test_training_interleaves_heads_by_group() -> None:
 
 @pytest.mark.parametrize(("size", "multiple", "padded"), [(67, 16, 80), (64, 64, 64), (1, 64, 64)])
 def test_padding_of_the_vocabulary(size: int, multiple: int, padded: int) -> None:
-    assert padded_vocab(size, multiple) == padded
+    assert round_up(size, multiple) == padded
 
 
 def test_no_cut_reaches_into_the_padding() -> None:

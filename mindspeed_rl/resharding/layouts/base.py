@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from mindspeed_rl.models.rules import Row
+from mindspeed_rl.models.rules import Row, Share
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """This rectangle of that HF tensor lives at that rectangle of this local parameter."""
+    """This rectangle of that HF tensor lives at that rectangle of this view of a parameter."""
 
     hf_name: str
     hf_box: Box
     param: str
     param_box: Box
+    view: ParamView = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class ShardLayout(Protocol):
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """All HF tensors in a fixed order with their whole shapes."""
+        ...
+
+    def dtype_of(self, hf_name: str) -> str:
+        """Element type of an HF tensor on both sides; empty: that of the model."""
         ...
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
@@ -81,14 +86,28 @@ def layer_name(pattern: str, layer: int) -> str:
     return pattern.replace("{l}", str(layer))
 
 
-@dataclass(frozen=True)
+def expert_name(pattern: str, expert: int) -> str:
+    """A name with its expert filled in."""
+    return pattern.replace("{e}", str(expert))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A share of a row and the ranks that hold it."""
+
+    share: Share
+    holders: range
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """One row at one global layer: its local name and the holders of each tensor-parallel share."""
+    """One row at one global layer and expert: its local name and who holds which share."""
 
     row: Row
     layer: int
+    expert: int
     param: str
-    holders: tuple[range, ...]
+    shares: tuple[Placed, ...]
     mirror: bool = False
 
 
@@ -96,33 +115,45 @@ class RowPlacement:
 class TableLayout(ABC):
     """A layout made of rows: the part that trainer and engine share.
 
-    Subclasses say where each row lives (:meth:`placements`) and how the vocabulary is padded.
+    Subclasses say where each row lives (:meth:`placements`) and how it is padded.
     """
 
     spec: ModelSpec
 
-    @property
-    @abstractmethod
-    def vocab_multiple(self) -> int:
-        """The padded vocabulary is a multiple of this."""
-
     @abstractmethod
     def placements(self) -> Iterator[RowPlacement]:
-        """Every row at every layer, in the order of the table."""
+        """Every row at every layer and expert, in the order of the table."""
+
+    def layers_of(self, row: Row) -> Iterable[int]:
+        """The global layers that have a row; the single 0 for rows outside the layers."""
+        layers = range(self.spec.num_layers)
+        if row.stage in ("first", "last"):
+            return (0,)
+        if row.stage == "layer":
+            return layers
+        return (n for n in layers if self.spec.has_experts(n) == (row.stage == "moe"))
+
+    @cached_property
+    def _placements(self) -> tuple[RowPlacement, ...]:
+        return tuple(self.placements())
 
     @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """All HF tensors in table order with their whole shapes."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for place in self.placements():
+        for place in self._placements:
             for name, shape in self._hf_shapes(place).items():
                 shapes.setdefault(name, shape)
         return shapes
 
+    def dtype_of(self, hf_name: str) -> str:
+        """Element type of an HF tensor on both sides; empty: that of the model."""
+        return self._by_hf_name[hf_name][0].row.dtype
+
     def _hf_name(self, place: RowPlacement, pattern: str) -> str:
         if self.spec.tie_embeddings and place.row.tied_to:
             return place.row.tied_to
-        return layer_name(pattern, place.layer)
+        return expert_name(layer_name(pattern, place.layer), place.expert)
 
     def _hf_shapes(self, place: RowPlacement) -> dict[str, tuple[int, ...]]:
         shapes = place.row.hf_shapes(self.spec)
@@ -131,7 +162,7 @@ class TableLayout(ABC):
     @cached_property
     def _by_hf_name(self) -> dict[str, list[RowPlacement]]:
         index: dict[str, list[RowPlacement]] = {}
-        for place in self.placements():
+        for place in self._placements:
             for name in self._hf_shapes(place):
                 index.setdefault(name, []).append(place)
         return index
@@ -152,12 +183,11 @@ class TableLayout(ABC):
         holders_of: dict[Piece, list[range]] = {}
         mirrors: set[Piece] = set()
         for place in self._by_hf_name[hf_name]:
-            count = len(place.holders)
-            for index, holders in enumerate(place.holders):
-                for cut in place.row.cuts(self.spec, index, count, self.vocab_multiple):
+            for placed in place.shares:
+                for cut in place.row.cuts(self.spec, placed.share):
                     if self._hf_name(place, cut.hf_name) == hf_name:
-                        piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box)
-                        holders_of.setdefault(piece, []).append(holders)
+                        piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box, cut.view)
+                        holders_of.setdefault(piece, []).append(placed.holders)
                         if place.mirror:
                             mirrors.add(piece)
         for piece, several in holders_of.items():
@@ -167,13 +197,14 @@ class TableLayout(ABC):
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""
         return {
-            place.param: place.row.local_shape(self.spec, len(place.holders), self.vocab_multiple)
-            for place in self.placements()
-            if any(rank in holders for holders in place.holders)
+            place.param: place.row.local_shape(self.spec, placed.share)
+            for place in self._placements
+            for placed in place.shares
+            if rank in placed.holders
         }
 
-    def check_rows(self, rows: tuple[Row, ...], count: int) -> None:
-        """Refuse a tensor-parallel size that some row cannot be cut into."""
+    def check_rows(self, rows: Iterable[Row], count: int) -> None:
+        """Refuse a number of tensor-parallel ranks that some row cannot be cut into."""
         for row in rows:
             row.check(self.spec, count)
-            row.local_shape(self.spec, count, self.vocab_multiple)
+            row.hf_shapes(self.spec)

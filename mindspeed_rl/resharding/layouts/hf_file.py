@@ -21,6 +21,10 @@ class HfFileLayout:
     hf_shapes: Mapping[str, tuple[int, ...]]
     writers: range = range(1)
 
+    def dtype_of(self, hf_name: str) -> str:
+        """The writer decides."""
+        return ""
+
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
         """One shard: the whole tensor."""
         box = Box.whole(self.hf_shapes[hf_name])

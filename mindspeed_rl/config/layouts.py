@@ -1,0 +1,138 @@
+"""From flags to layouts of both sides."""
+
+from __future__ import annotations
+
+from mindspeed_rl.config.model import ModelConfig, ParallelConfig
+from mindspeed_rl.config.rl import RolloutConfig
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import StageLayout, even_stages, listed_stages
+
+
+def training_layout(
+    model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, world: int
+) -> ParallelLayout:
+    """The training layout of a model.
+
+    Raises:
+        ValueError: sizes that do not fit the world, the model or each other.
+    """
+    tp, ep, etp = (
+        parallel.tensor_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if not spec.moe and (ep > 1 or (etp or tp) != tp or parallel.moe_tp_extend_ep):
+        raise ValueError(
+            f"--expert-model-parallel-size {ep}, --expert-tensor-parallel-size or "
+            "--moe-tp-extend-ep: the model has no experts; remove them"
+        )
+    if parallel.moe_tp_extend_ep:
+        if etp not in (None, 1):
+            raise ValueError(
+                f"--moe-tp-extend-ep makes experts whole; --expert-tensor-parallel-size {etp}: "
+                "allowed is 1"
+            )
+        ep, etp = ep * tp, 1
+    if tp > 1 and (spec.moe or spec.latent) and not parallel.sequence_parallel:
+        what = "experts" if spec.moe else "latent attention"
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without it "
+            "megatron-core computes wrong gradients; add the flag"
+        )
+    return ParallelLayout.build(
+        world=world,
+        stages=_stages(model, parallel, spec.num_layers),
+        tp=tp,
+        cp=parallel.context_parallel_size,
+        ep=ep,
+        etp=etp,
+    )
+
+
+def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:
+    """The rollout layout.
+
+    Raises:
+        ValueError: sizes that do not fit the world or each other.
+    """
+    tp, dp = rollout.rl_inference_tensor_model_parallel_size, rollout.rollout_dp
+    ep = rollout.rl_inference_expert_model_parallel_size
+    if ep not in (1, tp * dp):
+        raise ValueError(
+            f"--rollout-ep {ep}: experts are spread over all ranks of an engine or over none; "
+            f"allowed: 1 or --rollout-tp {tp} x --rollout-dp {dp} = {tp * dp}"
+        )
+    return EngineLayout(world, tp, dp, expert_parallel=ep > 1)
+
+
+def _stages(model: ModelConfig, parallel: ParallelConfig, num_layers: int) -> StageLayout:
+    pp = parallel.pipeline_model_parallel_size
+    noop = layer_numbers("--noop-layers", model.noop_layers)
+    first, last = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
+    uneven = first is not None or last is not None
+    vpp = _chunks(parallel, num_layers + len(noop), pp)
+    given = [parallel.num_layer_list != "", uneven, bool(noop)]
+    if sum(given) > 1 or (uneven and vpp > 1) or (given[0] and vpp > 1):
+        raise ValueError(
+            "--num-layer-list, --decoder-first/last-pipeline-num-layers and --noop-layers exclude "
+            "each other, and the first two exclude --num-layers-per-virtual-pipeline-stage; "
+            "--num-layer-list alone can say all of it"
+        )
+    if parallel.num_layer_list:
+        counts = layer_numbers("--num-layer-list", parallel.num_layer_list)
+        return listed_stages(num_layers, pp, counts)
+    if uneven:
+        return listed_stages(num_layers, pp, _uneven(num_layers, pp, first, last))
+    return even_stages(num_layers, pp, vpp, noop)
+
+
+def _chunks(parallel: ParallelConfig, slots: int, pp: int) -> int:
+    """Chunks of each stage."""
+    size = parallel.num_layers_per_virtual_pipeline_stage
+    count = parallel.num_virtual_stages_per_pipeline_rank
+    if size is not None and count is not None:
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
+            "exclude each other; give one of them"
+        )
+    if size is not None:
+        if slots % (pp * size):
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {size} x --pipeline-model-parallel-size "
+                f"{pp} does not divide the {slots} layers; allowed: divisors of {slots / pp:g}"
+            )
+        count = slots // (pp * size)
+    if (count or 1) > 1 and pp == 1:
+        raise ValueError(
+            "an interleaved pipeline needs --pipeline-model-parallel-size above 1; raise it, or "
+            "remove --num-layers-per-virtual-pipeline-stage and "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    return count or 1
+
+
+def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
+    """Megatron's spelling: given first and last stages, an even rest."""
+    rest = num_layers - (first or 0) - (last or 0)
+    middle = pp - (first is not None) - (last is not None)
+    if rest < 0 or middle < 0 or (middle == 0 and rest) or (middle and rest % middle):
+        raise ValueError(
+            f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers "
+            f"{last} leave {rest} of {num_layers} layers for {middle} stages; they must divide, or "
+            "give all stages with --num-layer-list"
+        )
+    counts = [rest // middle] * middle if middle else []
+    head = [] if first is None else [first]
+    return head + counts + ([] if last is None else [last])
+
+
+def layer_numbers(flag: str, text: str) -> list[int]:
+    """The numbers in ``94,95``; an empty text has none."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{flag} {text}: must be numbers with commas between, like 94,95")
+    return [int(part) for part in parts]

@@ -1,0 +1,116 @@
+"""Rows of attention: projections cut by heads, fused as either side keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindspeed_rl.models.rules import Cut, Row, Share, Split, even_span, part_name
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.resharding.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class QKV(Row):
+    """Base of fused projections; ``bias`` rows have one dimension.
+
+    ``{p}`` in ``hf`` stands for ``q``, ``k`` and ``v``.
+    """
+
+    hf: str = ""
+    bias: bool = False
+
+    def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Three tensors."""
+        tail = () if self.bias else (spec.hidden_size,)
+        rows = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
+        return {part_name(self.hf, part): (size, *tail) for part, size in rows.items()}
+
+    def _cut(self, spec: ModelSpec, part: str, hf_row: int, row: int, size: int) -> Cut:
+        name = part_name(self.hf, part)
+        zero, width = ((), ()) if self.bias else ((0,), (spec.hidden_size,))
+        return Cut(name, Box((hf_row, *zero), (size, *width)), Box((row, *zero), (size, *width)))
+
+    def _shape(self, spec: ModelSpec, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.bias else (rows, spec.hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQKV(QKV):
+    """Megatron's interleave: per key/value head its query heads, then its key, then its value."""
+
+    def check(self, spec: ModelSpec, count: int) -> None:
+        """Whole key/value groups per rank."""
+        if spec.num_kv_heads % count:
+            raise ValueError(
+                f"--tensor-model-parallel-size {count} does not divide the model's "
+                f"{spec.num_kv_heads} key/value heads; allowed: the divisors of "
+                f"{spec.num_kv_heads}"
+            )
+
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """``[(q + 2 kv) / count, hidden]``."""
+        self.check(spec, share.tp_size)
+        return self._shape(spec, (spec.q_size + 2 * spec.kv_size) // share.tp_size)
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """Three rectangles per key/value head of this rank."""
+        self.check(spec, share.tp_size)
+        head = spec.head_dim
+        q_rows = spec.num_heads // spec.num_kv_heads * head
+        first, groups = even_span(spec.num_kv_heads, share.tp, share.tp_size, "num_kv_heads")
+        for local in range(groups):
+            group, base = first + local, local * (q_rows + 2 * head)
+            yield self._cut(spec, "q", group * q_rows, base, q_rows)
+            yield self._cut(spec, "k", group * head, base + q_rows, head)
+            yield self._cut(spec, "v", group * head, base + q_rows + head, head)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedQKV(QKV):
+    """vLLM's order ``[q; k; v]``; key/value heads are replicated when there are more ranks."""
+
+    def check(self, spec: ModelSpec, count: int) -> None:
+        """vLLM's own rule: query heads divide; kv heads divide or are divided."""
+        kv = spec.num_kv_heads
+        if spec.num_heads % count or (kv % count and count % kv):
+            raise ValueError(
+                f"--rollout-tp {count} does not fit the model's {spec.num_heads} attention heads "
+                f"and {kv} key/value heads; it must divide the first, and divide or be a multiple "
+                "of the second"
+            )
+
+    def _kv(self, spec: ModelSpec, index: int, count: int) -> tuple[int, int]:
+        """First key/value head and number of them on a rank."""
+        if count <= spec.num_kv_heads:
+            return even_span(spec.num_kv_heads, index, count, "num_kv_heads")
+        return index // (count // spec.num_kv_heads), 1
+
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """``[q / count + 2 kv_local, hidden]``."""
+        self.check(spec, share.tp_size)
+        heads = spec.num_heads // share.tp_size + 2 * self._kv(spec, 0, share.tp_size)[1]
+        return self._shape(spec, heads * spec.head_dim)
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """Three rectangles."""
+        self.check(spec, share.tp_size)
+        head = spec.head_dim
+        q_start, q_rows = even_span(spec.q_size, share.tp, share.tp_size, "q_size")
+        first, heads = self._kv(spec, share.tp, share.tp_size)
+        yield self._cut(spec, "q", q_start, 0, q_rows)
+        yield self._cut(spec, "k", first * head, q_rows, heads * head)
+        yield self._cut(spec, "v", first * head, q_rows + heads * head, heads * head)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit(Split):
+    """A :class:`Split` whose shares are whole attention heads."""
+
+    def check(self, spec: ModelSpec, count: int) -> None:
+        """Whole heads per rank."""
+        if spec.num_heads % count:
+            raise ValueError(
+                f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
+                f"{spec.num_heads} attention heads; allowed: the divisors of {spec.num_heads}"
+            )

@@ -1,0 +1,70 @@
+"""Rows of routed experts: one parameter per expert, or all local experts stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.models.rules import Cut, Row, Share
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.resharding.boxes import ParamView
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRow(Row):
+    """Base of the rows of routed experts: ``inner`` describes the matrix of one expert.
+
+    Experts are cut by expert parallelism and each of them by expert tensor parallelism; both are
+    known to the layout, which gives the local expert in the share.
+    """
+
+    inner: Row | None = None
+
+    @property
+    def matrix(self) -> Row:
+        """The row of one expert."""
+        assert self.inner is not None, f"{self.param}: a row of experts needs an inner row"
+        return self.inner
+
+    def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Those of one expert, ``{e}`` in their names."""
+        return self.matrix.hf_shapes(spec)
+
+    def check(self, spec: ModelSpec, count: int) -> None:
+        """That of one expert."""
+        self.matrix.check(spec, count)
+
+
+@dataclass(frozen=True, slots=True)
+class PerExpert(ExpertRow):
+    """One parameter per local expert; ``{e}`` in ``param`` is its number."""
+
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """That of one expert."""
+        return self.matrix.local_shape(spec, share)
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """Those of one expert."""
+        return self.matrix.cuts(spec, share)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts(ExpertRow):
+    """One parameter for all local experts, stacked along dimension 0.
+
+    ``transposed`` storage keeps each matrix as [columns, rows].
+    """
+
+    transposed: bool = False
+
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """``[local experts, rows, columns]``, the last two swapped where transposed."""
+        rows, columns = self.matrix.local_shape(spec, share)
+        matrix = (columns, rows) if self.transposed else (rows, columns)
+        return (share.num_local_experts, *matrix)
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """Those of one expert, inside the stack."""
+        view = ParamView((share.expert,), self.transposed)
+        for cut in self.matrix.cuts(spec, share):
+            yield replace(cut, view=view)

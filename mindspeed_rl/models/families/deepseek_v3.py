@@ -1,0 +1,75 @@
+"""DeepSeek-V3 and R1: latent attention, dense first layers, sigmoid router with shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, LATENT_ATTENTION
+from mindspeed_rl.models.hf_config import decoder_fields, first_of
+from mindspeed_rl.models.rules import WeightTable
+from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
+
+TABLE = WeightTable(
+    family="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    blocks=(EMBEDDING, LATENT_ATTENTION, DENSE_MLP, EXPERTS, HEAD),
+)
+# transformers gives the norms of latent attention their default, whatever the config says
+_LATENT_NORM_EPS = 1e-6
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a DeepSeek-V3 ``config.json``; refuses what is not computed."""
+    fields = decoder_fields(config)
+    if fields["norm_eps"] != _LATENT_NORM_EPS:
+        raise ValueError(f"config.json: rms_norm_eps {fields['norm_eps']}; allowed: 1e-06")
+    if config.get("rope_interleave") is False:
+        raise ValueError("config.json: rope_interleave false is not supported; allowed: true")
+    latent = LatentAttentionSpec(
+        q_lora_rank=int(config.get("q_lora_rank") or 0),
+        kv_lora_rank=int(config["kv_lora_rank"]),
+        nope_head_dim=int(config["qk_nope_head_dim"]),
+        rope_head_dim=int(config["qk_rope_head_dim"]),
+        v_head_dim=int(config["v_head_dim"]),
+    )
+    # the config's head_dim is that of the rotary part
+    fields |= {"head_dim": latent.nope_head_dim + latent.rope_head_dim}
+    return ModelSpec(
+        family=TABLE.family,
+        moe=_experts(config, fields["num_layers"]),
+        latent=latent,
+        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        **fields,
+    )
+
+
+def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
+    if config.get("scoring_func", "sigmoid") != "sigmoid":
+        raise ValueError(f"config.json: scoring_func {config['scoring_func']!r}; allowed: sigmoid")
+    if config.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ValueError(f"config.json: topk_method {config['topk_method']!r}; allowed: noaux_tc")
+    if not config.get("norm_topk_prob", True):
+        raise ValueError("config.json: norm_topk_prob false is not supported; allowed: true")
+    dense = int(config.get("first_k_dense_replace") or 0)
+    size = int(config["moe_intermediate_size"])
+    moe = MoESpec(
+        num_experts=int(first_of(config, "n_routed_experts", "num_experts", "num_local_experts")),
+        top_k=int(config["num_experts_per_tok"]),
+        ffn_hidden_size=size,
+        layers=tuple(i >= dense for i in range(num_layers)),
+        shared_ffn_hidden_size=int(config.get("n_shared_experts") or 0) * size,
+        score_function="sigmoid",
+        router_bias=True,
+        num_groups=int(config.get("n_group") or 1),
+        top_k_groups=int(config.get("topk_group") or 1),
+        scaling_factor=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    if moe.num_groups > 1 and moe.top_k // moe.top_k_groups != 2:
+        # transformers and vLLM rank groups by their two best experts, megatron-core by
+        # top_k / top_k_groups
+        raise ValueError(
+            f"config.json: num_experts_per_tok {moe.top_k} with topk_group {moe.top_k_groups}: "
+            "groups are ranked by their best two experts, so allowed: 2 experts per chosen group"
+        )
+    return moe

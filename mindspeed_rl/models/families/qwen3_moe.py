@@ -1,0 +1,32 @@
+"""Qwen3-MoE: attention of Qwen3, softmax router, routed experts without shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, GROUPED_ATTENTION, HEAD
+from mindspeed_rl.models.hf_config import decoder_fields, first_of
+from mindspeed_rl.models.rules import WeightTable
+from mindspeed_rl.models.spec import ModelSpec, MoESpec
+
+TABLE = WeightTable(
+    family="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    blocks=(EMBEDDING, GROUPED_ATTENTION, DENSE_MLP, EXPERTS, HEAD),
+)
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a Qwen3-MoE ``config.json``."""
+    fields = decoder_fields(config)
+    every = int(config.get("decoder_sparse_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    moe = MoESpec(
+        num_experts=int(first_of(config, "num_experts", "num_local_experts")),
+        top_k=int(config["num_experts_per_tok"]),
+        ffn_hidden_size=int(config["moe_intermediate_size"]),
+        layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(fields["num_layers"])),
+        normalize_top_k=bool(config.get("norm_topk_prob", False)),
+    )
+    return ModelSpec(family=TABLE.family, qk_norm=True, moe=moe, **fields)

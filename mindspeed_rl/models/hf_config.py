@@ -1,0 +1,57 @@
+"""What the readers of Hugging Face configs share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.rope import rope_of
+from mindspeed_rl.models.spec import eos_ids_of
+
+
+def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ``ModelSpec`` that every decoder family spells alike.
+
+    Raises:
+        KeyError: a key that the config lacks.
+        ValueError: a feature that is not computed.
+    """
+    if config.get("use_sliding_window"):
+        raise ValueError("config.json: use_sliding_window true is not supported; set it to false")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"config.json: hidden_act {config['hidden_act']!r}; allowed: 'silu'")
+    for key in ("mlp_bias", "attention_bias"):
+        if config.get(key):
+            raise ValueError(f"config.json: {key} true is not supported; allowed: false")
+    if config.get("quantization_config"):
+        raise ValueError(
+            "config.json: quantization_config: the weights are quantised; convert the checkpoint "
+            "to bfloat16 first"
+        )
+    heads = int(config["num_attention_heads"])
+    return {
+        "num_layers": int(config["num_hidden_layers"]),
+        "hidden_size": int(config["hidden_size"]),
+        "ffn_hidden_size": int(config["intermediate_size"]),
+        "num_heads": heads,
+        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or config["hidden_size"] // heads),
+        "vocab_size": int(config["vocab_size"]),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope": rope_of(config),
+        "max_position_embeddings": int(config["max_position_embeddings"]),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "eos_token_ids": eos_ids_of(config),
+    }
+
+
+def first_of(config: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first key that is there; transformers renamed some.
+
+    Raises:
+        KeyError: none of them is.
+    """
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise KeyError(keys[0])

@@ -1,0 +1,146 @@
+"""Rotary position embeddings of a config, in either spelling, and their frequencies.
+
+transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 ``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Base frequency and scaling.
+
+    Attributes:
+        theta: base.
+        kind: one of ``KINDS``.
+        factor: by how much the context is stretched.
+        original_max_position: context before stretching, in tokens; llama3 and yarn.
+        low_freq_factor: llama3.
+        high_freq_factor: llama3.
+        beta_fast: yarn: rotations above which a frequency stays as it is.
+        beta_slow: yarn: rotations below which a frequency is stretched in full.
+        truncate: yarn: the two borders are rounded outwards to whole channels.
+        attention_factor: yarn: cosine and sine are multiplied by it.
+        softmax_mscale: yarn of DeepSeek: the softmax scale is multiplied by its square.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    softmax_mscale: float = 1.0
+
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """Angle per position of each pair of channels: ``head_dim / 2`` numbers, in radians.
+
+        default: theta^(-2i/d) (Su et al. 2021, arXiv:2104.09864). linear: divided by the factor
+        (Chen et al. 2023, arXiv:2306.15595). llama3: wave lengths above
+        original / low_freq_factor are divided, those below original / high_freq_factor are not,
+        with a linear blend between (Llama 3.1's reference code). yarn: a blend over channels
+        (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+        """
+        plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        if self.kind == "linear":
+            return [f / self.factor for f in plain]
+        if self.kind == "llama3":
+            return [self._llama3(f) for f in plain]
+        if self.kind == "yarn":
+            return self._yarn(plain, head_dim)
+        return plain
+
+    def _llama3(self, frequency: float) -> float:
+        turns = self.original_max_position * frequency / (2 * math.pi)
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = min(1.0, max(0.0, keep))
+        return keep * frequency + (1 - keep) * frequency / self.factor
+
+    def _yarn(self, plain: list[float], head_dim: int) -> list[float]:
+        def channel(turns: float) -> float:
+            length = self.original_max_position / (turns * 2 * math.pi)
+            return head_dim * math.log(length) / (2 * math.log(self.theta))
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        span = max(high - low, 0.001)
+        result = []
+        for i, frequency in enumerate(plain):
+            stretched = min(1.0, max(0.0, (i - low) / span))
+            result.append(frequency * (1 - stretched) + frequency / self.factor * stretched)
+        return result
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature: 0.1 mscale ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_of(config: Mapping[str, Any]) -> RopeSpec:
+    """The rotary embedding of a config.
+
+    Raises:
+        ValueError: a kind that is not computed, or a missing number.
+    """
+    scaling: dict[str, Any] = {
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config.json: neither rope_theta nor rope_parameters.rope_theta is there")
+    if kind not in KINDS:
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; allowed: {KINDS}")
+    if float(scaling.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor is not supported; allowed: 1")
+    if kind == "default":
+        return RopeSpec(float(theta))
+    try:
+        return _scaled(str(kind), float(theta), scaling, config)
+    except KeyError as error:
+        raise ValueError(f"config.json: rope type {kind!r} lacks {error}") from error
+
+
+def _scaled(
+    kind: str, theta: float, scaling: Mapping[str, Any], config: Mapping[str, Any]
+) -> RopeSpec:
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return RopeSpec(theta, kind, factor)
+    original = int(
+        scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    )
+    if kind == "llama3":
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        return RopeSpec(theta, kind, factor, original, low, high)
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = yarn_mscale(factor, 1.0)
+        if mscale and all_dim:
+            attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return RopeSpec(
+        theta,
+        kind,
+        factor,
+        original,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=float(attention),
+        softmax_mscale=yarn_mscale(factor, all_dim) if all_dim else 1.0,
+    )

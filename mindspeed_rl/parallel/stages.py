@@ -1,0 +1,118 @@
+"""Which layers each pipeline stage holds: even, uneven, interleaved, with empty slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a layer lives: pipeline stage, chunk of that stage, number within the chunk."""
+
+    stage: int
+    chunk: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """Layers of each chunk in the order of the model; chunk ``i`` is on stage ``i % pp``.
+
+    Attributes:
+        pp: pipeline stages.
+        layers_per_chunk: ``pp x vpp`` counts.
+    """
+
+    pp: int
+    layers_per_chunk: tuple[int, ...]
+
+    @property
+    def vpp(self) -> int:
+        """Chunks of every stage."""
+        return len(self.layers_per_chunk) // self.pp
+
+    @property
+    def num_layers(self) -> int:
+        """All layers."""
+        return sum(self.layers_per_chunk)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all chunks have the same number of layers."""
+        return len(set(self.layers_per_chunk)) == 1
+
+    def place_of(self, layer: int) -> Place:
+        """Where a global layer lives."""
+        first = 0
+        for position, count in enumerate(self.layers_per_chunk):
+            if first <= layer < first + count:
+                return Place(position % self.pp, position // self.pp, layer - first)
+            first += count
+        raise ValueError(f"layer {layer} is not one of {self.num_layers}")
+
+    def layers_of(self, stage: int, chunk: int = 0) -> range:
+        """The global layers of a chunk."""
+        position = chunk * self.pp + stage
+        first = sum(self.layers_per_chunk[:position])
+        return range(first, first + self.layers_per_chunk[position])
+
+
+def even_stages(
+    num_layers: int, pp: int = 1, vpp: int = 1, noop_layers: Sequence[int] = ()
+) -> StageLayout:
+    """Split slots evenly; a slot of ``noop_layers`` is left empty.
+
+    Args:
+        num_layers: layers of the model, without the empty slots.
+        pp: pipeline stages.
+        vpp: chunks of each stage.
+        noop_layers: numbers of the empty slots among all ``num_layers + len(noop_layers)``.
+
+    Raises:
+        ValueError: slots that do not divide, or numbers outside them.
+    """
+    slots = num_layers + len(noop_layers)
+    if pp < 1 or vpp < 1:
+        raise ValueError(f"--pipeline-model-parallel-size {pp}: must be at least 1")
+    if slots % (pp * vpp):
+        and_noop = f" and {len(noop_layers)} --noop-layers" if noop_layers else ""
+        chunks = f" x {vpp} chunks per stage" if vpp > 1 else ""
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp}{chunks} does not divide the model's "
+            f"{num_layers} layers{and_noop}; allowed: the divisors of {slots}, or give the layers "
+            "of each stage with --num-layer-list"
+        )
+    empty = set(noop_layers)
+    if len(empty) != len(noop_layers) or not empty <= set(range(slots)):
+        raise ValueError(
+            f"--noop-layers {','.join(map(str, noop_layers))}: must be different numbers below "
+            f"{slots} = {num_layers} layers + {len(noop_layers)}"
+        )
+    size = slots // (pp * vpp)
+    counts = [
+        sum(1 for slot in range(i * size, (i + 1) * size) if slot not in empty)
+        for i in range(pp * vpp)
+    ]
+    return StageLayout(pp, tuple(counts))
+
+
+def listed_stages(num_layers: int, pp: int, counts: Sequence[int]) -> StageLayout:
+    """Stages with given numbers of layers, ``pp`` or a multiple of it, in the order of the model.
+
+    Raises:
+        ValueError: counts that do not fit.
+    """
+    text = ",".join(map(str, counts))
+    if not counts or len(counts) % pp:
+        raise ValueError(
+            f"--num-layer-list {text}: {len(counts)} numbers; needed: "
+            f"--pipeline-model-parallel-size {pp} of them, or a multiple of it (chunks of an "
+            "interleaved schedule, in the order of the model)"
+        )
+    if sum(counts) != num_layers or min(counts) < 0:
+        raise ValueError(
+            f"--num-layer-list {text} has {sum(counts)} layers, the model {num_layers}; the "
+            "numbers must not be negative and must sum to the layers of the model"
+        )
+    return StageLayout(pp, tuple(counts))

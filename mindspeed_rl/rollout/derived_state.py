@@ -1,0 +1,101 @@
+"""Engine state that is computed from weights: packed experts, absorbed latent projections.
+
+The CPU engine keeps experts in the block order of its kernel, in the storage of the parameter
+itself; latent attention keeps two products of its key/value up projection. Both follow the weights
+exactly once per update: between :meth:`DerivedState.begin` and :meth:`DerivedState.finish` expert
+parameters are plain ``[experts, rows, columns]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_EXPERT_PARAMS = ("w13_weight", "w2_weight")
+# Rows of one block of the portable vector kernel ("vec").
+_BLOCK_ROWS = 16
+
+
+def unpack_blocks(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of the vector kernel's packing: a copy in plain order.
+
+    The kernel keeps ``[rows / 16, columns, 16]`` of each matrix in the shape of the matrix.
+
+    Args:
+        packed: [experts, rows, columns], rows a multiple of 16.
+    """
+    experts, rows, columns = packed.shape
+    blocks = packed.view(experts, rows // _BLOCK_ROWS, columns, _BLOCK_ROWS)
+    return blocks.transpose(2, 3).reshape(experts, rows, columns)
+
+
+class DerivedState:
+    """The derived state of one built model on this rank.
+
+    Args:
+        model: vLLM's model.
+        dtype: of its activations.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._packed = list(_packed_experts(model))
+        self._latent = [m for m in model.modules() if type(m).__name__ == "MLAAttention"]
+        self._open = False
+
+    @property
+    def packs_experts(self) -> bool:
+        """Whether expert parameters are readable between updates only through :meth:`read`."""
+        return bool(self._packed)
+
+    def begin(self) -> None:
+        """Expert parameters become plain; what they held is gone (all of it will be written)."""
+        for layer, _ in self._packed:
+            for name in _EXPERT_PARAMS:
+                getattr(layer, name).data.zero_()
+        self._open = True
+
+    def finish(self) -> None:
+        """Pack experts and derive latent projections from the weights that were written."""
+        assert self._open, "DerivedState.finish without begin would pack twice"
+        self._open = False
+        for layer, isa in self._packed:
+            for name in _EXPERT_PARAMS:
+                _pack(getattr(layer, name).data, isa)
+        for attention in self._latent:
+            attention.process_weights_after_loading(self._dtype)  # type: ignore[operator]
+
+    def read(self, name: str, param: torch.Tensor) -> torch.Tensor:
+        """A parameter in plain order, outside updates as well.
+
+        Raises:
+            NotImplementedError: packed for a kernel whose order is not known here.
+        """
+        if self._open or not name.endswith(_EXPERT_PARAMS) or not self._packed:
+            return param
+        isa = self._packed[0][1]
+        if isa != "vec":
+            raise NotImplementedError(
+                f"{name}: the order of the {isa!r} kernel is not known; weights can be written, "
+                "not read back"
+            )
+        return unpack_blocks(param)
+
+
+def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+    """Layers whose experts the CPU engine packed, and for which kernel."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
+        if isa is not None and hasattr(module, "w13_weight"):
+            yield module, str(isa)
+
+
+def _pack(weight: torch.Tensor, isa: str) -> None:
+    """In place, one expert at a time."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    for expert in weight:
+        expert.copy_(cpu_prepack_moe_weight(expert[None].contiguous(), isa)[0])

@@ -1,0 +1,150 @@
+"""Scoring entry: ``torchrun ... -m mindspeed_rl.score``, log-probs by trainer or engine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.config import ScoreRunConfig
+from mindspeed_rl.config.validate import ScorePlan, check_score
+from mindspeed_rl.orchestration.torchrun import Job, run_entry
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.scores import Scores, Sequences
+
+ScoreJob = Job[ScoreRunConfig, ScorePlan]
+# sequence, position, log-prob, entropy of one token
+TokenScore = tuple[int, int, float, float]
+
+
+def main(job: ScoreJob) -> None:
+    """Score the sequences and write the result on rank 0."""
+    from mindspeed_rl.data.scores import read_sequences
+    from mindspeed_rl.orchestration import training
+
+    score = job.config.score
+    limit = job.plan.spec.max_position_embeddings
+    sequences = read_sequences(score.tokens, job.plan.spec.vocab_size, limit)
+    training.initialize_parallel(job)
+    compute = by_trainer if score.backend == "megatron" else by_engine
+    result = gather(job, sequences, compute(job, sequences))
+    if result is not None:
+        result.save(score.output)
+        tokens = int(sequences.length.sum())
+        job.say(f"{len(sequences.length)} sequences, {tokens} tokens: {score.output}")
+
+
+def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
+    """This rank's share, by the training engine. Collective: the training grid."""
+    import torch
+
+    from mindspeed_rl.data.packing import TrainSample
+    from mindspeed_rl.orchestration import training
+
+    engine = training.build_engine(job, "reference", 0, job.config.score.temperature)
+    samples = [
+        TrainSample(i, torch.tensor(sequences.ids(i)), 1) for i in range(len(sequences.length))
+    ]
+    batches = training.local_batches(job, engine, samples)
+    results = engine.logprobs_and_entropy(batches)
+    found: list[TokenScore] = []
+    if not engine.is_last or job.plan.parallel.coords(job.world.rank).tp:
+        return found
+    for prepared, result in zip(batches, results, strict=True):
+        assert result is not None
+        batch = prepared.batch
+        owners = [batch.sample_ids[i] for i in batch.sequence_of.tolist()]
+        positions = (batch.positions[batch.loss_mask] + 1).tolist()
+        logp, entropy = (values.tolist() for values in result)
+        found += zip(owners, positions, logp, entropy, strict=True)
+    return found
+
+
+def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
+    """This rank's share, by vLLM. Collective: the world."""
+    from mindspeed_rl.checkpoint.hf import load_hf
+    from mindspeed_rl.orchestration.rl_job import rollout_dtype
+    from mindspeed_rl.rollout.vllm_engine import VllmEngine
+    from mindspeed_rl.rollout.vllm_versions import installed_layout
+
+    config, rank = job.config, job.world.rank
+    layout = installed_layout(job.plan.vllm, job.platform.name)
+    dtype = rollout_dtype(config.rollout, config.train)
+    engine = VllmEngine(
+        model_dir=config.model.hf_checkpoint,
+        layout=layout,
+        rank=rank,
+        platform=job.platform,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=min(int(sequences.length.max()) + 1, job.plan.spec.max_position_embeddings),
+        kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
+        seed=config.train.seed,
+        options={"max_logprobs": -1, **config.vllm_options},
+    )
+    engine.begin_update()
+    load_hf(config.model.hf_checkpoint, layout, rank, engine.weight_views())
+    engine.finish_update(0)
+    mine = range(layout.engine.group_of(rank), len(sequences.length), layout.engine.num_groups)
+    scores = engine.score(
+        [sequences.ids(i) for i in mine],
+        temperature=config.score.temperature,
+        with_entropy=not config.score.no_entropy,
+    )
+    if layout.engine.tp_rank(rank):
+        return []
+    return [
+        (owner, position, logp, entropy)
+        for owner, values in zip(mine, scores, strict=True)
+        for position, (logp, entropy) in enumerate(values, start=1)
+    ]
+
+
+def gather(job: ScoreJob, sequences: Sequences, mine: list[TokenScore]) -> Scores | None:
+    """All ranks' shares as one result, on rank 0. Collective: the world.
+
+    Raises:
+        RuntimeError: some token was scored never or twice.
+    """
+    import numpy as np
+    import torch.distributed as dist
+
+    from mindspeed_rl.data.scores import Scores
+
+    everything: list[list[TokenScore] | None] = [None] * job.world.size
+    dist.gather_object(mine, everything if job.world.rank == 0 else None)
+    if job.world.rank != 0:
+        return None
+    logp, entropy = (np.zeros(sequences.tokens.shape, np.float32) for _ in range(2))
+    times = np.zeros(sequences.tokens.shape, np.int64)
+    for share in everything:
+        for sequence, position, one, uncertainty in share or ():
+            logp[sequence, position] = one
+            entropy[sequence, position] = 0.0 if job.config.score.no_entropy else uncertainty
+            times[sequence, position] += 1
+    column = np.arange(times.shape[1])[None]
+    wanted = (column >= 1) & (column < sequences.length[:, None])
+    if not np.array_equal(times, wanted.astype(np.int64)):
+        raise RuntimeError(f"{int((times != wanted).sum())} tokens were not scored exactly once")
+    return Scores(logp, entropy, sequences.length)
+
+
+def compare_files(argv: list[str]) -> int:
+    """``--compare A B`` needs no torchrun: print the table; the exit status."""
+    from mindspeed_rl.arguments import parse
+    from mindspeed_rl.data.scores import compare, read_scores
+
+    try:
+        files = parse(ScoreRunConfig, argv, "mindspeed_rl.score").config.score.compare
+        if len(files) != 2:
+            raise ValueError(f"--compare takes two files, got {len(files)}: {' '.join(files)}")
+        print(compare(read_scores(files[0]), read_scores(files[1])))
+    except ValueError as error:
+        print(f"mindspeed_rl.score: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    if "--compare" in sys.argv[1:]:
+        sys.exit(compare_files(sys.argv[1:]))
+    run_entry("mindspeed_rl.score", ScoreRunConfig, check_score, main)

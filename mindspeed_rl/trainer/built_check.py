@@ -1,0 +1,102 @@
+"""The proof that a built model is what its config asks for (R51)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+
+from mindspeed_rl.models.spec import ModelSpec
+
+# name, what was built, what the model has
+_Pair = tuple[str, Any, Any]
+
+
+def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
+    """Compare the BUILT configuration and modules with the spec.
+
+    Args:
+        model: a chunk.
+        spec: what it should be.
+        num_layers: layers that the chunk should have.
+
+    Raises:
+        RuntimeError: every field that differs.
+    """
+    pairs = [
+        *_dense_pairs(model, spec),
+        ("layers of the chunk", len(model.decoder.layers), num_layers),
+        *(_expert_pairs(model.config, spec) if spec.moe else ()),
+        *(_latent_pairs(model.config, spec) if spec.latent else ()),
+        *(pair for layer in model.decoder.layers for pair in _layer_pairs(layer, model, spec)),
+    ]
+    wrong = [f"{name}: built {built}, model {real}" for name, built, real in pairs if built != real]
+    if wrong:
+        raise RuntimeError("the built model differs from config.json: " + "; ".join(wrong))
+
+
+def _dense_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
+    config = model.config
+    yield "num_layers", config.num_layers, spec.num_layers
+    yield "hidden_size", config.hidden_size, spec.hidden_size
+    yield "ffn_hidden_size", config.ffn_hidden_size, spec.ffn_hidden_size
+    yield "num_heads", config.num_attention_heads, spec.num_heads
+    yield "num_kv_heads", config.num_query_groups, spec.num_kv_heads
+    yield "head_dim", config.kv_channels, spec.head_dim
+    yield "norm_eps", config.layernorm_epsilon, spec.norm_eps
+    yield "normalization", config.normalization, "RMSNorm"
+    yield "gated_linear_unit", config.gated_linear_unit, True
+    yield "activation", config.activation_func, F.silu
+    yield "qkv_bias", config.add_qkv_bias, spec.qkv_bias
+    yield "linear bias", config.add_bias_linear, False
+    yield "tie_embeddings", model.share_embeddings_and_output_weights, spec.tie_embeddings
+    yield "multi_latent_attention", config.multi_latent_attention, spec.latent is not None
+    yield "experts", config.num_moe_experts, spec.num_experts or None
+
+
+def _expert_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
+    moe = spec.moe
+    assert moe is not None
+    grouped = moe.num_groups > 1
+    yield "num_experts_per_tok", config.moe_router_topk, moe.top_k
+    yield "moe_intermediate_size", config.moe_ffn_hidden_size, moe.ffn_hidden_size
+    shared = config.moe_shared_expert_intermediate_size or 0
+    yield "shared experts", shared, moe.shared_ffn_hidden_size
+    yield "expert layers", tuple(bool(x) for x in config.moe_layer_freq), moe.layers
+    yield "scoring_func", config.moe_router_score_function, moe.score_function
+    yield "router bias", config.moe_router_enable_expert_bias, moe.router_bias
+    yield "n_group", config.moe_router_num_groups, moe.num_groups if grouped else None
+    yield "topk_group", config.moe_router_group_topk, moe.top_k_groups if grouped else None
+    scaling = config.moe_router_topk_scaling_factor or 1.0
+    yield "routed_scaling_factor", scaling, moe.scaling_factor
+    if moe.score_function == "softmax":
+        yield "norm_topk_prob", not config.moe_router_pre_softmax, moe.normalize_top_k
+    yield "auxiliary loss", config.moe_router_load_balancing_type, "none"
+
+
+def _latent_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
+    latent = spec.latent
+    assert latent is not None
+    yield "q_lora_rank", config.q_lora_rank or 0, latent.q_lora_rank
+    yield "kv_lora_rank", config.kv_lora_rank, latent.kv_lora_rank
+    yield "qk_nope_head_dim", config.qk_head_dim, latent.nope_head_dim
+    yield "qk_rope_head_dim", config.qk_pos_emb_head_dim, latent.rope_head_dim
+    yield "v_head_dim", config.v_head_dim, latent.v_head_dim
+
+
+def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
+    name = f"layer {layer.layer_number}"
+    attention = layer.self_attention
+    yield f"{name} norm eps", layer.input_layernorm.eps, spec.norm_eps
+    yield f"{name} experts", hasattr(layer.mlp, "router"), spec.has_experts(layer.layer_number - 1)
+    yield f"{name} softmax scale", attention.core_attention.softmax_scale, spec.softmax_scale
+    for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        eps = getattr(getattr(attention, norm, None), "eps", None)
+        if eps is not None:
+            yield f"{name} {norm} eps", eps, spec.norm_eps
+    rotary = attention.rotary_pos_emb if spec.latent else model.rotary_pos_emb
+    expected = torch.tensor(spec.rope.inverse_frequencies(spec.rope_dim))
+    yield f"{name} rope", torch.equal(rotary.inv_freq.cpu(), expected), True

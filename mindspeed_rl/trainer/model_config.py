@@ -1,0 +1,138 @@
+"""The megatron-core configuration of a ModelSpec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mindspeed_rl.config import ModelConfig
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.stages import StageLayout
+
+
+def build_transformer_config(
+    spec: ModelSpec, layout: ParallelLayout, model: ModelConfig, bf16: bool, sequence_parallel: bool
+) -> TransformerConfig:
+    """The megatron-core configuration of a spec in a layout."""
+    fields = _common(spec, model, bf16) | _parallel(layout, sequence_parallel)
+    if spec.moe:
+        fields |= _experts(spec, layout)
+    if spec.latent:
+        return MLATransformerConfig(**fields, **_latent(spec))
+    return TransformerConfig(**fields)
+
+
+def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
+    """Fusions that need CUDA extensions are off; weights come from a checkpoint."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "ffn_hidden_size": spec.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.qk_norm or spec.latent is not None,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": bf16,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "calculate_per_token_loss": True,
+    }
+
+
+def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]:
+    """Layout fields.
+
+    Deallocating pipeline outputs frees a buffer while gloo may still send it (silently wrong
+    losses), so it is off. With two stages and an interleaved schedule batched messages between the
+    same two ranks cross (silently wrong losses), so that schedule sends them one by one.
+    """
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": sequence_parallel,
+        "deallocate_pipeline_outputs": False,
+    }
+    stages = layout.stages
+    if stages.vpp > 1:
+        fields |= {
+            "virtual_pipeline_model_parallel_size": stages.vpp,
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": True,
+        }
+    if stages.vpp > 1 or not stages.is_even:
+        fields["pipeline_model_parallel_layout"] = _layer_layout(stages)
+    return fields
+
+
+def _layer_layout(stages: StageLayout) -> list[list[str]]:
+    """megatron-core's spelling: the modules of each chunk in the order of the model."""
+    rows = [["decoder"] * count for count in stages.layers_per_chunk]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return rows
+
+
+def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
+    """Routing as the checkpoint does it; no auxiliary loss, and router biases are not updated."""
+    moe = spec.moe
+    assert moe is not None
+    grouped = moe.num_groups > 1
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_layer_freq": [int(has) for has in moe.layers],
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_top_k,
+        "moe_router_enable_expert_bias": moe.router_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": moe.num_groups if grouped else None,
+        "moe_router_group_topk": moe.top_k_groups if grouped else None,
+        "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1 else None,
+        # a sigmoid router's checkpoint computes its scores in fp32
+        "moe_router_dtype": "fp32" if moe.score_function == "sigmoid" else None,
+    }
+
+
+def _latent(spec: ModelSpec) -> dict[str, Any]:
+    """Latent attention. ``rope_type`` is yarn so that cosine and sine may be scaled."""
+    latent = spec.latent
+    assert latent is not None
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_lora_rank or None,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.nope_head_dim,
+        "qk_pos_emb_head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "rope_type": "yarn",
+    }

@@ -1,0 +1,35 @@
+"""Names that megatron-core only defines where Transformer Engine is installed.
+
+Why: ``moe_utils`` reads ``te_general_gemm`` in every router call and never defines it without
+Transformer Engine (NameError); ``multi_latent_attention`` accepts only linear classes that it knows
+for the down projections, and its ``TELinear`` is None, so our replicated layer takes that place.
+Upstream: megatron/core/transformer/moe/moe_utils.py, megatron/core/transformer/
+multi_latent_attention.py.
+Versions: megatron-core 0.16.1.
+Remove when: both modules define fallbacks.
+"""
+
+from __future__ import annotations
+
+from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
+
+
+def apply() -> None:
+    """Define what is missing; nothing changes where Transformer Engine is installed. Idempotent.
+
+    Raises:
+        RuntimeError: the modules are not as this patch knows them.
+    """
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    for module in (moe_utils, multi_latent_attention):
+        if not hasattr(module, "HAVE_TE"):
+            raise RuntimeError(
+                f"patch without_transformer_engine: {module.__name__}.HAVE_TE is gone; written for "
+                "megatron-core 0.16.1. Install that version or update the patch"
+            )
+    if not moe_utils.HAVE_TE and not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not multi_latent_attention.HAVE_TE and multi_latent_attention.TELinear is None:
+        multi_latent_attention.TELinear = DuplicatedLinear
