@@ -2,7 +2,8 @@
 
 Why: ``moe_utils`` reads ``te_general_gemm`` in every router call and never defines it without
 Transformer Engine (NameError); ``multi_latent_attention`` accepts only linear classes that it knows
-for the down projections, and its ``TELinear`` is None, so our replicated layer takes that place.
+for the down projections, and its ``TELinear`` is no class then (isinstance raises), so our
+replicated layer takes that place.
 Upstream: megatron/core/transformer/moe/moe_utils.py, megatron/core/transformer/
 multi_latent_attention.py.
 Versions: megatron-core 0.16.1.
@@ -23,13 +24,13 @@ def apply() -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    for module in (moe_utils, multi_latent_attention):
-        if not hasattr(module, "HAVE_TE"):
+    for module, name in ((moe_utils, "HAVE_TE"), (multi_latent_attention, "TELinear")):
+        if not hasattr(module, name):
             raise RuntimeError(
-                f"patch without_transformer_engine: {module.__name__}.HAVE_TE is gone; written for "
+                f"patch without_transformer_engine: {module.__name__}.{name} is gone; written for "
                 "megatron-core 0.16.1. Install that version or update the patch"
             )
     if not moe_utils.HAVE_TE and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if not multi_latent_attention.HAVE_TE and multi_latent_attention.TELinear is None:
+    if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.TELinear = DuplicatedLinear
