@@ -105,6 +105,8 @@ def gather(job: ScoreJob, sequences: Sequences, mine: list[TokenScore]) -> Score
     Raises:
         RuntimeError: some token was scored never or twice.
     """
+    from itertools import chain
+
     import numpy as np
     import torch.distributed as dist
 
@@ -116,12 +118,11 @@ def gather(job: ScoreJob, sequences: Sequences, mine: list[TokenScore]) -> Score
         return None
     logp, entropy = (np.zeros(sequences.tokens.shape, np.float32) for _ in range(2))
     times = np.zeros(sequences.tokens.shape, np.int64)
-    for share in everything:
-        for sequence, position, one, uncertainty in share or ():
-            logp[sequence, position] = one
-            entropy[sequence, position] = 0.0 if job.config.score.no_entropy else uncertainty
-            times[sequence, position] += 1
-    column = np.arange(times.shape[1])[None]
+    for sequence, position, one, uncertainty in chain.from_iterable(s or () for s in everything):
+        logp[sequence, position] = one
+        entropy[sequence, position] = 0.0 if job.config.score.no_entropy else uncertainty
+        times[sequence, position] += 1
+    column = np.arange(sequences.tokens.shape[1])[None]
     wanted = (column >= 1) & (column < sequences.length[:, None])
     if not np.array_equal(times, wanted.astype(np.int64)):
         raise RuntimeError(f"{int((times != wanted).sum())} tokens were not scored exactly once")

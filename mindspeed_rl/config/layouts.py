@@ -22,11 +22,8 @@ def training_layout(
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size,
     )
-    if not spec.moe and (ep > 1 or (etp or tp) != tp or parallel.moe_tp_extend_ep):
-        raise ValueError(
-            f"--expert-model-parallel-size {ep}, --expert-tensor-parallel-size or "
-            "--moe-tp-extend-ep: the model has no experts; remove them"
-        )
+    if not spec.moe:
+        _refuse_expert_flags(parallel)
     if parallel.moe_tp_extend_ep:
         if etp not in (None, 1):
             raise ValueError(
@@ -48,6 +45,17 @@ def training_layout(
         ep=ep,
         etp=etp,
     )
+
+
+def _refuse_expert_flags(parallel: ParallelConfig) -> None:
+    given = (
+        ("--expert-model-parallel-size", parallel.expert_model_parallel_size, (1,)),
+        ("--expert-tensor-parallel-size", parallel.expert_tensor_parallel_size, (None, 1)),
+        ("--moe-tp-extend-ep", parallel.moe_tp_extend_ep, (False,)),
+    )
+    for name, value, allowed in given:
+        if value not in allowed:
+            raise ValueError(f"{name} {value}: the model has no experts; remove it")
 
 
 def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:

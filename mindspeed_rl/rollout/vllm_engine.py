@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.derived_state import DerivedState
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
     SamplingSettings,
     requests_digest,
 )
+from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS, DerivedState
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
 from mindspeed_rl.types import Completion
@@ -170,7 +170,11 @@ class VllmEngine:
         return {name: self._derived.read(name, p) for name, p in self._params().items()}
 
     def _params(self) -> dict[str, torch.Tensor]:
-        return {name: p.data for name, p in self._model.named_parameters()}
+        return {
+            name: p.data
+            for name, p in self._model.named_parameters()
+            if not name.endswith(DERIVED_PARAMS)
+        }
 
     def begin_update(self) -> None:
         """Generating is refused until :meth:`finish_update`, which needs all weights written."""
@@ -314,8 +318,12 @@ def _model_settings(layout: VllmLayout) -> dict[str, Any]:
     if layout.spec.latent:
         # the CPU kernel rotates the queries of latent attention wrongly, without an error
         settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-        # transformers 5 leaves the key out, vLLM reads it
-        settings["hf_overrides"] = {"topk_method": "noaux_tc"}
+    if layout.spec.router_bias:
+        # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
+        settings["hf_overrides"] = {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        }
     return settings
 
 

@@ -330,8 +330,8 @@ def _mixed_precision(module: Any, config: Any) -> Any:
 
     wrapped = Float16Module(config, module)
     for part in module.modules():
-        if hasattr(part, "_maintain_float32_expert_bias"):
-            part._maintain_float32_expert_bias()
+        if getattr(part, "expert_bias", None) is not None:
+            part.expert_bias = part.expert_bias.float()  # routing compares sums of small numbers
     return wrapped
 
 

@@ -96,7 +96,7 @@ def reshard_and_prove(
         target,
         rank=rank,
         ranks_per_node=job.world.size,
-        transport=AllToAllTransport(job.world.size, dtype, torch.device("cpu"), None),
+        transport=AllToAllTransport(job.world.size, torch.device("cpu"), None),
         dtype=dtype,
         bucket_bytes=BUCKET_BYTES,
     )

@@ -42,6 +42,7 @@ LAYER_0 = (
     "versions",
     "models",
     "parallel.layout",
+    "parallel.stages",
     "resharding.boxes",
     "resharding.layouts",
     "resharding.planner",

@@ -55,7 +55,10 @@ class ToyLLM:
             compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
         )
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=worker),
+            model_config=SimpleNamespace(dtype=torch.float32),
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Forget all prompts, unless one is running."""

@@ -56,7 +56,10 @@ class LocalTransport:
         self.sent_bytes = 0
 
     def exchange(
-        self, sends: Mapping[int, torch.Tensor], receive_sizes: Mapping[int, int]
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receive_sizes: Mapping[int, int],
+        dtype: torch.dtype,
     ) -> dict[int, torch.Tensor]:
         """Post this rank's messages, wait for all ranks, take the own ones. Collective."""
         world = self._world

@@ -170,7 +170,7 @@ def train_world(
                 job, "policy", max(1, case.num_steps), job.config.rl.rl_default_temperature
             )
             results[case.name] = run_case(job, engine, case, samples)
-        deallocates |= engine.module.config.deallocate_pipeline_outputs
+        deallocates |= engine.modules[0].config.deallocate_pipeline_outputs
     if world.rank:
         return None
     import sys
@@ -279,7 +279,7 @@ def in_hf_coordinates(
         target,
         rank=rank,
         ranks_per_node=job.world.size,
-        transport=AllToAllTransport(job.world.size, torch.float32, torch.device("cpu"), None),
+        transport=AllToAllTransport(job.world.size, torch.device("cpu"), None),
         dtype=torch.float32,
         bucket_bytes=1 << 20,
     )
@@ -307,7 +307,7 @@ def _reduced_gradients(
                 shares = bucket.grad_data.view(group.size(), -1)
                 mine = shares[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    return {name: p.main_grad for name, p in engine.module.named_parameters()}
+    return {name: p.main_grad for name, p in engine.modules[0].named_parameters()}
 
 
 def _by_sample(

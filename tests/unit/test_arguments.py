@@ -144,7 +144,7 @@ def test_any_text_value_survives_when_attached(value):
         ("--fp16", ("--fp16 is refused", "bf16", "remove the flag")),
         ("--sft-data x", ("--sft-data", "flag of mindspeed_rl.pretrain", "remove")),
         ("--grpo-filter-groups-with-same-reward", ("refused", "not available in this version")),
-        ("--rl-inference-expert-model-parallel-size 2", ("refused", "--rollout-tp")),
+        ("--rl-inference-pipeline-model-parallel-size 2", ("refused", "--rollout-tp")),
         ("--fp16 --unknwon --lora-r 8", ("--fp16", "--unknwon", "--lora-r 8")),
     ],
 )
@@ -212,7 +212,7 @@ def test_every_flag_has_help(run_type, flag):
 
 
 @pytest.mark.parametrize("columns", [80, 60, 200])
-@pytest.mark.parametrize("run_type", PROGS, ids=["rl", "pretrain"])
+@pytest.mark.parametrize("run_type", PROGS, ids=["rl", "pretrain", "score"])
 def test_help_is_grouped_and_fits_the_terminal(run_type, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     text = build_parser(run_type, PROGS[run_type]).format_help()

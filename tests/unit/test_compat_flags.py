@@ -255,7 +255,7 @@ def test_table_rejects_a_second_disposition_and_a_bad_row():
         ("--rl-inference-logprobs-is-correction", Disposition.REFUSED),
         ("--rl-importance-sampling-truncation-coef", Disposition.REFUSED),
         ("--grpo-filter-groups-with-same-reward", Disposition.REFUSED),
-        ("--rl-inference-expert-model-parallel-size", Disposition.REFUSED),
+        ("--rl-inference-pipeline-model-parallel-size", Disposition.REFUSED),
         ("--rampup-batch-size", Disposition.REFUSED),
         ("--retro-add-retriever", Disposition.REFUSED),
         ("--lora-r", Disposition.REFUSED),

@@ -127,12 +127,28 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             r"--pipeline-model-parallel-size 8 does not divide the model's 4 layers; allowed:",
         ),
         (
-            {"parallel": {"context_parallel_size": 2}},
-            r"--context-parallel-size 2: allowed is 1",
+            {"parallel": {"context_parallel_size": 3}},
+            r"world size 8 is not a multiple of .*--context-parallel-size 3",
         ),
         (
             {"parallel": {"expert_model_parallel_size": 2}},
-            r"--expert-model-parallel-size 2: the model has no experts; allowed is 1",
+            r"--expert-model-parallel-size 2: the model has no experts; remove it",
+        ),
+        (
+            {"parallel": {"num_layer_list": "2,2"}, "model": {"noop_layers": "1"}},
+            r"--num-layer-list, .* exclude each other",
+        ),
+        (
+            {"parallel": {"num_layers_per_virtual_pipeline_stage": 3}},
+            r"--num-layers-per-virtual-pipeline-stage 3 x .* does not divide the 4 layers",
+        ),
+        (
+            {"rollout": {"rollout_dp": 2}},
+            r"--rollout-dp 2: a model without experts has nothing to share",
+        ),
+        (
+            {"rollout": {"rl_inference_expert_model_parallel_size": 3}},
+            r"--rollout-ep 3: experts are spread over all ranks .*allowed: 1 or",
         ),
         (
             {"rollout": {"rl_inference_tensor_model_parallel_size": 3}},

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.parallel.groups import rank_lists
 from mindspeed_rl.parallel.layout import Coords, EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import StageLayout, even_stages, listed_stages
 from mindspeed_rl.resharding.layouts.base import merge_holders
 
 sizes = st.integers(1, 4)
 layouts = st.builds(
     lambda tp, cp, dp, pp: ParallelLayout.build(
-        world=tp * cp * dp * pp, tp=tp, cp=cp, pp=pp, num_layers=2 * pp
+        world=tp * cp * dp * pp, stages=even_stages(2 * pp, pp), tp=tp, cp=cp
     ),
     sizes,
     sizes,
@@ -49,12 +52,13 @@ def _place(coords: Coords) -> tuple[int, int]:
 def test_groups_partition_the_world(layout: ParallelLayout) -> None:
     for axis, groups in rank_lists(layout).items():
         assert sorted(r for ranks in groups for r in ranks) == list(range(layout.world))
-        assert {len(ranks) for ranks in groups} == {getattr(layout, axis)}
+        size = layout.expert_dp if axis == "edp" else getattr(layout, axis)
+        assert {len(ranks) for ranks in groups} == {size}
 
 
 def test_rank_order_is_megatrons_default() -> None:
     """tp-cp-ep-dp-pp of megatron-core: tensor-parallel neighbours, stages furthest apart."""
-    layout = ParallelLayout.build(world=16, tp=2, pp=2, cp=2, num_layers=4)
+    layout = ParallelLayout.build(world=16, stages=even_stages(4, 2), tp=2, cp=2)
     assert layout.dp == 2
     assert layout.coords(1) == Coords(tp=1, cp=0, dp=0, pp=0)
     assert layout.coords(2) == Coords(tp=0, cp=1, dp=0, pp=0)
@@ -68,11 +72,51 @@ def test_rank_order_is_megatrons_default() -> None:
 
 
 def test_stages_of_layers() -> None:
-    layout = ParallelLayout(world=3, tp=1, pp=3, cp=1, layers_per_stage=(1, 3, 2))
-    assert [layout.stage_of(layer) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
-    assert [layout.first_layer(stage) for stage in range(3)] == [0, 1, 4]
+    stages = StageLayout(3, (1, 3, 2))
+    assert [stages.place_of(layer).stage for layer in range(6)] == [0, 1, 1, 1, 2, 2]
+    assert [stages.place_of(layer).local for layer in range(6)] == [0, 0, 1, 2, 0, 1]
     with pytest.raises(ValueError, match="layer 6 is not one of 6"):
-        layout.stage_of(6)
+        stages.place_of(6)
+
+
+def test_chunks_of_an_interleaved_pipeline() -> None:
+    """Chunk i of the model is on stage i % pp, as megatron-core places it."""
+    stages = even_stages(8, 2, 2)
+    assert [(p.stage, p.chunk, p.local) for p in map(stages.place_of, range(8))] == [
+        (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1),
+        (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert list(stages.layers_of(1, 1)) == [6, 7]
+
+
+def test_empty_slots_take_a_place_in_the_split() -> None:
+    assert even_stages(6, 4, 1, (0, 7)).layers_per_chunk == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: even_stages(4, 3),
+            r"--pipeline-model-parallel-size 3 does not divide .* 4 layers",
+        ),
+        (lambda: even_stages(6, 2, 1, (8, 0)), r"--noop-layers 8,0: must be .* below 8 = 6 layers"),
+        (lambda: listed_stages(4, 2, (1, 2, 1)), r"--num-layer-list 1,2,1: 3 numbers; needed: "),
+        (lambda: listed_stages(4, 2, (1, 2)), r"--num-layer-list 1,2 has 3 layers, the model 4"),
+    ],
+)
+def test_impossible_stages_are_refused(build: Callable[[], StageLayout], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_expert_grid_is_megatrons() -> None:
+    """Order tp-ep-dp-pp: expert tensor parallelism innermost, then expert parallelism."""
+    layout = ParallelLayout.build(world=16, stages=even_stages(2, 2), tp=2, ep=2, etp=2)
+    place = layout.expert_coords(11)
+    assert (place.tp, place.ep, place.dp, place.pp) == (1, 1, 0, 1)
+    assert list(layout.expert_replicas(1, 1, 1)) == [11, 15]
+    assert rank_lists(layout)["ep"][0] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -80,19 +124,21 @@ def test_stages_of_layers() -> None:
     [
         ({"world": 8, "tp": 3}, r"world size 8 .*--tensor-model-parallel-size 3 .*= 3; start "),
         ({"world": 6, "tp": 2, "pp": 2}, r"not a multiple of .*= 4; start torchrun with a mult"),
-        ({"world": 3, "pp": 3}, r"--pipeline-model-parallel-size 3 does not divide .* 4 layers"),
+        ({"world": 4, "ep": 3}, r"--expert-model-parallel-size 3 x .* = 3 does not divide the 4 "),
         ({"world": 2, "tp": 0}, r"--tensor-model-parallel-size 0: must be at least 1"),
         ({"world": 2, "cp": -1}, r"--context-parallel-size -1: must be at least 1"),
     ],
 )
 def test_impossible_grids_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ParallelLayout.build(num_layers=4, **sizes)
+        ParallelLayout.build(
+            world=sizes.pop("world"), stages=even_stages(4, sizes.pop("pp", 1)), **sizes
+        )
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_ranks_outside_the_world_are_refused(rank: int) -> None:
-    layout = ParallelLayout.build(world=4, num_layers=1)
+    layout = ParallelLayout.build(world=4, stages=even_stages(1))
     with pytest.raises(ValueError, match=f"rank {rank} is not in a world of 4"):
         layout.coords(rank)
 

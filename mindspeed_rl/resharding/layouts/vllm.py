@@ -39,11 +39,13 @@ class VllmLayout(TableLayout):
         rows, engine = self.rows, self.engine
         self.check_rows((r for r in rows if not isinstance(r, ExpertRow)), engine.tp)
         self.check_rows((r for r in rows if isinstance(r, ExpertRow)), engine.expert_tp)
-        if not self.spec.moe and (engine.dp > 1 or engine.expert_parallel):
+        if not self.spec.moe and engine.expert_parallel:
+            raise ValueError(f"--rollout-ep {engine.ep}: the model has no experts; allowed is 1")
+        if not self.spec.moe and engine.dp > 1:
             raise ValueError(
                 f"--rollout-dp {engine.dp}: a model without experts has nothing to share between "
                 "data-parallel ranks of an engine; allowed: 1 (every --rollout-tp ranks are an "
-                "engine of their own) and no --rollout-ep"
+                "engine of their own)"
             )
         if self.spec.num_experts % engine.ep:
             raise ValueError(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 _EXPERT_PARAMS = ("w13_weight", "w2_weight")
+# Parameters that vLLM computes from others.
+DERIVED_PARAMS = (".W_UV", ".W_UK_T")
 # Rows of one block of the portable vector kernel ("vec").
 _BLOCK_ROWS = 16
 
@@ -59,7 +61,7 @@ class DerivedState:
 
     def finish(self) -> None:
         """Pack experts and derive latent projections from the weights that were written."""
-        assert self._open, "DerivedState.finish without begin would pack twice"
+        assert self._open or not self._packed, "finish without begin would pack experts twice"
         self._open = False
         for layer, isa in self._packed:
             for name in _EXPERT_PARAMS:
