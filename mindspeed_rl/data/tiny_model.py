@@ -7,13 +7,15 @@ biases, untied embeddings, and a vocabulary size that no tensor-parallel degree 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.tasks import generate_task
+from mindspeed_rl.data.tiny_families import TinySizes, tiny_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
@@ -97,76 +99,55 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
 
 
 def write_tiny_model(
-    out_dir: str | Path,
-    *,
-    vocab_size: int = 307,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 2,
-    num_kv_heads: int = 2,
-    ffn: int = 128,
-    max_position_embeddings: int = 256,
-    seed: int = 0,
+    out_dir: str | Path, *, seed: int = 0, family: str = "qwen2", **sizes: int
 ) -> Path:
     """Writes a Hugging Face model folder with random fp32 weights and a tokenizer.
 
-    The model is a Qwen2: untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms
-    1, biases 0. Nothing but ``seed`` and the sizes decides the weights; the global random state
-    is left alone. vLLM on CPU needs a head size (``hidden_size / num_heads``) of 32 or more.
+    Untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms 1, biases 0. Nothing but
+    ``seed``, the family and the sizes decides the weights; the global random state is left alone.
 
     Args:
         out_dir: the folder; made if missing, files of an earlier call are replaced.
-        vocab_size: number of tokens and rows of the embeddings. The default is odd, so tensor
-            parallelism has to pad it.
-        hidden_size: a multiple of ``num_heads``; the head size must be even.
-        num_layers: number of decoder layers.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads; divides ``num_heads``.
-        ffn: width of the MLP.
-        max_position_embeddings: longest sequence, in tokens.
         seed: seed of the weights.
+        family: one of :data:`~mindspeed_rl.data.tiny_families.TINY_FAMILIES`.
+        **sizes: fields of :class:`TinySizes`.
 
     Returns:
         ``out_dir`` as a path.
 
     Raises:
-        ValueError: the sizes contradict each other.
+        ValueError: an unknown family, or sizes that contradict each other.
     """
-    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ValueError(
-            f"hidden_size={hidden_size} with num_heads={num_heads} gives no even head size; "
-            "use a hidden_size that is an even multiple of num_heads"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; use a divisor"
-        )
-    from transformers import Qwen2Config
-
-    tokenizer = build_tokenizer(_corpus(), vocab_size)
-    tokenizer.model_max_length = max_position_embeddings
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=ffn,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_position_embeddings,
-        rope_theta=10_000.0,
-        tie_word_embeddings=False,
-        bos_token_id=None,
+    chosen = TinySizes(**sizes)
+    tokenizer = build_tokenizer(_corpus(), chosen.vocab_size)
+    tokenizer.model_max_length = chosen.max_position_embeddings
+    config = tiny_config(
+        family,
+        chosen,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=_INIT_STD,
-        architectures=["Qwen2ForCausalLM"],
     )
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _random_model(config, seed).save_pretrained(folder)
+    with _no_progress_bars():
+        _random_model(config, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers shows a bar for every file that it writes, however small."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _corpus() -> Iterator[str]:
@@ -176,19 +157,19 @@ def _corpus() -> Iterator[str]:
         yield row["solution"]
 
 
-def _random_model(config: Qwen2Config, seed: int) -> Qwen2ForCausalLM:
+def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     # The constructor draws initial values of its own from the global generator.
     with torch.random.fork_rng(devices=[]):
-        model = Qwen2ForCausalLM(config).to(torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif name.endswith("norm.weight"):
+            elif "norm" in name:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, _INIT_STD, generator=generator)
