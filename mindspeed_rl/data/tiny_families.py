@@ -79,12 +79,11 @@ def _qwen3(**common: Any) -> PretrainedConfig:
 def _qwen3_moe(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedConfig:
     from transformers import Qwen3MoeConfig
 
+    usual = {"num_experts_per_tok": 2, "norm_topk_prob": True}
     return Qwen3MoeConfig(
-        **common,
+        **usual | common,
         num_experts=num_experts,
         moe_intermediate_size=expert_ffn,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
         architectures=["Qwen3MoeForCausalLM"],
     )
 
@@ -92,26 +91,29 @@ def _qwen3_moe(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedCo
 def _deepseek_v3(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedConfig:
     from transformers import DeepseekV3Config
 
-    common.pop("head_dim")
+    usual = {
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_nextn_predict_layers": 0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    fields = usual | common
+    del fields["head_dim"]  # of the rotary part, there
     return DeepseekV3Config(
-        **common | {"num_key_value_heads": common["num_attention_heads"]},
+        **fields | {"num_key_value_heads": common["num_attention_heads"]},
         n_routed_experts=num_experts,
         moe_intermediate_size=expert_ffn,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=1.5,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        num_nextn_predict_layers=0,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
         architectures=["DeepseekV3ForCausalLM"],
     )
 

@@ -301,13 +301,22 @@ def _reduced_gradients(
     from megatron.core import parallel_state
 
     if job.config.parallel.use_distributed_optimizer:
-        group = parallel_state.get_data_parallel_group()
-        for buffer in engine.model.buffers:
-            for bucket in buffer.buckets:
-                shares = bucket.grad_data.view(group.size(), -1)
-                mine = shares[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    return {name: p.main_grad for name, p in engine.modules[0].named_parameters()}
+        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        experts = parallel_state.get_expert_data_parallel_group()
+        for model in engine.models:
+            _gather_shares(model.buffers, dense)
+            _gather_shares(model.expert_parallel_buffers, experts)
+    weights = engine.named_parameters()
+    # router biases are not trained
+    return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
+
+
+def _gather_shares(buffers: Sequence[Any], group: dist.ProcessGroup) -> None:
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            shares = bucket.grad_data.view(group.size(), -1)
+            mine = shares[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def _by_sample(
@@ -317,19 +326,26 @@ def _by_sample(
     num_samples: int,
 ) -> list[torch.Tensor]:
     """[N] per micro-batch -> one tensor per sample, gathered from the last stage of all ranks."""
-    mine: dict[int, torch.Tensor] = {}
+    mine: dict[tuple[int, int], torch.Tensor] = {}
     if engine.is_last:
         for prepared, tensor in zip(batches, tensors, strict=True):
             for i, sample_id in enumerate(prepared.batch.sample_ids):
-                mine[sample_id] = tensor[prepared.batch.sequence_of == i]
-    everyone: list[dict[int, torch.Tensor]] = [{}] * dist.get_world_size()
+                own = prepared.batch.sequence_of == i
+                # a context-parallel rank has some of a sample's tokens, possibly none
+                places = prepared.batch.positions[prepared.batch.loss_mask][own].tolist()
+                for place, value in zip(places, tensor[own], strict=True):
+                    mine[sample_id, place] = value
+    everyone: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    merged: dict[int, torch.Tensor] = {}
+    merged: dict[tuple[int, int], torch.Tensor] = {}
     for part in everyone:
-        for sample_id, tensor in part.items():
-            known = merged.setdefault(sample_id, tensor)
-            assert torch.equal(known, tensor), f"ranks differ in sample {sample_id}"
-    return [merged[i] for i in range(num_samples)]
+        for token, value in part.items():
+            known = merged.setdefault(token, value)
+            assert torch.equal(known, value), f"ranks differ in token {token}"
+    return [
+        torch.stack([merged[token] for token in sorted(merged) if token[0] == i])
+        for i in range(num_samples)
+    ]
 
 
 def _merged(metrics: MetricSet) -> dict[str, float]:
