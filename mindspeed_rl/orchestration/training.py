@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.hf import HfWriter, load_hf
 from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
+from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.resharding.executor import Resharder, Round
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
@@ -60,6 +61,7 @@ def build_engine(
 
 def initialize_parallel(job: Job[Any, RunPlan]) -> None:
     """Create the training grid's process groups. Collective: the world."""
+    check_equal_nodes(job.world.local_size)
     parallel_state.initialize(job.plan.parallel, job.config.train.seed)
 
 
