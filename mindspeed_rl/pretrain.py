@@ -75,7 +75,7 @@ def train_step(
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.orchestration import training
 
-    trained = Denominators(sum(e.num_response_tokens for e in chosen), len(chosen))
+    trained = Denominators(sum(e.num_response_tokens for e in chosen))
     samples = [
         TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens) for i, e in enumerate(chosen)
     ]

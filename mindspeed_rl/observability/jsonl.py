@@ -26,11 +26,11 @@ def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     that is absent when all numbers are finite. NumPy scalars are written as plain numbers.
 
     Raises:
-        ValueError: the record has a ``"nonfinite"`` key of its own.
+        RuntimeError: the record has a ``"nonfinite"`` key of its own.
         TypeError: a value is not JSON: not a number, string, boolean, None, mapping or sequence.
     """
     if "nonfinite" in record:
-        raise ValueError('a record has a key "nonfinite", which is reserved; rename it')
+        raise RuntimeError('a record has a key "nonfinite", which is reserved; rename it')
     nonfinite: list[str] = []
     plain = _plain(record, "", nonfinite)
     if nonfinite:
@@ -81,10 +81,10 @@ class JsonlWriter:
         """Appends one record, ``"step"`` first.
 
         Raises:
-            ValueError: the record has a ``"step"`` of its own.
+            RuntimeError: the record has a ``"step"`` of its own.
         """
         if "step" in record:
-            raise ValueError('a record has a key "step", which is the argument; drop it')
+            raise RuntimeError('a record has a key "step", which is the argument; drop it')
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: a JSON-lines file, TensorBoard, the console.
+"""Where the metrics of a step go: a JSON-lines file and TensorBoard.
 
 Only the writer rank (rank 0) touches files. A resumed run calls ``truncate_after`` with the step
 of its checkpoint, so that no step is found twice, in any backend.
@@ -13,10 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from tqdm import tqdm
-
 from mindspeed_rl.observability.jsonl import JsonlWriter, read_jsonl
-from mindspeed_rl.observability.names import format_fields, headline
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +42,7 @@ class RunLogger:
     Args:
         output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
         is_writer: whether this rank writes; on the others every call does nothing.
-        backends: any of ``"jsonl"``, ``"tensorboard"``, ``"console"``.
+        backends: any of ``"jsonl"``, ``"tensorboard"``.
         tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
 
     Raises:
@@ -56,12 +53,14 @@ class RunLogger:
         self,
         output_dir: str | os.PathLike[str],
         is_writer: bool,
-        backends: Sequence[str] = ("jsonl", "tensorboard", "console"),
+        backends: Sequence[str] = ("jsonl", "tensorboard"),
         tensorboard_dir: str | os.PathLike[str] = "",
     ) -> None:
         unknown = [name for name in backends if name not in _BACKENDS]
         if unknown:
-            raise ValueError(f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}")
+            raise RuntimeError(
+                f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}"
+            )
         output_dir = Path(output_dir)
         self._metrics_file = output_dir / METRICS_FILE
         folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
@@ -80,13 +79,13 @@ class RunLogger:
         """Logs all metrics of one step.
 
         Raises:
-            ValueError: the step is not later than the last one logged, here or by an earlier run
+            RuntimeError: the step is not later than the last one logged, here or by an earlier run
                 in the same folder.
         """
         if not self._backends:
             return
         if step <= self._last_step:
-            raise ValueError(
+            raise RuntimeError(
                 f"step {step} is logged after step {self._last_step:.0f} in "
                 f"{self._metrics_file}: log every step once, in order; to resume call "
                 "truncate_after(step of the checkpoint), to start anew choose another folder"
@@ -166,25 +165,7 @@ class _TensorBoardBackend:
             self._writer = None
 
 
-class _ConsoleBackend:
-    """One line per step on the standard output: the headline values, or all when none is known."""
-
-    def __init__(self, output_dir: Path) -> None:
-        del output_dir
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        # Not print, which would tear a progress bar in two.
-        tqdm.write(f"step {step} | {format_fields(headline(values) or values)}")
-
-    def truncate_after(self, step: int) -> None:
-        """Nothing to drop: a terminal keeps what it showed."""
-
-    def close(self) -> None:
-        """Nothing to close: the standard output is not ours."""
-
-
 _BACKENDS: dict[str, Callable[[Path], MetricBackend]] = {
     "jsonl": _JsonlBackend,
     "tensorboard": _TensorBoardBackend,
-    "console": _ConsoleBackend,
 }

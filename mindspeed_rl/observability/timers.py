@@ -104,10 +104,10 @@ class PhaseTimer:
         """Charges the block to ``phase``; entering a phase again adds to it.
 
         Raises:
-            ValueError: the phase is called ``"step"``, the name of the whole.
+            RuntimeError: the phase is called ``"step"``, the name of the whole.
         """
         if phase == "step":
-            raise ValueError('a phase cannot be called "step": time/step_s is the whole step')
+            raise RuntimeError('a phase cannot be called "step": time/step_s is the whole step')
         self._end_segment()
         self._stack.append(phase)
         self._phases.setdefault(phase, PhaseUse(0.0, None))

@@ -156,7 +156,7 @@ def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[Upda
     batches = []
     for start in range(0, len(train_samples), size):
         part = train_samples[start : start + size]
-        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in part), len(part))
+        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in part))
         batches.append(UpdateBatch(training.local_batches(run.job, run.policy, part), counts))
     return batches
 

@@ -186,4 +186,4 @@ def check_built(model: GPTModel, spec: ModelSpec) -> None:
         pairs[f"layer {layer.layer_number} norm eps"] = (layer.input_layernorm.eps, spec.norm_eps)
     wrong = [f"{name}: built {a}, model {b}" for name, (a, b) in pairs.items() if a != b]
     if wrong:
-        raise ValueError("the built model differs from config.json: " + "; ".join(wrong))
+        raise RuntimeError("the built model differs from config.json: " + "; ".join(wrong))

@@ -124,7 +124,7 @@ class PackedSelfAttention(MegatronModule):
             [T, 1, n d]; zero at padding.
         """
         if packed_seq_params is None:
-            raise ValueError("PackedSelfAttention needs a PackedRow as packed_seq_params")
+            raise TypeError("PackedSelfAttention needs a PackedRow as packed_seq_params")
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         outputs = [self._attend(q, k, v, group) for group in packed_seq_params.groups]
         outputs.append(q.new_zeros(1, q.size(1), v.size(2)))
@@ -177,7 +177,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     ) -> PackedRow:
         """megatron-core hands the result to :meth:`forward`; here it is the row itself."""
         if packed_seq_params is None:
-            raise ValueError("PackedRotaryEmbedding needs a PackedRow as packed_seq_params")
+            raise TypeError("PackedRotaryEmbedding needs a PackedRow as packed_seq_params")
         return packed_seq_params
 
     def forward(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -54,11 +53,10 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What one optimizer step did. ``skipped`` steps changed nothing."""
+    """What one optimizer step did."""
 
     grad_norm: float
     learning_rate: float
-    skipped: bool = False
 
 
 class TrainEngine:
@@ -178,7 +176,6 @@ class TrainEngine:
                     rollout_logprobs=batch.rollout_logprobs,
                     ref_logprobs=prepared.ref_logprobs,
                     advantages=batch.advantages,
-                    sequence_of=batch.sequence_of,
                 )
             )
             return outputs.loss, replace(outputs, loss=outputs.loss.detach())
@@ -325,10 +322,3 @@ def _collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
                 one[name] = Mean(next(numbers), next(numbers))
         metrics = metrics.merge(one)
     return metrics
-
-
-def broadcast_from_last_stage(value: torch.Tensor) -> torch.Tensor:
-    """Give every pipeline stage the last stage's tensor, in place. Collective: pipeline group."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    dist.broadcast(value, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-    return value

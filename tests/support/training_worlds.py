@@ -229,7 +229,7 @@ def make_loss(
     seen: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Any:
     """The case's loss; what it was given is appended to ``seen``."""
-    counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples), len(samples))
+    counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples))
 
     def loss(inputs: LossInputs) -> LossOutputs:
         seen.append((inputs.logprobs.detach().clone(), inputs.entropy.detach().clone()))
