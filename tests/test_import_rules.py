@@ -126,7 +126,7 @@ def test_layer_0_imports_without_heavy_libraries_and_quickly() -> None:
         )
         assert done.returncode == 0, done.stderr
         times.append(float(done.stdout))
-    assert min(times) < 0.5
+    assert min(times) < 0.3
 
 
 # --- the rules above must be able to fail ------------------------------------------------------

@@ -153,7 +153,7 @@ def pack(samples: Sequence[TrainSample], padded_length: int) -> MicroBatch:
     lengths = tuple(s.length for s in samples)
     total = sum(lengths)
     if total > padded_length:
-        raise ValueError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
+        raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     length = torch.tensor(lengths, dtype=torch.int64)
     num_prompt = torch.tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64)
     owner = torch.repeat_interleave(length)  # [total] sequence of each token

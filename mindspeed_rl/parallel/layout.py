@@ -75,7 +75,7 @@ class ParallelLayout:
     def coords(self, rank: int) -> Coords:
         """The position of ``rank``."""
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is not in a world of {self.world}")
+            raise IndexError(f"rank {rank} is not in a world of {self.world}")
         return Coords(
             tp=rank % self.tp,
             cp=rank // self.tp % self.cp,
@@ -102,7 +102,7 @@ class ParallelLayout:
             if first <= layer < first + count:
                 return stage
             first += count
-        raise ValueError(f"layer {layer} is not one of {sum(self.layers_per_stage)}")
+        raise IndexError(f"layer {layer} is not one of {sum(self.layers_per_stage)}")
 
     def first_layer(self, stage: int) -> int:
         """The first global layer of a stage."""

@@ -163,11 +163,11 @@ class RewardPool:
 
         Raises:
             RewardError: more than ``max_error_rate`` of the samples failed; workers do not start.
-            ValueError: the pool is closed.
+            RuntimeError: the pool is closed.
         """
         with self._lock:
             if not self._finalizer.alive:
-                raise ValueError("this RewardPool is closed; create a new one")
+                raise RuntimeError("this RewardPool is closed; create a new one")
             batch = _Batch(requests)
             try:
                 self._run(batch)

@@ -71,7 +71,7 @@ def test_stages_of_layers() -> None:
     layout = ParallelLayout(world=3, tp=1, pp=3, cp=1, layers_per_stage=(1, 3, 2))
     assert [layout.stage_of(layer) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
     assert [layout.first_layer(stage) for stage in range(3)] == [0, 1, 4]
-    with pytest.raises(ValueError, match="layer 6 is not one of 6"):
+    with pytest.raises(IndexError, match="layer 6 is not one of 6"):
         layout.stage_of(6)
 
 
@@ -93,7 +93,7 @@ def test_impossible_grids_are_refused(sizes: dict[str, int], message: str) -> No
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_ranks_outside_the_world_are_refused(rank: int) -> None:
     layout = ParallelLayout.build(world=4, num_layers=1)
-    with pytest.raises(ValueError, match=f"rank {rank} is not in a world of 4"):
+    with pytest.raises(IndexError, match=f"rank {rank} is not in a world of 4"):
         layout.coords(rank)
 
 

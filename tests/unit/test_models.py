@@ -132,7 +132,7 @@ def test_every_row_has_a_name_of_its_own() -> None:
     table = weight_table("qwen2")
     for rows in (table.trainer, table.engine):
         assert len({row.param for row in rows}) == len(rows)
-    with pytest.raises(ValueError, match="no weight table for family 'mamba'"):
+    with pytest.raises(LookupError, match="no weight table for family 'mamba'"):
         weight_table("mamba")
 
 

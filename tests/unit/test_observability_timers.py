@@ -146,7 +146,7 @@ def test_metrics_carry_their_reduction() -> None:
 
 
 def test_a_phase_called_step_is_refused() -> None:
-    with pytest.raises(ValueError, match='"step"'), PhaseTimer()("step"):
+    with pytest.raises(RuntimeError, match='"step"'), PhaseTimer()("step"):
         pytest.fail("the block must not run")
 
 

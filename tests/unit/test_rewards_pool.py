@@ -70,7 +70,7 @@ def test_empty_batch_and_closed_pool() -> None:
     assert pool.score([]) == []
     pool.close()
     pool.close()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         pool.score(make_requests("x"))
 
 
