@@ -19,7 +19,9 @@ class TrainConfig:
     """
 
     train_iters: int = flag(
-        0, "Steps of the run: RL steps (one rollout batch each) or SFT batches.", minimum=0
+        0,
+        "Steps of the run: RL steps (one rollout batch each) or SFT batches. Required.",
+        minimum=1,
     )
     global_batch_size: int = flag(
         0,
@@ -54,11 +56,14 @@ class TrainConfig:
     )
     lr_warmup_iters: int = flag(0, "Optimizer steps of linear warm-up from 0.", minimum=0)
     lr_warmup_fraction: float = flag(
-        0.0, "Warm-up as a share of the decay steps; excludes --lr-warmup-iters.", minimum=0.0
+        0.0,
+        "Warm-up as a share of the decay steps; excludes --lr-warmup-iters.",
+        minimum=0.0,
+        maximum=1.0,
     )
     weight_decay: float = flag(0.0, "Decoupled weight decay of AdamW.", minimum=0.0)
-    adam_beta1: float = flag(0.9, "Decay of the first moment of AdamW.", minimum=0.0)
-    adam_beta2: float = flag(0.95, "Decay of the second moment of AdamW.", minimum=0.0)
+    adam_beta1: float = flag(0.9, "Decay of the first moment of AdamW.", minimum=0.0, below=1.0)
+    adam_beta2: float = flag(0.95, "Decay of the second moment of AdamW.", minimum=0.0, below=1.0)
     adam_eps: float = flag(1e-8, "Added to the denominator of AdamW.", minimum=0.0)
     clip_grad: float = flag(
         1.0, "Largest global gradient norm, above which it is scaled down; 0 is off.", minimum=0.0

@@ -102,6 +102,9 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
             "sequence of the longest length must fit"
         )
+    _check_dropout(config.model)
+    _check_steps(config.train)
+    _check_experts(config.parallel)
     base = _check_common(config.model, config.parallel, config.train, world)
     engine = EngineLayout(world, config.rollout.rl_inference_tensor_model_parallel_size)
     limit = config.train.seq_length or (
@@ -147,6 +150,8 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
     _need_file("--sft-data", config.sft.sft_data)
+    _check_steps(config.train)
+    _check_experts(config.parallel)
     base = _check_common(config.model, config.parallel, config.train, world)
     if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
         raise ValueError(
@@ -154,6 +159,33 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
             f"of the data-parallel size {base.parallel.dp}"
         )
     return base
+
+
+def _check_steps(train: TrainConfig) -> None:
+    if train.train_iters < 1:
+        raise ValueError("--train-iters is required: give the number of steps, at least 1")
+
+
+def _check_experts(parallel: ParallelConfig) -> None:
+    size = parallel.expert_tensor_parallel_size
+    if size not in (None, 1):
+        raise ValueError(
+            f"--expert-tensor-parallel-size {size}: the model has no experts; remove the flag"
+        )
+
+
+def _check_dropout(model: ModelConfig) -> None:
+    """The policy that samples has no dropout, so neither may the one that is updated (R11)."""
+    for name, rate in (
+        ("--hidden-dropout", model.hidden_dropout),
+        ("--attention-dropout", model.attention_dropout),
+    ):
+        if rate:
+            raise ValueError(
+                f"{name} {rate:g}: RL allows 0 only; the engine samples without dropout, so the "
+                "ratio and the trainer/engine mismatch would measure dropout instead of learning; "
+                "remove the flag"
+            )
 
 
 def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:

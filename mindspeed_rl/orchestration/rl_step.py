@@ -314,7 +314,7 @@ def probe(run: RLJob) -> float:
         gaps = [(logp - b.batch.rollout_logprobs).abs() for logp, b in pairs if logp is not None]
         mean = MetricSet({"probe": Mean(float(sum(g.sum() for g in gaps)), sum(map(len, gaps)))})
         gap = reduce_metrics(mean)["probe"]
-    limit = run.config.rollout.rl_sync_check_tol
+    limit = run.config.sync_check_tol
     if not gap <= limit:
         raise RuntimeError(
             f"probe: mean |log p(trainer) - log p(engine)| is {gap:.3g}, above "

@@ -176,6 +176,16 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             {"train": {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}},
             r"--lr-warmup-iters .*--lr-warmup-fraction .*exclude each other",
         ),
+        ({"train": {"train_iters": 0}}, r"--train-iters is required: give the number of steps"),
+        (
+            {"parallel": {"expert_tensor_parallel_size": 9}},
+            r"--expert-tensor-parallel-size 9: the model has no experts; remove the flag",
+        ),
+        (
+            {"model": {"hidden_dropout": 0.1}},
+            r"--hidden-dropout 0\.1: RL allows 0 only; the engine samples without .*remove",
+        ),
+        ({"model": {"attention_dropout": 0.5}}, r"--attention-dropout 0\.5: RL allows 0 only"),
         ({"prompts": {"prompt_data": ""}}, r"--prompt-data is required: give a jsonl or parquet"),
         ({"prompts": {"prompt_data": "/no/rl"}}, r"--prompt-data /no/rl: no such file"),
         ({"prompts": {"eval_prompt_data": "/no/ev"}}, r"--eval-prompt-data /no/ev: no such file"),
@@ -266,6 +276,16 @@ def pretrain(files: Path, batch: int, data: str = "sft.jsonl") -> PretrainRunCon
 
 def test_a_valid_supervised_run(files: Path) -> None:
     assert check_pretrain(pretrain(files, 8), WORLD).parallel.dp == 4
+
+
+def test_supervised_training_may_have_dropout_but_needs_steps(files: Path) -> None:
+    config = pretrain(files, 8)
+    check_pretrain(replace(config, model=replace(config.model, hidden_dropout=0.1)), WORLD)
+    with pytest.raises(ValueError, match="--train-iters is required"):
+        check_pretrain(replace(config, train=replace(config.train, train_iters=0)), WORLD)
+    nine = replace(config.parallel, expert_tensor_parallel_size=9)
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size 9: the model has no exp"):
+        check_pretrain(replace(config, parallel=nine), WORLD)
 
 
 @pytest.mark.parametrize("batch", [0, 6])
