@@ -87,7 +87,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
         "--grpo-prompts-per-step", "5", "--grpo-group-size", "4", "--global-batch-size", "10",
         "--micro-batch-size", "4", "--max-prompt-length", "24",
         "--rollout-max-response-length", "6", "--vllm-max-num-seqs", "16",
-        "--hidden-dropout", "0.1", "--log-rollouts", "2", "--rl-max-logprob-diff", "0",
+        "--log-rollouts", "2", "--rl-max-logprob-diff", "0",
     ]  # fmt: skip
     whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     assert whole.returncode == 0, whole.stdout
@@ -117,7 +117,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
 
 
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
-    flags = ["--global-batch-size", "10", "--micro-batch-size", "4"]
+    flags = ["--global-batch-size", "10", "--micro-batch-size", "4", "--hidden-dropout", "0.1"]
     data = ["--sft-data", "train.jsonl"]
     places = ["--output-dir", "sft", "--save", "sft/save"]
     whole = torchrun(world, 1, "pretrain", [*flags, *data, *places])

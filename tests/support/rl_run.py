@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
+from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, TableEngine, first_table
 
 from mindspeed_rl.algorithms.losses import ClipSettings
 from mindspeed_rl.algorithms.types import LossInputs, MeanTerm
@@ -34,13 +34,10 @@ from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases import Phases, WeightSync
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.train_engine import LossFunction, PreparedBatch, UpdateStats
-from mindspeed_rl.types import Completion, Prompt
+from mindspeed_rl.types import Prompt
 
-VOCAB = 64
-STOP = 1
 NUM_PROMPTS = 12
 PROMPTS = [Prompt(i, tuple([2] * (1 + i % 3)), f"prompt {i}", chr(i)) for i in range(NUM_PROMPTS)]
 HF_CONFIG = {
@@ -57,11 +54,6 @@ HF_CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": STOP,
 }
-
-
-def first_table() -> torch.Tensor:
-    """Different log-probs of all tokens."""
-    return -1.0 - 0.01 * torch.arange(VOCAB, dtype=torch.float32)
 
 
 class TablePolicy:
@@ -126,65 +118,6 @@ class TablePolicy:
         return UpdateStats(float(self.table.grad.norm()), 1.0)
 
 
-class TableEngine:
-    """An inference engine that answers sample ``i`` with :func:`response_of` ``(i)``.
-
-    Attributes:
-        weights: the only parameter.
-        stale: error that the engine makes in its log-probs although its weights are right.
-        calls: what the phases asked for.
-    """
-
-    def __init__(self) -> None:
-        self.weights = torch.zeros(VOCAB)
-        self.weights_version = -1
-        self.stale = 0.0
-        self.calls: list[str] = []
-        self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []
-
-    def weight_views(self) -> dict[str, torch.Tensor]:
-        """The table."""
-        return {"table": self.weights}
-
-    def begin_update(self) -> None:
-        """Noted."""
-        self.calls.append("begin")
-        self.weights_version = -1
-
-    def finish_update(self, version: int) -> None:
-        """Noted."""
-        self.calls.append("finish")
-        self.weights_version = version
-
-    def sleep(self) -> None:
-        """Noted."""
-        self.calls.append("sleep")
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """Noted."""
-        self.calls.append(f"wake {' '.join(tags)}")
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
-    ) -> list[Completion]:
-        """The log-probs are those of the engine's own weights."""
-        assert version == self.weights_version, "Phases let a stale engine generate"
-        self.asked.append((list(requests), settings))
-        result = []
-        for request in requests:
-            ids = response_of(request.sample_id)
-            logprobs = tuple((self.weights[list(ids)] + self.stale).tolist())
-            reason = "stop" if ids[-1] == STOP else "length"
-            result.append(Completion(ids, logprobs, reason, version))
-        return result
-
-
-def response_of(sample_id: int) -> tuple[int, ...]:
-    """1 to 3 times a token of the sample's own; every other response ends with the stop token."""
-    own = (4 + sample_id % (VOCAB - 4),) * (1 + sample_id % 3)
-    return (*own, STOP) if sample_id % 2 else own
-
-
 class TableRewards:
     """A reward pool that gives sample ``i`` ``rewards[i]``; ``None`` abstains."""
 
@@ -217,27 +150,6 @@ class Characters:
         return "".join(chr(i) for i in ids if i != STOP or not skip_special_tokens)
 
 
-class CopyWeights:
-    """A resharder of one rank and one parameter."""
-
-    def run(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:
-        """Copy."""
-        write["table"].copy_(read["table"])
-
-
-class CompareWeights:
-    """A weight proof of one rank and one parameter; ``num_calls`` counts."""
-
-    num_calls = 0
-
-    def differing_tensors(
-        self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
-    ) -> list[str]:
-        """``["table"]`` when the bits differ."""
-        self.num_calls += 1
-        return [] if torch.equal(read["table"], write["table"]) else ["table"]
-
-
 class NoWatchdog:
     """Phases without a deadline."""
 
@@ -245,14 +157,6 @@ class NoWatchdog:
     def phase(self, name: str) -> Iterator[None]:
         """Nothing watches."""
         yield
-
-
-@contextmanager
-def single_rank() -> Iterator[None]:
-    """A gloo world of this process alone, for collectives."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_run(

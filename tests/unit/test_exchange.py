@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rl_run import single_rank
+from support.table_engine import single_rank
 
 from mindspeed_rl.experience.exchange import (
     Sample,

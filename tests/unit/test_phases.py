@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import CompareWeights, CopyWeights, TableEngine, first_table
+from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 
 from mindspeed_rl.phases import Phase, Phases, WeightSync
 

@@ -15,18 +15,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import (
-    PROMPTS,
-    STOP,
-    VOCAB,
-    TableEngine,
-    TablePolicy,
-    TableRewards,
-    first_table,
-    make_run,
-    response_of,
-    single_rank,
-)
+from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run
+from support.table_engine import STOP, VOCAB, TableEngine, first_table, response_of, single_rank
 
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
