@@ -142,6 +142,10 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             {"rollout": {"rl_inference_tensor_model_parallel_size": 8}},
             r"--rollout-tp 8 does not fit the model's 12 attention heads and 4 key/value heads",
         ),
+        (
+            {"rollout": {"rollout_kv_cache_gb": 1e-5}},
+            r"--rollout-kv-cache-gb 1e-05: one sequence of 128 tokens needs .* GiB per rank; raise",
+        ),
         ({"rollout": {"rollout_kv_cache_gb": 0.0}}, r"--rollout-kv-cache-gb .*must be positive"),
         (
             {"rl": {"grpo_group_size": 1}},
