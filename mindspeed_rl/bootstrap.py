@@ -106,7 +106,6 @@ def refuse_foreign_package() -> None:
 
 def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
     """Import torch, join the process group, install the platform. Collective: the world."""
-    quiet_libraries()
     from datetime import timedelta
 
     import torch.distributed as dist

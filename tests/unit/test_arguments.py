@@ -390,6 +390,7 @@ def usage_error(argv, **ranks):
     """Exit code and error text of the RL entry."""
     launched = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
+    launched["LOCAL_WORLD_SIZE"] = ranks.get("WORLD_SIZE", 1)  # one node
     environment = os.environ | {key: str(value) for key, value in (launched | ranks).items()}
     done = run_entry("mindspeed_rl.train_rl", argv, environment)
     assert done.stdout == ""
