@@ -170,8 +170,10 @@ class PromptConfig:
     """Prompts and evaluation.
 
     A line of the data holds a prompt (text, or a list of chat messages), a reference answer, and
-    whatever else a reward reads. Evaluation is greedy and reports the mean reward of held-out
-    prompts.
+    whatever else a reward reads. Evaluation answers held-out prompts greedily, scores them with the
+    rewards of the run and reports the mean reward, the share of responses that equal the answer to
+    the letter (accuracy), and the share whose final answer is right (lenient accuracy: by the math
+    reward where the run has it, else by the last number of the response).
     """
 
     prompt_data: str = flag("", "File of training prompts, jsonl or parquet. Required.")
@@ -183,6 +185,11 @@ class PromptConfig:
     )
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
     answer_key: str = flag("answer", "Field with the reference answer.")
+    apply_chat_template: bool = flag(
+        True,
+        "Tokenise prompts as plain text, for a model without a chat template.",
+        names=("--no-chat-template",),
+    )
     eval_interval: int = flag(
         0, "RL steps between evaluations; 0 evaluates before and after the run only.", minimum=0
     )

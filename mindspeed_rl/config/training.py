@@ -97,7 +97,16 @@ class CheckpointConfig:
     no_load_optim: bool = flag(False, "Start with fresh optimizer states despite --load.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
     no_load_rng: bool = flag(False, "Start with fresh random states despite --load.")
-    export_hf: str = flag("", "Write a Hugging Face checkpoint here at the end of the run.")
+    allow_changed_data: bool = flag(
+        False,
+        "Resume although data, tokenizer or seed are not those of the checkpoint; the present "
+        "data starts with a new epoch.",
+    )
+    export_hf: str = flag(
+        "",
+        "Write a Hugging Face checkpoint here at the end of the run; an earlier export is "
+        "replaced, anything else is refused. RL: empty takes OUTPUT_DIR/hf.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,11 @@ class LoggingConfig:
     output_dir: str = flag(
         "outputs",
         "Folder for metrics.jsonl, TensorBoard files, rollouts.jsonl, curves.png and summary.json.",
+    )
+    overwrite_output_dir: bool = flag(
+        False,
+        "Replace the results of an earlier run in --output-dir. Without it a run that starts at "
+        "step 0 is refused there; a resumed run goes on with them.",
     )
     log_interval: int = flag(
         1, "Steps between progress lines where there is no terminal.", minimum=1

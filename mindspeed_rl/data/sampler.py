@@ -99,7 +99,7 @@ class PromptSampler:
             raise ValueError(
                 f"the checkpoint's sampler belongs to another run: changed are "
                 f"{', '.join(changed)}. Resume with the data, tokenizer and seed of the "
-                "checkpoint, or set allow_changed_data to start a new epoch on the present data"
+                "checkpoint, or add --allow-changed-data to start a new epoch on the present data"
             )
         if changed:
             self._start_epoch(state["epoch"] + 1)

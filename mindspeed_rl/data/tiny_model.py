@@ -7,6 +7,8 @@ biases, untied embeddings, and a vocabulary size that no tensor-parallel degree 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,26 +98,11 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
     )
 
 
-def write_tiny_model(
-    out_dir: str | Path,
-    *,
-    vocab_size: int = 307,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 2,
-    num_kv_heads: int = 2,
-    ffn: int = 128,
-    max_position_embeddings: int = 256,
-    seed: int = 0,
-) -> Path:
-    """Writes a Hugging Face model folder with random fp32 weights and a tokenizer.
+@dataclass(frozen=True, slots=True)
+class TinySizes:
+    """Sizes of a tiny Qwen2. vLLM on CPU needs a head size of 32 or more.
 
-    The model is a Qwen2: untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms
-    1, biases 0. Nothing but ``seed`` and the sizes decides the weights; the global random state
-    is left alone. vLLM on CPU needs a head size (``hidden_size / num_heads``) of 32 or more.
-
-    Args:
-        out_dir: the folder; made if missing, files of an earlier call are replaced.
+    Attributes:
         vocab_size: number of tokens and rows of the embeddings. The default is odd, so tensor
             parallelism has to pad it.
         hidden_size: a multiple of ``num_heads``; the head size must be even.
@@ -124,7 +111,43 @@ def write_tiny_model(
         num_kv_heads: number of key and value heads; divides ``num_heads``.
         ffn: width of the MLP.
         max_position_embeddings: longest sequence, in tokens.
+
+    Raises:
+        ValueError: the sizes contradict each other.
+    """
+
+    vocab_size: int = 307
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    num_kv_heads: int = 2
+    ffn: int = 128
+    max_position_embeddings: int = 256
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} with num_heads={self.num_heads} gives no even "
+                "head size; use a hidden_size that is an even multiple of num_heads"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                "use a divisor"
+            )
+
+
+def write_tiny_model(out_dir: str | Path, *, seed: int = 0, **sizes: int) -> Path:
+    """Writes a Hugging Face model folder with random fp32 weights and a tokenizer.
+
+    The model is a Qwen2: untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms
+    1, biases 0. Nothing but ``seed`` and the sizes decides the weights; the global random state
+    is left alone.
+
+    Args:
+        out_dir: the folder; made if missing, files of an earlier call are replaced.
         seed: seed of the weights.
+        **sizes: fields of :class:`TinySizes`.
 
     Returns:
         ``out_dir`` as a path.
@@ -132,28 +155,43 @@ def write_tiny_model(
     Raises:
         ValueError: the sizes contradict each other.
     """
-    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ValueError(
-            f"hidden_size={hidden_size} with num_heads={num_heads} gives no even head size; "
-            "use a hidden_size that is an even multiple of num_heads"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; use a divisor"
-        )
+    chosen = TinySizes(**sizes)
+    tokenizer = build_tokenizer(_corpus(), chosen.vocab_size)
+    tokenizer.model_max_length = chosen.max_position_embeddings
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _no_progress_bars():
+        _random_model(_qwen2_config(chosen, tokenizer), seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers shows a bar for every file that it writes, however small."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _qwen2_config(sizes: TinySizes, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
     from transformers import Qwen2Config
 
-    tokenizer = build_tokenizer(_corpus(), vocab_size)
-    tokenizer.model_max_length = max_position_embeddings
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=ffn,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_position_embeddings,
+    return Qwen2Config(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        head_dim=sizes.hidden_size // sizes.num_heads,
+        max_position_embeddings=sizes.max_position_embeddings,
         rope_theta=10_000.0,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -162,11 +200,6 @@ def write_tiny_model(
         initializer_range=_INIT_STD,
         architectures=["Qwen2ForCausalLM"],
     )
-    folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    _random_model(config, seed).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def _corpus() -> Iterator[str]:
