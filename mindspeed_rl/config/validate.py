@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import ModelConfig, ParallelConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import padded_vocab
@@ -105,6 +106,13 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
     _check_dropout(config.model)
     _check_steps(config.train)
     _check_experts(config.parallel)
+    check_paths(config)
+    if config.rewards.reward_timeout_s > config.logging.phase_timeout_s:
+        raise ValueError(
+            f"--reward-timeout-s {config.rewards.reward_timeout_s:g} exceeds --phase-timeout-s "
+            f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
+            "former or raise the latter"
+        )
     base = _check_common(config.model, config.parallel, config.train, world)
     engine = EngineLayout(world, config.rollout.rl_inference_tensor_model_parallel_size)
     limit = config.train.seq_length or (
@@ -127,6 +135,13 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
             f"--global-batch-size {per_update} does not divide the {samples} samples of a step "
             f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
             f"{rl.grpo_group_size}); allowed: its divisors, or 0 for all of them"
+        )
+    if per_update % dp and not train.global_batch_size:
+        raise ValueError(
+            f"the {samples} samples of a step (--grpo-prompts-per-step "
+            f"{rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}) are not a "
+            f"multiple of the data-parallel size {dp}; change one of the two, or raise a parallel "
+            "size so that fewer replicas share them"
         )
     if per_update % dp:
         raise ValueError(
@@ -152,6 +167,7 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
     _need_file("--sft-data", config.sft.sft_data)
     _check_steps(config.train)
     _check_experts(config.parallel)
+    check_paths(config)
     base = _check_common(config.model, config.parallel, config.train, world)
     if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
         raise ValueError(

@@ -141,6 +141,7 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     """A job as the RL entry would build it, on the CPU platform; nobody watches its phases."""
     argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", "cpu"]
     argv += ["--max-prompt-length", "64", "--rollout-max-response-length", "64"]
+    argv += ["--output-dir", str(Path(model).parent / "out")]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
     plan = check_rl(config, world.size)
     platform = select_platform("cpu")

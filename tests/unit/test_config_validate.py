@@ -72,7 +72,7 @@ def build(files: Path) -> Build:
             parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
             train=TrainConfig(train_iters=3),
             checkpoint=CheckpointConfig(),
-            logging=LoggingConfig(),
+            logging=LoggingConfig(output_dir=str(files / "out")),
             prompts=PromptConfig(prompt_data=str(files / "rl.jsonl"), max_prompt_length=64),
             rl=RLConfig(grpo_prompts_per_step=4, grpo_group_size=4),
             rollout=RolloutConfig(
@@ -164,6 +164,16 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             {"train": {"global_batch_size": 5}},
             r"--global-batch-size 5 does not divide the 16 samples of a step .*allowed: its div",
         ),
+        (
+            {"rl": {"grpo_prompts_per_step": 3, "grpo_group_size": 3}},
+            r"the 9 samples of a step \(--grpo-prompts-per-step 3 x --grpo-group-size 3\) are not "
+            r"a multiple of the data-parallel size 2; change one",
+        ),
+        (
+            {"logging": {"phase_timeout_s": 6.0}},
+            r"--reward-timeout-s 10 exceeds --phase-timeout-s 6, .*lower the former or raise",
+        ),
+        ({"checkpoint": {"save_interval": 5}}, r"--save-interval 5 without --save"),
         (
             {"train": {"global_batch_size": 1}},
             r"--global-batch-size 1 is not a multiple of the data-parallel size 2",
