@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,12 +95,16 @@ class JsonlWriter:
 
     def truncate_after(self, step: int) -> None:
         """Drops the records of steps later than ``step``: a resumed run writes them again."""
+        self.keep(lambda record: bool(record["step"] <= step))
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drops the records that are not ``wanted``, and a torn tail."""
         self.close()
         if not self.path.exists():
             return
         with atomic_path(self.path) as temporary, temporary.open("wb") as kept:
             for line_number, line in _complete_lines(self.path):
-                if _parse(line, self.path, line_number)["step"] <= step:
+                if wanted(_parse(line, self.path, line_number)):
                     kept.write(line)
 
     def close(self) -> None:

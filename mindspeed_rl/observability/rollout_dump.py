@@ -22,8 +22,6 @@ class RolloutRow:
         reward: the total reward; ``None`` when the reward function abstained (R43).
         parts: each reward function's own score.
         finish_reason: ``"stop"`` or ``"length"``.
-        mismatch: largest |trainer - engine| log-prob over the response's tokens; ``None`` when
-            the trainer has not computed log-probs.
     """
 
     sample_id: int
@@ -33,7 +31,6 @@ class RolloutRow:
     reward: float | None
     finish_reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
-    mismatch: float | None = None
 
 
 class RolloutDump:

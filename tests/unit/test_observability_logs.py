@@ -182,6 +182,37 @@ def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> Non
     assert _tensorboard(tmp_path, "reward/mean") == expected
 
 
+def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
+    """Before the first step, beside a step, and again after a resume: each point once."""
+    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as first:
+        first.log_evaluation(0, {"eval/accuracy": 0.0})
+        for step in (1, 2, 3):
+            first.log(step, {"reward/mean": float(step)})
+            first.log_evaluation(step, {"eval/accuracy": float(step)})
+    everything = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert everything == [
+        (0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True),
+    ]  # fmt: skip
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+    assert _tensorboard(tmp_path, "eval/accuracy") == expected
+    # The checkpoint of step 2 was saved before the evaluation of step 2.
+    with RunLogger(tmp_path, True, ("jsonl",)) as resumed:
+        resumed.truncate_after(2)
+        resumed.log_evaluation(2, {"eval/accuracy": 2.0})
+        resumed.log(3, {"reward/mean": 3.0})
+        resumed.log_evaluation(3, {"eval/accuracy": 3.0})
+    again = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert again == everything
+
+
+def test_an_evaluation_logs_only_its_own_metrics(tmp_path: Path) -> None:
+    with (
+        RunLogger(tmp_path, True, ("jsonl",)) as logger,
+        pytest.raises(ValueError, match=r"reward/mean.*must begin with eval/"),
+    ):
+        logger.log_evaluation(0, {"reward/mean": 1.0})
+
+
 def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLogger(tmp_path / "run", is_writer=False) as logger:
         logger.truncate_after(0)
@@ -223,8 +254,7 @@ def _row(sample_id: int) -> RolloutRow:
         answer="2",
         reward=None if sample_id else 1.0,
         finish_reason="stop",
-        parts={"math": 1.0},
-        mismatch=math.nan,
+        parts={"math": 1.0, "format": math.nan},
     )
 
 
@@ -246,9 +276,8 @@ def test_rollout_rows_are_complete_and_spread_over_the_step(tmp_path: Path) -> N
         "answer": "2",
         "reward": 1.0,
         "finish_reason": "stop",
-        "parts": {"math": 1.0},
-        "mismatch": None,
-        "nonfinite": ["mismatch"],
+        "parts": {"math": 1.0, "format": None},
+        "nonfinite": ["parts.format"],
     }
 
 
