@@ -56,6 +56,7 @@ _EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
         "--grpo-prompts-per-step 32 --grpo-group-size 8",
         "--global-batch-size 256 --train-iters 100 --lr 1e-6",
         "--rollout-tp 2 --rollout-max-response-length 1024",
+        "--rollout-kv-cache-gb 16",
     ),
     PretrainRunConfig: (
         "--stage sft --sft-data train.jsonl",
