@@ -205,7 +205,8 @@ class PackedSelfAttention(MegatronModule):
             [T, 1, n d]; zero at padding.
         """
         row = packed_seq_params
-        assert row is not None, "PackedSelfAttention needs a PackedRow as packed_seq_params"
+        if row is None:
+            raise TypeError("PackedSelfAttention needs a PackedRow as packed_seq_params")
         q, k, v = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         if row.gathered is not None:
             k, v = _gather_row(k, v, row.gathered)

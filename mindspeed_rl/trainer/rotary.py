@@ -44,7 +44,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
         packed_seq_params: PackedRow | None = None,
     ) -> PackedRow:
         """megatron-core hands the result to :meth:`forward`; here it is the row itself."""
-        assert packed_seq_params is not None, "rotary angles need a PackedRow"
+        if packed_seq_params is None:
+            raise TypeError("PackedRotaryEmbedding needs a PackedRow as packed_seq_params")
         return packed_seq_params
 
     def forward(
