@@ -60,6 +60,7 @@ _EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
         "--grpo-prompts-per-step 32 --grpo-group-size 8",
         "--global-batch-size 256 --train-iters 100 --lr 1e-6",
         "--rollout-tp 2 --rollout-max-response-length 1024",
+        "--rollout-kv-cache-gb 16",
     ),
     PretrainRunConfig: (
         "--stage sft --sft-data train.jsonl",
@@ -109,15 +110,22 @@ class OwnFlag:
 
     @property
     def help(self) -> str:
-        """What it is, the smallest value and the default, in sentences."""
+        """What it is, its limits and the default, in sentences."""
         parts = [self.info.help]
-        if self.info.minimum is not None:
-            parts.append(f"At least {self.info.minimum:g}.")
+        if limits := self.info.limits:
+            parts.append(f"{limits[0].upper()}{limits[1:]}.")
         if isinstance(self.default, tuple):
             parts.append(f"Default: {' '.join(self.default)}.")
-        elif self.kind is not bool and self.default not in (None, ""):
+        elif self._shows_default:
             parts.append(f"Default: {self.default}.")
         return " ".join(parts)
+
+    @property
+    def _shows_default(self) -> bool:
+        """Not of switches, unset values, and required numbers, whose default is not allowed."""
+        if self.kind is bool or self.default in (None, ""):
+            return False
+        return not isinstance(self.default, int | float) or self.info.allows(self.default)
 
     def bind(self, typed: str, values: Sequence[str]) -> list[str]:
         """Tokens for argparse; a single value is attached, so that it may begin with a dash.
@@ -234,7 +242,7 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
     read = {int: _integer, float: _finite}.get(flag.kind)
     group.add_argument(
         *flag.spellings,
-        type=partial(read, minimum=flag.info.minimum) if read else str,
+        type=partial(read, info=flag.info) if read else str,
         choices=flag.info.choices or None,
         nargs=flag.info.nargs,
         metavar=None if flag.info.choices else _METAVARS[flag.kind],
@@ -242,32 +250,32 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
     )
 
 
-def _integer(text: str, minimum: float | None) -> int:
+def _integer(text: str, info: FlagInfo) -> int:
     try:
         value = int(text)
     except ValueError:
         value = None
-    if value is None or (minimum is not None and value < minimum):
+    if value is None or not info.allows(value):
         raise argparse.ArgumentTypeError(
-            f"must be a whole number{_at_least(minimum)}, written like 1000, got {text!r}"
+            f"must be a whole number{_of(info.limits)}, written like 1000, got {text!r}"
         )
     return value
 
 
-def _finite(text: str, minimum: float | None) -> float:
+def _finite(text: str, info: FlagInfo) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or (minimum is not None and value < minimum):
+    if not math.isfinite(value) or not info.allows(value):
         raise argparse.ArgumentTypeError(
-            f"must be a finite number{_at_least(minimum)}, written like 0.5 or 1e-6, got {text!r}"
+            f"must be a finite number{_of(info.limits)}, written like 0.5 or 1e-6, got {text!r}"
         )
     return value
 
 
-def _at_least(minimum: float | None) -> str:
-    return "" if minimum is None else f" of at least {minimum:g}"
+def _of(limits: str) -> str:
+    return f" of {limits}" if limits else ""
 
 
 def _bind(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> list[str]:

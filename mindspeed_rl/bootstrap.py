@@ -32,8 +32,9 @@ _DEFAULTS = {
     # C++ notices such as vLLM's NUMA policy; errors still show
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# torch.compile on a CPU costs 10 s of C++ compilation and gains nothing for small models.
-_CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
+# By platform, set when it is known; torch.compile, which reads it, is imported after that. On a CPU
+# it costs 10 s of C++ compilation and gains nothing for small models.
+_PLATFORM_DEFAULTS = {"cpu": {"TORCH_COMPILE_DISABLE": "1"}}
 # A whole number of GiB that would override --rollout-kv-cache-gb.
 _REMOVED = ("VLLM_CPU_KVCACHE_SPACE",)
 
@@ -67,10 +68,7 @@ def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> Non
             f"bootstrap: {late[0]} was imported before the environment was prepared; "
             "mindspeed_rl.bootstrap must be the first import of an entry"
         )
-    defaults = dict(_DEFAULTS)
-    if platform in ("auto", "cpu"):
-        defaults |= _CPU_DEFAULTS
-    for name, value in defaults.items():
+    for name, value in (_DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})).items():
         environ.setdefault(name, value)
     for name in _REMOVED:
         environ.pop(name, None)
@@ -108,7 +106,6 @@ def refuse_foreign_package() -> None:
 
 def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
     """Import torch, join the process group, install the platform. Collective: the world."""
-    quiet_libraries()
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -116,6 +113,8 @@ def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
     from mindspeed_rl.platforms.registry import select_platform
 
     platform = select_platform(platform_name)
+    for name, value in _PLATFORM_DEFAULTS.get(platform.name, {}).items():
+        os.environ.setdefault(name, value)
     platform.set_device()
     check_versions(platform.name)
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))

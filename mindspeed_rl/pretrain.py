@@ -11,7 +11,7 @@ from mindspeed_rl.config.validate import RunPlan, check_pretrain
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.supervised import SupervisedExample
+    from mindspeed_rl.data.supervised import SupervisedDataset, SupervisedExample
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -21,23 +21,25 @@ SftJob = Job[PretrainRunConfig, RunPlan]
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs; the loss is on the solution."""
     from mindspeed_rl.data.sampler import PromptSampler
-    from mindspeed_rl.data.supervised import fingerprint_of
     from mindspeed_rl.observability.loggers import RunLogger
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
-    from mindspeed_rl.orchestration import checkpoints, training
+    from mindspeed_rl.orchestration import checkpoints, results, training
 
     train, logs = job.config.train, job.config.logging
     training.initialize_parallel(job)
     examples = load_examples(job)
     engine = training.build_engine(job, "policy", train.train_iters)
     sampler = PromptSampler(
-        len(examples), train.seed, job.config.sft.shuffle, fingerprint=fingerprint_of(examples)
+        len(examples), train.seed, job.config.sft.shuffle, fingerprint=examples.fingerprint
     )
-    describe(job, len(examples))
+    describe(job, examples)
     loaded = checkpoints.load(job, engine)
     if loaded.extra:
-        sampler.load_state_dict(loaded.extra["sampler"])
+        sampler.load_state_dict(
+            loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
+        )
+    results.claim(job, loaded.step)
     writer = job.world.rank == 0
     timer = PhaseTimer(job.platform.synchronize)
     backends = ("jsonl", "tensorboard")
@@ -46,18 +48,20 @@ def main(job: SftJob) -> None:
         progress = RunProgress(
             train.train_iters, loaded.step, "sft", writer, log_interval=logs.log_interval
         )
+        timer.restart()
         for step in range(loaded.step + 1, train.train_iters + 1):
             chosen = [examples[i] for i in sampler.next(train.global_batch_size)]
             values = train_step(job, engine, chosen, timer)
-            logger.log(step, values)
-            progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
+            with timer("log"):
+                logger.log(step, values)
+                progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
             if checkpoints.save_is_due(job, step):
                 with timer("save"), job.watchdog.phase("save"):
                     checkpoints.save(job, engine, step, {"sampler": sampler.state_dict()})
         progress.close()
     if target := job.config.checkpoint.export_hf:
         with job.watchdog.phase("export"):
-            training.export_hf(job, engine, target)
+            training.export_hf(job, engine, target, train.train_iters)
         job.say(f"HF checkpoint: {target}")
 
 
@@ -75,7 +79,7 @@ def train_step(
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.orchestration import training
 
-    trained = Denominators(sum(e.num_response_tokens for e in chosen), len(chosen))
+    trained = Denominators(sum(e.num_response_tokens for e in chosen))
     samples = [
         TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens) for i, e in enumerate(chosen)
     ]
@@ -93,7 +97,7 @@ def train_step(
     return values | {"throughput/tokens_per_s": num_tokens / values["time/step_s"]}
 
 
-def load_examples(job: SftJob) -> list[SupervisedExample]:
+def load_examples(job: SftJob) -> SupervisedDataset:
     """The data set, tokenised. Local."""
     from mindspeed_rl.data.supervised import load_supervised
     from mindspeed_rl.orchestration import training
@@ -106,15 +110,17 @@ def load_examples(job: SftJob) -> list[SupervisedExample]:
         prompt_key=sft.prompt_key,
         solution_key=sft.solution_key,
         answer_key=sft.answer_key,
+        apply_chat_template=sft.apply_chat_template,
     )
 
 
-def describe(job: SftJob, num_examples: int) -> None:
+def describe(job: SftJob, examples: SupervisedDataset) -> None:
     """Say at start what will run."""
     parallel, train = job.plan.parallel, job.config.train
     job.say(
         f"layout: tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {job.platform.name}",
-        f"sft: {num_examples} examples, {train.train_iters} steps of {train.global_batch_size}",
+        examples.report(),
+        f"sft: {train.train_iters} steps of {train.global_batch_size}",
         *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),
     )
 

@@ -18,6 +18,7 @@ def train(run: RLJob) -> None:
 
     report = rl_resume.start(run)
     rl_step.probe(run)
+    run.timer.restart()
     for step in range(report.start + 1, run.config.train.train_iters + 1):
         run.phases.to_rollout(run.version)
         report.evaluate_if_due(step - 1)

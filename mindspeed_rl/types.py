@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+FINISH_REASONS = ("stop", "length")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -37,7 +39,8 @@ class Completion:
     Attributes:
         token_ids: sampled ids, the stop token included when one was sampled.
         logprobs: log p(token) under the sampling distribution of the engine, one per token.
-        finish_reason: ``"stop"`` (stop token sampled) or ``"length"`` (cut off).
+        finish_reason: ``"stop"`` (stop token sampled) or ``"length"`` (cut off); a request that an
+            engine gave up (aborted, failed) is no completion.
         weights_version: the trainer's update count of the weights that sampled it.
     """
 
@@ -47,8 +50,13 @@ class Completion:
     weights_version: int
 
     def __post_init__(self) -> None:
+        if self.finish_reason not in FINISH_REASONS:
+            raise RuntimeError(
+                f"a completion ended with {self.finish_reason!r}; it must be one of "
+                f"{', '.join(FINISH_REASONS)}"
+            )
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(
+            raise RuntimeError(
                 f"a completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs"
             )
 

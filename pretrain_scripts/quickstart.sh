@@ -25,12 +25,17 @@ done
 NAME="seed$SEED"; [[ "$CONTROL" == none ]] || NAME+="-$CONTROL"
 OUTPUT="${OUTPUT:-$ROOT/outputs/quickstart/$NAME}"
 
+NNODES="${NNODES:-1}"
+if (( NNODES > 1 )) && [[ -z "${MASTER_PORT:-}" || -z "${MASTER_ADDR:-}" ]]; then
+    echo "quickstart: NNODES=$NNODES needs MASTER_ADDR and MASTER_PORT, the same on every node" >&2
+    exit 2
+fi
+
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" | tail -n 1)"
 "$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-4}"
-NNODES="${NNODES:-1}"
 NODE_RANK="${NODE_RANK:-0}"
 MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
 MASTER_PORT="${MASTER_PORT:-$(( 20000 + RANDOM % 20000 ))}"
@@ -52,7 +57,7 @@ TRAIN_ARGS=(--clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.
 SFT_ARGS=(
     --sft-data "$DATA/sft.jsonl" --train-iters 45 --global-batch-size 64 --micro-batch-size 64
     --lr 2e-3 --lr-warmup-iters 20 --log-interval 15
-    --output-dir "$WARM" --export-hf "$WARM/hf"
+    --output-dir "$WARM" --overwrite-output-dir --export-hf "$WARM/hf"
 )
 RL_ARGS=(
     --perform-rl-step --prompt-data "$DATA/rl.jsonl" --eval-prompt-data "$DATA/heldout.jsonl"
@@ -60,7 +65,7 @@ RL_ARGS=(
     --micro-batch-size 256 --lr 5e-4 --lr-warmup-iters 10
     --eval-interval 20 --log-interval 10 --rl-control "$CONTROL"
     --reward-function "$ROOT/pretrain_scripts/rewards_digit_sort.py:sorted_digits"
-    --output-dir "$RL"
+    --output-dir "$RL" --overwrite-output-dir
 )
 ROLLOUT_ARGS=(
     --rollout-tp 1 --max-prompt-length 16 --rollout-max-response-length 7

@@ -6,18 +6,24 @@ A test suite is worth what it catches. Every row is a fault that was made somewh
 and trained silently on. The copy holds the package and the tests; one pytest process runs just the
 named test. First every named test must pass on an unchanged copy. Exit status 1 when a fault
 survives, a test is red without a fault, or the text to replace is not there exactly once.
+Processes are forks of one that has imported torch and megatron-core (support/warm_pytest.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.faults import MUTATIONS, Mutation
@@ -36,20 +42,60 @@ def copy_tree(target: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", target)
 
 
-def run_tests(folder: Path, tests: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run some node ids in a copy; the copy is the working directory, so it is what is imported."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Exit status of pytest, ``None`` when it hung, and what it printed."""
+
+    status: int | None
+    output: str
+
+
+class Runners:
+    """Processes that run pytest in forks; one task each at a time. A context that ends them."""
+
+    def __init__(self, count: int) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        environment.pop("PYTHONPATH", None)
+        script = str(ROOT / "tests" / "support" / "warm_pytest.py")
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", script],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for _ in range(count)
+        ]  # fmt: skip
+        self._free: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+        for process in self._processes:
+            self._free.put(process)
+
+    def __enter__(self) -> Runners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    @contextmanager
+    def _runner(self) -> Iterator[subprocess.Popen[str]]:
+        process = self._free.get()
+        try:
+            yield process
+        finally:
+            self._free.put(process)
+
+    def run(self, folder: Path, tests: list[str], timeout_s: float) -> Ended:
+        """Run some node ids in a copy; it is the working directory, so it is what is imported."""
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        log = folder / "pytest.log"
+        task = {"folder": str(folder), "arguments": [*options, *tests], "log": str(log),
+                "timeout_s": timeout_s}  # fmt: skip
+        with self._runner() as process:
+            assert process.stdin is not None and process.stdout is not None
+            print(json.dumps(task), file=process.stdin, flush=True)
+            answer = process.stdout.readline().strip()
+        output = log.read_text(errors="replace") if log.is_file() else ""
+        return Ended(None if answer == "hangs" else int(answer), output)
 
 
 def plant(mutation: Mutation, folder: Path) -> None:
@@ -68,35 +114,34 @@ def plant(mutation: Mutation, folder: Path) -> None:
     path.write_text(text.replace(mutation.old, mutation.new))
 
 
-def check(mutation: Mutation) -> str | None:
+def check(mutation: Mutation, runners: Runners) -> str | None:
     """Plant one fault and run its test; what is wrong, or ``None`` when the test went red."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         folder = Path(name)
         copy_tree(folder)
         try:
             plant(mutation, folder)
-            done = run_tests(folder, [mutation.test], TIMEOUT_S)
         except ValueError as error:
             return str(error)
-        except subprocess.TimeoutExpired:
-            return f"{mutation.test} hangs: not finished after {TIMEOUT_S:g} s"
-    if done.returncode == TESTS_FAILED:
+        done = runners.run(folder, [mutation.test], TIMEOUT_S)
+    if done.status is None:
+        return f"{mutation.test} hangs: not finished after {TIMEOUT_S:g} s"
+    if done.status == TESTS_FAILED:
         return None
-    if done.returncode == 0:
+    if done.status == 0:
         return f"survived: {mutation.test} still passes"
-    return f"{mutation.test} did not run (pytest status {done.returncode}):\n{done.stdout[-2000:]}"
+    return f"{mutation.test} did not run (pytest status {done.status}):\n{done.output[-2000:]}"
 
 
-def check_green(mutations: list[Mutation]) -> str | None:
+def check_green(mutations: list[Mutation], runners: Runners) -> str | None:
     """The named tests must pass without a fault, else their red proves nothing."""
     tests = sorted({mutation.test for mutation in mutations})
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         copy_tree(Path(name))
-        try:
-            done = run_tests(Path(name), tests, GREEN_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return f"without a fault the tests are not finished after {GREEN_TIMEOUT_S:g} s"
-    return None if done.returncode == 0 else f"red without a fault:\n{done.stdout[-4000:]}"
+        done = runners.run(Path(name), tests, GREEN_TIMEOUT_S)
+    if done.status is None:
+        return f"without a fault the tests are not finished after {GREEN_TIMEOUT_S:g} s"
+    return None if done.status == 0 else f"red without a fault:\n{done.output[-4000:]}"
 
 
 def choose(names: list[str]) -> list[Mutation]:
@@ -123,12 +168,13 @@ def main() -> int:
             print(f"{mutation.name}: {mutation.file} -> {mutation.test}")
         return 0
     start = time.perf_counter()
-    if problem := check_green(mutations):
-        print(problem)
-        return 1
     num_alive = 0
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutation, problem in zip(mutations, pool.map(check, mutations), strict=True):
+    with Runners(arguments.jobs) as runners, ThreadPoolExecutor(arguments.jobs) as pool:
+        if problem := check_green(mutations, runners):
+            print(problem)
+            return 1
+        found = pool.map(lambda mutation: check(mutation, runners), mutations)
+        for mutation, problem in zip(mutations, found, strict=True):
             num_alive += problem is not None
             print(f"{'ALIVE' if problem else 'killed'}  {mutation.name}", flush=True)
             if problem:

@@ -106,10 +106,10 @@ class Blocker:
             raise ImportError(f"{{name}} is blocked in layer 0")
 
 sys.meta_path.insert(0, Blocker())
-start = time.perf_counter()
+start = time.process_time()
 for name in {names}:
     __import__(name)
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 
@@ -120,13 +120,13 @@ def test_layer_0_imports_without_heavy_libraries_and_quickly() -> None:
     blocked = sorted(HEAVY | {"numpy", "transformers", "datasets", "torch_npu", "matplotlib"})
     script = BLOCKED_IMPORT.format(blocked=blocked, names=names)
     times = []
-    for _ in range(3):  # the machine may be busy; the import itself does not get slower
+    for _ in range(3):  # processor time: the machine may be busy
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
         times.append(float(done.stdout))
-    assert min(times) < 0.5
+    assert min(times) < 0.3
 
 
 # --- the rules above must be able to fail ------------------------------------------------------

@@ -20,7 +20,9 @@ HEAD = """\
 Written by `python tools/make_flag_docs.py` from `mindspeed_rl/config` and `mindspeed_rl/compat`;
 edit those. `--help` of an entry says the same in the terminal.
 """
-OPTIONS_HEAD = "## Refused --vllm-* options (train_rl)\n\n| option | instead |\n|---|---|"
+OPTIONS_HEAD = (
+    "## Refused --vllm-* options (train_rl)\n\n| why, or what to use | options |\n|---|---|"
+)
 FOREIGN_HEAD = """\
 ## Flags of Megatron-LM, MindSpeed and MindSpeed-LLM
 
@@ -55,6 +57,15 @@ def own_rows() -> Iterator[str]:
         yield ""
 
 
+def reserved_rows() -> Iterator[str]:
+    """Engine options that are refused, by reason."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, reason in RESERVED.items():
+        by_reason[reason].append(f"`--vllm-{name.replace('_', '-')}`")
+    for reason, flags in by_reason.items():
+        yield f"| {reason} | {' '.join(flags)} |"
+
+
 def foreign_rows() -> Iterator[str]:
     """Per disposition one table of reasons and their flags."""
     by_reason: dict[tuple[Disposition, str], list[ForeignFlag]] = defaultdict(list)
@@ -77,8 +88,7 @@ def foreign_name(flag: ForeignFlag) -> str:
 
 def render() -> str:
     """The whole document."""
-    reserved = [f"| `--vllm-{name.replace('_', '-')}` | {why} |" for name, why in RESERVED.items()]
-    parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved, "", FOREIGN_HEAD, *foreign_rows()]
+    parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved_rows(), "", FOREIGN_HEAD, *foreign_rows()]
     return "\n".join(parts).rstrip() + "\n"
 
 

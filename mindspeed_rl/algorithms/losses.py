@@ -72,7 +72,7 @@ def clipped_policy_loss(
     }
     if settings.kl_beta:
         if inputs.ref_logprobs is None:
-            raise ValueError("--grpo-kl-beta is set but there are no reference log-probs")
+            raise RuntimeError("kl_beta is set but there are no reference log-probs")
         difference = (inputs.ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kl = difference.exp() - difference - 1.0
         total = total + settings.kl_beta * kl.sum()

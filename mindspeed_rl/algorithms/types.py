@@ -1,6 +1,6 @@
 """What goes into a policy loss and what comes out.
 
-Shapes: N trained tokens of one micro-batch, S sequences in it.
+Shapes: N trained tokens of one micro-batch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ class Denominators:
 
     Attributes:
         tokens: trained tokens.
-        sequences: sequences with at least one trained token.
     """
 
     tokens: int
-    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,6 @@ class LossInputs:
         rollout_logprobs: the engine's.
         ref_logprobs: of the reference policy; ``None`` when there is none.
         advantages: of each token.
-        sequence_of: [N] int64, sequence of each token.
     """
 
     logprobs: torch.Tensor
@@ -62,7 +59,6 @@ class LossInputs:
     rollout_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
-    sequence_of: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
 from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
 INDEX = "model.safetensors.index.json"
@@ -124,21 +125,30 @@ def _check_names(directory: str | Path, layout: ShardLayout, files: Mapping[str,
 class HfWriter:
     """Writes a sharded safetensors checkpoint next to its target and renames it when complete.
 
-    Use as a context manager; leaving it through an exception removes what was written.
+    Use as a context manager; leaving it through an exception removes what was written. Entering it
+    raises ``ValueError`` when the target exists and is no export.
 
     Args:
-        target: directory to create; an existing one is replaced.
+        target: directory to create; an earlier export is replaced, anything else is refused.
         source: directory whose config and tokenizer files are copied.
         dtype: element type of the weights, written into config.json.
+        step: steps of the run that the weights come from, for the record.
         shard_bytes: size at which a new file begins.
     """
 
     def __init__(
-        self, target: str | Path, source: str | Path, dtype: torch.dtype, shard_bytes: int = 4 << 30
+        self,
+        target: str | Path,
+        source: str | Path,
+        dtype: torch.dtype,
+        *,
+        step: int,
+        shard_bytes: int = 4 << 30,
     ) -> None:
         self._target = Path(target)
         self._source = Path(source)
         self._dtype = dtype
+        self._step = step
         self._shard_bytes = shard_bytes
         self._work = self._target.with_name(f".{self._target.name}.tmp{os.getpid()}")
         self._pending: dict[str, torch.Tensor] = {}
@@ -147,6 +157,7 @@ class HfWriter:
         self._total_bytes = 0
 
     def __enter__(self) -> HfWriter:
+        refuse_foreign_target(self._target)
         shutil.rmtree(self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
         return self
@@ -179,6 +190,7 @@ class HfWriter:
             self._flush()
         self._name_files()
         self._copy_side_files()
+        self._write_record()
         old = self._target.with_name(f".{self._target.name}.old{os.getpid()}")
         if self._target.exists():
             os.rename(self._target, old)
@@ -196,6 +208,10 @@ class HfWriter:
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._work / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+    def _write_record(self) -> None:
+        record = export_record(self._step, [file.name for file in self._work.iterdir()])
+        (self._work / EXPORT_RECORD).write_text(json.dumps(record, indent=2))
 
     def _copy_side_files(self) -> None:
         for name in _SIDE_FILES:

@@ -265,7 +265,7 @@ RECOMPUTE = Group(
 )
 OFFLOAD = Group(
     Disposition.NO_MEANING,
-    "offloading changes memory, not results; the phase switch offloads what rollout needs",
+    "offloading changes memory, not results; nothing is offloaded here yet",
     """
     --cpu-offloading-num-layers:1 --fine-grained-activation-offloading:0 --offload-modules:+
     --min-offloaded-tensor-size:1 --optimizer-cpu-offload:0 --optimizer-offload-fraction:1

@@ -47,6 +47,13 @@ class RLRunConfig:
     rewards: RewardConfig
     vllm_options: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def sync_check_tol(self) -> float:
+        """``--rl-sync-check-tol``, or what rounding of the precisions in use explains tenfold."""
+        if self.rollout.rl_sync_check_tol is not None:
+            return self.rollout.rl_sync_check_tol
+        return 0.05 if self.train.bf16 or self.rollout.rollout_dtype == "bfloat16" else 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class PretrainRunConfig:

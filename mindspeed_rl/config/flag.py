@@ -16,6 +16,8 @@ class FlagInfo:
         names: spellings; the first is the canonical one.
         choices: allowed values; empty for any.
         minimum: smallest allowed number; ``None`` for any.
+        maximum: largest allowed number; ``None`` for any.
+        below: the number must be smaller than this; ``None`` for any.
         nargs: ``"*"`` for lists.
     """
 
@@ -23,7 +25,23 @@ class FlagInfo:
     names: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
+    below: float | None = None
     nargs: str | None = None
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is within the limits."""
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def limits(self) -> str:
+        """The limits in words, like ``at least 0 and below 1``; empty without limits."""
+        named = (("at least", self.minimum), ("at most", self.maximum), ("below", self.below))
+        return " and ".join(f"{word} {limit:g}" for word, limit in named if limit is not None)
 
 
 def flag(
@@ -33,10 +51,12 @@ def flag(
     names: Iterable[str] = (),
     choices: Iterable[str] = (),
     minimum: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
     nargs: str | None = None,
 ) -> Any:
     """A dataclass field that is a flag; its canonical spelling is the field name with dashes."""
-    info = FlagInfo(help, tuple(names), tuple(choices), minimum, nargs)
+    info = FlagInfo(help, tuple(names), tuple(choices), minimum, maximum, below, nargs)
     return dataclasses.field(default=default, metadata={"flag": info})
 
 

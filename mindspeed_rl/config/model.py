@@ -62,8 +62,12 @@ class ModelConfig:
     )
     add_qkv_bias: bool = flag(False, "When given, the model must have q/k/v biases.")
     disable_bias_linear: bool = flag(False, "Accepted; the model's config decides.")
-    attention_dropout: float = flag(0.0, "Dropout of attention probabilities.", minimum=0.0)
-    hidden_dropout: float = flag(0.0, "Dropout of the residual stream.", minimum=0.0)
+    attention_dropout: float = flag(
+        0.0, "Dropout of attention probabilities; RL allows 0 only.", minimum=0.0, below=1.0
+    )
+    hidden_dropout: float = flag(
+        0.0, "Dropout of the residual stream; RL allows 0 only.", minimum=0.0, below=1.0
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class RLConfig:
         1, "Passes of optimizer steps over the samples of one RL step.", minimum=1
     )
     grpo_clamp_eps_lower: float = flag(
-        0.2, "The probability ratio is clipped at 1 minus this.", minimum=0.0
+        0.2, "The probability ratio is clipped at 1 minus this.", minimum=0.0, maximum=1.0
     )
     grpo_clamp_eps_upper: float = flag(
         0.2, "The probability ratio is clipped at 1 plus this.", minimum=0.0
@@ -96,8 +96,9 @@ class RolloutConfig:
 
     Further engine options pass through with a prefix: ``--vllm-max-num-seqs 512``. A value is read
     as JSON (``--vllm-compilation-config '{"level": 0}'``) and else as text; an option without a
-    value is switched on. Options that mindspeed_rl sets itself, like the tensor-parallel size, are
-    refused with the name of the flag to use.
+    value is switched on. Options that vLLM does not have are refused, and so are those that
+    mindspeed_rl sets itself or cannot honour, like the tensor-parallel size or quantization, with
+    the flag to use or the reason.
 
     Example, 16 ranks: --rollout-tp 2 makes 8 engines; 256 samples are 32 samples each.
     """
@@ -141,9 +142,11 @@ class RolloutConfig:
         "only.",
         minimum=0,
     )
-    rl_sync_check_tol: float = flag(
-        1e-3,
-        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync.",
+    rl_sync_check_tol: float | None = flag(
+        None,
+        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync; "
+        "unset takes 0.001 where trainer and engine compute in fp32, and 0.05 where one of them "
+        "computes in bfloat16.",
         minimum=0.0,
     )
 
@@ -171,7 +174,7 @@ class RewardConfig:
         4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
     )
     reward_max_error_rate: float = flag(
-        0.05, "Stop when a larger share of a batch, from 0 to 1, raises in its reward.", minimum=0.0
+        0.05, "Stop when a larger share of a batch raises in its reward.", minimum=0.0, maximum=1.0
     )
 
 
@@ -180,8 +183,10 @@ class PromptConfig:
     """Prompts and evaluation.
 
     A line of the data holds a prompt (text, or a list of chat messages), a reference answer, and
-    whatever else a reward reads. Evaluation is greedy and reports the mean reward of held-out
-    prompts.
+    whatever else a reward reads. Evaluation answers held-out prompts greedily, scores them with the
+    rewards of the run and reports the mean reward, the share of responses that equal the answer to
+    the letter (accuracy), and the share whose final answer is right (lenient accuracy: by the math
+    reward where the run has it, else by the last number of the response).
     """
 
     prompt_data: str = flag("", "File of training prompts, jsonl or parquet. Required.")
@@ -193,6 +198,11 @@ class PromptConfig:
     )
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
     answer_key: str = flag("answer", "Field with the reference answer.")
+    apply_chat_template: bool = flag(
+        True,
+        "Tokenise prompts as plain text, for a model without a chat template.",
+        names=("--no-chat-template",),
+    )
     eval_interval: int = flag(
         0, "RL steps between evaluations; 0 evaluates before and after the run only.", minimum=0
     )

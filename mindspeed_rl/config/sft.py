@@ -20,6 +20,11 @@ class SftConfig:
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
     solution_key: str = flag("solution", "Field with the text to learn; falls back to answer.")
     answer_key: str = flag("answer", "Field used where the solution is missing.")
+    apply_chat_template: bool = flag(
+        True,
+        "Tokenise prompts as plain text, for a model without a chat template.",
+        names=("--no-chat-template",),
+    )
     shuffle: bool = flag(
         True, "Read the data in file order in every epoch.", names=("--no-shuffle",)
     )

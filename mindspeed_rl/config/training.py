@@ -19,7 +19,9 @@ class TrainConfig:
     """
 
     train_iters: int = flag(
-        0, "Steps of the run: RL steps (one rollout batch each) or SFT batches.", minimum=0
+        0,
+        "Steps of the run: RL steps (one rollout batch each) or SFT batches. Required.",
+        minimum=1,
     )
     global_batch_size: int = flag(
         0,
@@ -54,11 +56,14 @@ class TrainConfig:
     )
     lr_warmup_iters: int = flag(0, "Optimizer steps of linear warm-up from 0.", minimum=0)
     lr_warmup_fraction: float = flag(
-        0.0, "Warm-up as a share of the decay steps; excludes --lr-warmup-iters.", minimum=0.0
+        0.0,
+        "Warm-up as a share of the decay steps; excludes --lr-warmup-iters.",
+        minimum=0.0,
+        maximum=1.0,
     )
     weight_decay: float = flag(0.0, "Decoupled weight decay of AdamW.", minimum=0.0)
-    adam_beta1: float = flag(0.9, "Decay of the first moment of AdamW.", minimum=0.0)
-    adam_beta2: float = flag(0.95, "Decay of the second moment of AdamW.", minimum=0.0)
+    adam_beta1: float = flag(0.9, "Decay of the first moment of AdamW.", minimum=0.0, below=1.0)
+    adam_beta2: float = flag(0.95, "Decay of the second moment of AdamW.", minimum=0.0, below=1.0)
     adam_eps: float = flag(1e-8, "Added to the denominator of AdamW.", minimum=0.0)
     clip_grad: float = flag(
         1.0, "Largest global gradient norm, above which it is scaled down; 0 is off.", minimum=0.0
@@ -92,7 +97,16 @@ class CheckpointConfig:
     no_load_optim: bool = flag(False, "Start with fresh optimizer states despite --load.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
     no_load_rng: bool = flag(False, "Start with fresh random states despite --load.")
-    export_hf: str = flag("", "Write a Hugging Face checkpoint here at the end of the run.")
+    allow_changed_data: bool = flag(
+        False,
+        "Resume although data, tokenizer or seed are not those of the checkpoint; the present "
+        "data starts with a new epoch.",
+    )
+    export_hf: str = flag(
+        "",
+        "Write a Hugging Face checkpoint here at the end of the run; an earlier export is "
+        "replaced, anything else is refused. RL: empty takes OUTPUT_DIR/hf.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,11 @@ class LoggingConfig:
     output_dir: str = flag(
         "outputs",
         "Folder for metrics.jsonl, TensorBoard files, rollouts.jsonl, curves.png and summary.json.",
+    )
+    overwrite_output_dir: bool = flag(
+        False,
+        "Replace the results of an earlier run in --output-dir. Without it a run that starts at "
+        "step 0 is refused there; a resumed run goes on with them.",
     )
     log_interval: int = flag(
         1, "Steps between progress lines where there is no terminal.", minimum=1

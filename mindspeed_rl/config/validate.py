@@ -13,6 +13,7 @@ from mindspeed_rl.config import (
     ScoreRunConfig,
 )
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
+from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
@@ -116,6 +117,15 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
             "sequence of the longest length must fit"
         )
+    _check_dropout(config.model)
+    _check_steps(config.train)
+    check_paths(config)
+    if config.rewards.reward_timeout_s > config.logging.phase_timeout_s:
+        raise ValueError(
+            f"--reward-timeout-s {config.rewards.reward_timeout_s:g} exceeds --phase-timeout-s "
+            f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
+            "former or raise the latter"
+        )
     base = _check_common(config.model, config.parallel, config.train, world)
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
@@ -162,6 +172,13 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
             f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
             f"{rl.grpo_group_size}); allowed: its divisors, or 0 for all of them"
         )
+    if per_update % dp and not train.global_batch_size:
+        raise ValueError(
+            f"the {samples} samples of a step (--grpo-prompts-per-step "
+            f"{rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}) are not a "
+            f"multiple of the data-parallel size {dp}; change one of the two, or raise a parallel "
+            "size so that fewer replicas share them"
+        )
     if per_update % dp:
         raise ValueError(
             f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}; "
@@ -184,6 +201,8 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
     _need_file("--sft-data", config.sft.sft_data)
+    _check_steps(config.train)
+    check_paths(config)
     base = _check_common(config.model, config.parallel, config.train, world)
     if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
         raise ValueError(
@@ -191,6 +210,25 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
             f"of the data-parallel size {base.parallel.dp}"
         )
     return base
+
+
+def _check_steps(train: TrainConfig) -> None:
+    if train.train_iters < 1:
+        raise ValueError("--train-iters is required: give the number of steps, at least 1")
+
+
+def _check_dropout(model: ModelConfig) -> None:
+    """The policy that samples has no dropout, so neither may the one that is updated (R11)."""
+    for name, rate in (
+        ("--hidden-dropout", model.hidden_dropout),
+        ("--attention-dropout", model.attention_dropout),
+    ):
+        if rate:
+            raise ValueError(
+                f"{name} {rate:g}: RL allows 0 only; the engine samples without dropout, so the "
+                "ratio and the trainer/engine mismatch would measure dropout instead of learning; "
+                "remove the flag"
+            )
 
 
 def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
@@ -224,8 +262,8 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     wide = rollout.rollout_dtype == "float32" or (
         rollout.rollout_dtype == "auto" and not config.train.bf16
     )
-    heads = max(1, spec.num_kv_heads // rollout.rl_inference_tensor_model_parallel_size)
-    token_bytes = 2 * spec.num_layers * heads * spec.head_dim * (4 if wide else 2)
+    tp = rollout.rl_inference_tensor_model_parallel_size
+    token_bytes = spec.num_layers * spec.cached_values(tp) * (4 if wide else 2)
     needed_gb = limit * token_bytes / 2**30
     if rollout.rollout_kv_cache_gb < needed_gb:
         raise ValueError(

@@ -2,28 +2,73 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from mindspeed_rl.config.vllm_arguments import VLLM_ARGUMENTS
+
 PREFIX = "--vllm-"
+
+# Reason -> options; an option that ends with * stands for all that begin like it.
+_RESERVED_FOR: Mapping[str, str] = MappingProxyType(
+    {
+        "use --hf-checkpoint": "model model_weights hf_config_path hf_overrides revision "
+        "code_revision model_class_overrides config_format",
+        "use --tokenizer-name-or-path": "tokenizer tokenizer_mode tokenizer_revision",
+        "the engine reads and writes token ids": "skip_tokenizer_init chat_template "
+        "enable_prompt_embeds",
+        "the engine generates": "runner convert pooler_config",
+        "use --rollout-dtype": "dtype",
+        "use --seq-length": "max_model_len",
+        "use --rollout-kv-cache-gb": "kv_cache_memory_bytes gpu_memory_utilization "
+        "num_gpu_blocks_override",
+        "use --seed": "seed",
+        "use --rollout-tp": "tensor_parallel_size",
+        "use --rollout-dp": "data_parallel_size",
+        "use --rollout-ep": "enable_expert_parallel",
+        "an engine is one pipeline stage of --rollout-tp x --rollout-dp ranks, and engines share "
+        "the prompts as replicas": "pipeline_parallel_size data_parallel_* prefill_context_parallel_size "
+        "decode_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size",
+        "the layout of the weights knows no such placement of experts": "enable_eplb eplb_config expert_placement_strategy enable_ep_weight_filter",
+        "engines run in the training processes, which torchrun starts": "worker_cls "
+        "worker_extension_cls distributed_executor_backend nnodes node_rank master_addr "
+        "master_port device_ids",
+        "its log-probs would not be those of the trainer's weights": "quantization "
+        "quantization_config allow_deprecated_quantization kv_cache_dtype "
+        "kv_cache_dtype_skip_layers",
+        "only the policy itself samples": "speculative_config spec_* diffusion_config",
+        "adapters are no weights of the policy": "enable_lora max_loras max_lora_* max_cpu_loras "
+        "default_mm_loras fully_sharded_loras lora_dtype lora_target_modules "
+        "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
+        "enable_moe_shared_loras",
+        "sampling follows the --rl-default-* flags": "generation_config "
+        "override_generation_config logits_processors",
+        "the trainer compares log-probs after temperature": "logprobs_mode",
+        "weights come from the trainer, which writes them in place": "load_format "
+        "model_loader_extra_config weight_transfer_config model_impl cpu_offload_* offload_*",
+        "memory is given back between the phases already": "enable_sleep_mode "
+        "sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
+    }
+)
+
+
+def _expand(pattern: str) -> list[str]:
+    if not pattern.endswith("*"):
+        return [pattern]
+    return [name for name in sorted(VLLM_ARGUMENTS) if name.startswith(pattern[:-1])]
+
 
 RESERVED: Mapping[str, str] = MappingProxyType(
     {
-        "model": "use --hf-checkpoint",
-        "dtype": "use --rollout-dtype",
-        "max_model_len": "use --seq-length",
-        "kv_cache_memory_bytes": "use --rollout-kv-cache-gb",
-        "seed": "use --seed",
-        "tensor_parallel_size": "use --rollout-tp",
-        "distributed_executor_backend": "engines run in the training processes",
-        "generation_config": "sampling follows the --rl-default-* flags",
-        "skip_tokenizer_init": "the engine reads and writes token ids",
-        "load_format": "weights come from the trainer",
-        "logprobs_mode": "the trainer compares log-probs after temperature",
+        name: reason
+        for reason, patterns in _RESERVED_FOR.items()
+        for pattern in patterns.split()
+        for name in _expand(pattern)
     }
 )
-"""Options that the engine wrapper sets, and what a user does instead."""
+"""Options that the engine wrapper sets or cannot honour, with the reason or what to use instead."""
 
 
 def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
@@ -36,7 +81,8 @@ def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]
         The other tokens in order, and the options by the names of ``vllm.LLM``.
 
     Raises:
-        ValueError: an option that mindspeed_rl sets itself, or a prefix without a name.
+        ValueError: an option that vLLM does not have or that is reserved, a prefix without a name,
+            or several values.
     """
     rest: list[str] = []
     options: dict[str, object] = {}
@@ -44,16 +90,22 @@ def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]
     while position < len(argv):
         token = argv[position]
         position += 1
-        typed, equals, value = token.partition("=")
+        typed, equals, attached = token.partition("=")
         spelled = typed.replace("_", "-")
         if not spelled.startswith(PREFIX):
             rest.append(token)
             continue
-        if not equals:
-            has_value = position < len(argv) and not argv[position].startswith("--")
-            value = argv[position] if has_value else "true"
-            position += has_value
-        options[_option_name(spelled)] = _read(value)
+        values = [attached] if equals else []
+        while position < len(argv) and not argv[position].startswith("--"):
+            values.append(argv[position])
+            position += 1
+        name = _option_name(spelled)
+        if len(values) > 1:
+            raise ValueError(
+                f"{spelled} takes one value, got {len(values)}: {' '.join(values)}; write a list "
+                f"as JSON in quotes, like {spelled} '[1, 2]', or remove the others"
+            )
+        options[name] = _read(values[0]) if values else True
     return rest, options
 
 
@@ -62,8 +114,13 @@ def _option_name(spelled: str) -> str:
     if not name:
         raise ValueError(f"{PREFIX}: must be followed by the name of an engine option")
     if name in RESERVED:
+        raise ValueError(f"{spelled} is not available: {RESERVED[name]}; remove this flag")
+    if name not in VLLM_ARGUMENTS:
+        near = difflib.get_close_matches(name, VLLM_ARGUMENTS - RESERVED.keys(), n=3)
+        hint = ", ".join(PREFIX + other.replace("_", "-") for other in near)
         raise ValueError(
-            f"{spelled}: this option is set by mindspeed_rl; {RESERVED[name]} and remove this flag"
+            f"{spelled}: vLLM has no such option; "
+            + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
         )
     return name
 

@@ -49,9 +49,9 @@ class PromptEncoder:
     def __post_init__(self) -> None:
         if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                f"apply_chat_template=True, but tokenizer "
-                f"{getattr(self.tokenizer, 'name_or_path', '')!r} has no chat template; use a "
-                "tokenizer that has one, or set apply_chat_template=False for plain-text prompts"
+                f"tokenizer {getattr(self.tokenizer, 'name_or_path', '')!r} has no chat template; "
+                "give --tokenizer-name-or-path of one that has, or --no-chat-template for "
+                "plain-text prompts"
             )
 
     def render(self, row: Row) -> RenderedPrompt:
@@ -72,7 +72,7 @@ class PromptEncoder:
         else:
             raise ValueError(
                 f"{row.where}: --prompt-key {self.prompt_key!r} holds a message list, which needs "
-                "a chat template; set apply_chat_template=True or store the prompt as text"
+                "a chat template; remove --no-chat-template or store the prompt as text"
             )
         source = self._apply_template(messages, row.where)
         user_texts = [m["content"] for m in messages if m["role"] == "user"]

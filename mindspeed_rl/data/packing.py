@@ -175,7 +175,7 @@ def pack(
     lengths = tuple(_padded(s.length, sequence_multiple) for s in samples)
     total = sum(lengths)
     if total > padded_length:
-        raise ValueError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
+        raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     length = torch.tensor(lengths, dtype=torch.int64)
     real = torch.tensor([s.length for s in samples], dtype=torch.int64)
     num_prompt = torch.tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64)

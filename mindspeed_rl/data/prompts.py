@@ -88,8 +88,8 @@ class PromptDataset(Sequence[Prompt]):
         lengths = [end - start for start, end in pairwise(self.offsets)]
         return (
             f"{self.source}: {len(self)} of {len(self) + self.num_filtered_long} prompts; "
-            f"{self.num_filtered_long} left out, longer than "
-            f"max_prompt_length={self.max_prompt_length} tokens; prompt tokens min {min(lengths)}, "
+            f"{self.num_filtered_long} left out, longer than --max-prompt-length "
+            f"{self.max_prompt_length} tokens; prompt tokens min {min(lengths)}, "
             f"mean {sum(lengths) / len(lengths):.1f}, max {max(lengths)}"
         )
 
@@ -128,41 +128,52 @@ def load_prompts(
             names file, line and key), or no prompt is left.
     """
     if max_prompt_length < 1:
-        raise ValueError(
-            f"max_prompt_length={max_prompt_length} is not allowed; give at least 1 token"
-        )
+        raise ValueError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
     encoder = PromptEncoder(
         tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
     )
-    questions: list[Question] = []
-    flat_token_ids = array("i")
-    offsets = array("q", [0])
+    kept = _Kept()
     num_filtered_long = 0
-    content_hash = hashlib.sha256()
     for question, token_ids in _encoded_rows(path, encoder, answer_key, metadata_key, progress):
         if len(token_ids) > max_prompt_length:
             num_filtered_long += 1
-            continue
-        content = [token_ids, question.answer, question.metadata]
-        content_hash.update(json.dumps(content, sort_keys=True, default=str).encode() + b"\n")
-        questions.append(question)
-        flat_token_ids.extend(token_ids)
-        offsets.append(len(flat_token_ids))
-    if not questions:
+        else:
+            kept.append(question, token_ids)
+    if not kept.questions:
         raise ValueError(
             f"{path}: no prompt is left: {num_filtered_long} rows were read and all are longer "
-            f"than max_prompt_length={max_prompt_length} tokens; raise max_prompt_length or use "
-            "another file"
+            f"than --max-prompt-length {max_prompt_length} tokens; raise it or use another file"
         )
-    return PromptDataset(
-        source=str(path),
-        fingerprint=content_hash.hexdigest(),
-        max_prompt_length=max_prompt_length,
-        num_filtered_long=num_filtered_long,
-        questions=questions,
-        flat_token_ids=flat_token_ids,
-        offsets=offsets,
-    )
+    return kept.dataset(str(path), max_prompt_length, num_filtered_long)
+
+
+class _Kept:
+    """The prompts that fit, as they are found."""
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+        self._flat_token_ids = array("i")
+        self._offsets = array("q", [0])
+        self._content_hash = hashlib.sha256()
+
+    def append(self, question: Question, token_ids: list[int]) -> None:
+        content = [token_ids, question.answer, question.metadata]
+        text = json.dumps(content, sort_keys=True, default=str)
+        self._content_hash.update(text.encode() + b"\n")
+        self.questions.append(question)
+        self._flat_token_ids.extend(token_ids)
+        self._offsets.append(len(self._flat_token_ids))
+
+    def dataset(self, source: str, max_prompt_length: int, num_filtered_long: int) -> PromptDataset:
+        return PromptDataset(
+            source=source,
+            fingerprint=self._content_hash.hexdigest(),
+            max_prompt_length=max_prompt_length,
+            num_filtered_long=num_filtered_long,
+            questions=self.questions,
+            flat_token_ids=self._flat_token_ids,
+            offsets=self._offsets,
+        )
 
 
 def _encoded_rows(
@@ -189,8 +200,8 @@ def _metadata(row: Row, prompt_key: str, answer_key: str, metadata_key: str) -> 
     nested = row.get(metadata_key)
     if nested is not None and not isinstance(nested, Mapping):
         raise ValueError(
-            f"{row.where}: metadata_key={metadata_key!r} gives {nested!r}, but an object is "
-            "needed; all other columns are metadata as they are"
+            f"{row.where}: column {metadata_key!r} holds {nested!r}, but an object is needed; "
+            "rename the column: all other columns are metadata as they are"
         )
     named = (prompt_key, answer_key, metadata_key)
     others = {key: value for key, value in row.values.items() if key not in named}

@@ -39,7 +39,7 @@ class PromptSampler:
         self, num_prompts: int, seed: int, shuffle: bool = True, *, fingerprint: str = ""
     ) -> None:
         if num_prompts < 1:
-            raise ValueError(f"num_prompts={num_prompts}: a sampler needs at least one prompt")
+            raise RuntimeError(f"num_prompts={num_prompts}: a sampler needs at least one prompt")
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -56,7 +56,7 @@ class PromptSampler:
     def next(self, count: int) -> list[int]:
         """The next ``count`` indices into the data set."""
         if count < 1:
-            raise ValueError(f"count={count}: ask for at least one prompt")
+            raise RuntimeError(f"count={count}: ask for at least one prompt")
         indices: list[int] = []
         while len(indices) < count:
             if self._position == self._num_prompts:
@@ -99,7 +99,7 @@ class PromptSampler:
             raise ValueError(
                 f"the checkpoint's sampler belongs to another run: changed are "
                 f"{', '.join(changed)}. Resume with the data, tokenizer and seed of the "
-                "checkpoint, or set allow_changed_data to start a new epoch on the present data"
+                "checkpoint, or add --allow-changed-data to start a new epoch on the present data"
             )
         if changed:
             self._start_epoch(state["epoch"] + 1)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from mindspeed_rl.data.chat import PromptEncoder, encode_texts
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 _CHUNK_ROWS = 1024
 
@@ -39,6 +36,50 @@ class SupervisedExample:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SupervisedDataset(Sequence[SupervisedExample]):
+    """The examples that are left after filtering, in file order; made by ``load_supervised``.
+
+    Attributes:
+        source: the file, as given.
+        max_length: the length limit in tokens.
+        num_filtered_long: number of rows left out because they are longer than that.
+        examples: the others.
+    """
+
+    source: str
+    max_length: int
+    num_filtered_long: int
+    examples: Sequence[SupervisedExample]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @overload
+    def __getitem__(self, index: int) -> SupervisedExample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SupervisedExample]: ...
+
+    def __getitem__(self, index: int | slice) -> SupervisedExample | Sequence[SupervisedExample]:
+        return self.examples[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) over all examples in order: a resumed run must have the same ones (R46)."""
+        content_hash = hashlib.sha256()
+        for example in self.examples:
+            content_hash.update(f"{example.num_prompt_tokens}:{example.token_ids}\n".encode())
+        return content_hash.hexdigest()
+
+    def report(self) -> str:
+        """One line for the log: how many examples, how many left out and why."""
+        return (
+            f"{self.source}: {len(self)} of {len(self) + self.num_filtered_long} examples; "
+            f"{self.num_filtered_long} left out, longer than --seq-length {self.max_length} tokens"
+        )
+
+
 def load_supervised(
     path: str | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -49,7 +90,7 @@ def load_supervised(
     answer_key: str = "answer",
     apply_chat_template: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[SupervisedExample]:
+) -> SupervisedDataset:
     """Loads prompt and response pairs for supervised training, in file order.
 
     The prompt is tokenised exactly as ``load_prompts`` does it, the response on its own, so that
@@ -59,7 +100,7 @@ def load_supervised(
         path: ``.jsonl``, ``.json`` or ``.parquet``.
         tokenizer: needs an end-of-sequence token.
         max_length: longest sequence kept, in tokens, end-of-sequence token included. Longer ones
-            are left out, and their number is logged as a warning.
+            are left out and counted.
         prompt_key: column with a message list or a string.
         solution_key: column with the response.
         answer_key: column used in rows without a solution.
@@ -70,49 +111,44 @@ def load_supervised(
         ValueError: the file or a row is broken (the message names the line), the tokenizer lacks
             an end-of-sequence token, or no example is left.
     """
+    end = _end_token(tokenizer)
+    encoder = PromptEncoder(
+        tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
+    )
+    examples: list[SupervisedExample] = []
+    num_rows = 0
+    for example in _examples(read_rows(path), encoder, end, solution_key, answer_key):
+        num_rows += 1
+        if len(example.token_ids) <= max_length:
+            examples.append(example)
+    num_filtered_long = num_rows - len(examples)
+    if not examples:
+        raise ValueError(
+            f"{path}: none of {num_rows} rows is left: {num_filtered_long} are longer than "
+            f"--seq-length {max_length} tokens; raise it or use another file"
+        )
+    return SupervisedDataset(str(path), max_length, num_filtered_long, examples)
+
+
+def _end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     eos_token_id: int | None = tokenizer.eos_token_id
     if eos_token_id is None:
         raise ValueError(
             "the tokenizer has no eos_token_id, so a model trained on these examples could not "
             "learn to stop; set eos_token in its tokenizer_config.json"
         )
-    encoder = PromptEncoder(
-        tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
-    )
-    examples: list[SupervisedExample] = []
-    num_rows = 0
-    for rows in in_chunks(read_rows(path), _CHUNK_ROWS):
-        num_rows += len(rows)
-        prompts = encoder.encode([encoder.render(row) for row in rows])
-        texts = [_response_text(row, solution_key, answer_key) for row in rows]
-        responses = encode_texts(tokenizer, texts, add_special_tokens=False)
+    return eos_token_id
+
+
+def _examples(
+    rows: Iterable[Row], encoder: PromptEncoder, end: int, solution_key: str, answer_key: str
+) -> Iterator[SupervisedExample]:
+    for chunk in in_chunks(rows, _CHUNK_ROWS):
+        prompts = encoder.encode([encoder.render(row) for row in chunk])
+        texts = [_response_text(row, solution_key, answer_key) for row in chunk]
+        responses = encode_texts(encoder.tokenizer, texts, add_special_tokens=False)
         for prompt, response in zip(prompts, responses, strict=True):
-            example = SupervisedExample((*prompt, *response, eos_token_id), len(prompt))
-            if len(example.token_ids) <= max_length:
-                examples.append(example)
-    num_filtered_long = num_rows - len(examples)
-    if not examples:
-        raise ValueError(
-            f"{path}: none of {num_rows} rows is left: {num_filtered_long} are longer than "
-            f"max_length={max_length} tokens; raise max_length or use another file"
-        )
-    if num_filtered_long:
-        logger.warning(
-            "%s: left out %d of %d rows, longer than max_length=%d tokens",
-            path,
-            num_filtered_long,
-            num_rows,
-            max_length,
-        )
-    return examples
-
-
-def fingerprint_of(examples: Sequence[SupervisedExample]) -> str:
-    """sha256 (hex) over all examples in order: a resumed run must have the same ones (R46)."""
-    content_hash = hashlib.sha256()
-    for example in examples:
-        content_hash.update(f"{example.num_prompt_tokens}:{example.token_ids}\n".encode())
-    return content_hash.hexdigest()
+            yield SupervisedExample((*prompt, *response, end), len(prompt))
 
 
 def _response_text(row: Row, solution_key: str, answer_key: str) -> str:

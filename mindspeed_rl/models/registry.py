@@ -42,4 +42,4 @@ def weight_table(family: str) -> WeightTable:
     for table, _ in _families():
         if table.family == family:
             return table
-    raise ValueError(f"no weight table for family {family!r}")
+    raise LookupError(f"no weight table for family {family!r}")

@@ -66,11 +66,7 @@ class Series:
             return Series(self.steps, totals / counts)
 
 
-def plot_run(
-    metrics_jsonl: str | os.PathLike[str],
-    out_png: str | os.PathLike[str],
-    evaluations: Iterable[Record] = (),
-) -> None:
+def plot_run(metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[str]) -> None:
     """Draws reward, accuracy, length, mismatch, speed and time per phase into one picture.
 
     A metric that was never logged leaves a panel that says so.
@@ -78,8 +74,6 @@ def plot_run(
     Args:
         metrics_jsonl: the file that ``RunLogger`` writes.
         out_png: the picture; replaced in one step.
-        evaluations: further records of the same form (``"step"`` and metrics), such as an
-            evaluation before the first step.
 
     Raises:
         ValueError: the file is missing, or a line of it is not a record.
@@ -87,7 +81,7 @@ def plot_run(
     metrics_jsonl = Path(metrics_jsonl)
     if not metrics_jsonl.exists():
         raise ValueError(f"{metrics_jsonl} does not exist; give the metrics.jsonl of a run")
-    records = [*read_jsonl(metrics_jsonl), *evaluations]
+    records = list(read_jsonl(metrics_jsonl))
     figure = draw_run(records, title=metrics_jsonl.resolve().parent.name)
     with atomic_path(out_png) as temporary:
         figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
@@ -122,8 +116,11 @@ def draw_run(records: Sequence[Record], title: str) -> Figure:
 def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
     _label(axes, "Reward", "mean reward per sample")
     reward = Series.of(records, names.REWARD)
-    if _says_missing(axes, names.REWARD, reward):
+    held_out = Series.of(records, names.EVAL_REWARD)
+    if _says_missing(axes, names.REWARD, reward, held_out):
         return
+    if not held_out.is_empty:
+        _line(axes, held_out, "C2", "held out, greedy", linestyle="--")
     window = max(5, len(reward.steps) // 20)
     _line(axes, reward, "C0", "each step", alpha=0.4)
     smoothed = reward.smoothed(window)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,11 +26,11 @@ def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     that is absent when all numbers are finite. NumPy scalars are written as plain numbers.
 
     Raises:
-        ValueError: the record has a ``"nonfinite"`` key of its own.
+        RuntimeError: the record has a ``"nonfinite"`` key of its own.
         TypeError: a value is not JSON: not a number, string, boolean, None, mapping or sequence.
     """
     if "nonfinite" in record:
-        raise ValueError('a record has a key "nonfinite", which is reserved; rename it')
+        raise RuntimeError('a record has a key "nonfinite", which is reserved; rename it')
     nonfinite: list[str] = []
     plain = _plain(record, "", nonfinite)
     if nonfinite:
@@ -81,10 +81,10 @@ class JsonlWriter:
         """Appends one record, ``"step"`` first.
 
         Raises:
-            ValueError: the record has a ``"step"`` of its own.
+            RuntimeError: the record has a ``"step"`` of its own.
         """
         if "step" in record:
-            raise ValueError('a record has a key "step", which is the argument; drop it')
+            raise RuntimeError('a record has a key "step", which is the argument; drop it')
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,12 +95,16 @@ class JsonlWriter:
 
     def truncate_after(self, step: int) -> None:
         """Drops the records of steps later than ``step``: a resumed run writes them again."""
+        self.keep(lambda record: bool(record["step"] <= step))
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drops the records that are not ``wanted``, and a torn tail."""
         self.close()
         if not self.path.exists():
             return
         with atomic_path(self.path) as temporary, temporary.open("wb") as kept:
             for line_number, line in _complete_lines(self.path):
-                if _parse(line, self.path, line_number)["step"] <= step:
+                if wanted(_parse(line, self.path, line_number)):
                     kept.write(line)
 
     def close(self) -> None:

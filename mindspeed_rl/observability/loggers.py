@@ -1,7 +1,8 @@
-"""Where the metrics of a step go: a JSON-lines file, TensorBoard, the console.
+"""Where the metrics of a step go: a JSON-lines file and TensorBoard.
 
-Only the writer rank (rank 0) touches files. A resumed run calls ``truncate_after`` with the step
-of its checkpoint, so that no step is found twice, in any backend.
+A training step and an evaluation after it are two records of one step. Only the writer rank (rank
+0) touches files. A resumed run calls ``truncate_after`` with the step of its checkpoint, so that no
+step is found twice, in any backend.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from tqdm import tqdm
-
+from mindspeed_rl.config.outputs import METRICS_FILE, TENSORBOARD_FOLDER
 from mindspeed_rl.observability.jsonl import JsonlWriter, read_jsonl
-from mindspeed_rl.observability.names import format_fields, headline
+from mindspeed_rl.observability.names import is_evaluation
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 FLUSH_S = 5  # TensorBoard lags this much behind; a flush every step costs more than a small step
 
 
@@ -33,7 +31,7 @@ class MetricBackend(Protocol):
         """Records the values of one step."""
 
     def truncate_after(self, step: int) -> None:
-        """Forgets the steps later than ``step``."""
+        """Forgets the steps later than ``step`` and the evaluation after it."""
 
     def close(self) -> None:
         """Writes out what is pending."""
@@ -45,7 +43,7 @@ class RunLogger:
     Args:
         output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
         is_writer: whether this rank writes; on the others every call does nothing.
-        backends: any of ``"jsonl"``, ``"tensorboard"``, ``"console"``.
+        backends: any of ``"jsonl"``, ``"tensorboard"``.
         tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
 
     Raises:
@@ -56,12 +54,14 @@ class RunLogger:
         self,
         output_dir: str | os.PathLike[str],
         is_writer: bool,
-        backends: Sequence[str] = ("jsonl", "tensorboard", "console"),
+        backends: Sequence[str] = ("jsonl", "tensorboard"),
         tensorboard_dir: str | os.PathLike[str] = "",
     ) -> None:
         unknown = [name for name in backends if name not in _BACKENDS]
         if unknown:
-            raise ValueError(f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}")
+            raise RuntimeError(
+                f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}"
+            )
         output_dir = Path(output_dir)
         self._metrics_file = output_dir / METRICS_FILE
         folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
@@ -69,9 +69,13 @@ class RunLogger:
         self._backends = [backend(folder) for backend, folder in make] if is_writer else []
         # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
         self._last_step = self._last_step_on_disk() if is_writer else -math.inf
+        self._last_evaluation = -math.inf
 
     def truncate_after(self, step: int) -> None:
-        """Drops what was logged for steps later than ``step``, the last one of the checkpoint."""
+        """Drops what a run that goes on after ``step`` logs again: later steps, and evaluations.
+
+        A checkpoint is saved before the evaluation of its step, so that one is made again, too.
+        """
         for backend in self._backends:
             backend.truncate_after(step)
         self._last_step = min(self._last_step, step)
@@ -80,13 +84,13 @@ class RunLogger:
         """Logs all metrics of one step.
 
         Raises:
-            ValueError: the step is not later than the last one logged, here or by an earlier run
+            RuntimeError: the step is not later than the last one logged, here or by an earlier run
                 in the same folder.
         """
         if not self._backends:
             return
         if step <= self._last_step:
-            raise ValueError(
+            raise RuntimeError(
                 f"step {step} is logged after step {self._last_step:.0f} in "
                 f"{self._metrics_file}: log every step once, in order; to resume call "
                 "truncate_after(step of the checkpoint), to start anew choose another folder"
@@ -94,6 +98,20 @@ class RunLogger:
         for backend in self._backends:
             backend.log(step, values)
         self._last_step = step
+
+    def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs what an evaluation after ``step`` found, under that step; 0: before the first one.
+
+        Raises:
+            ValueError: a name does not begin with ``eval/``.
+        """
+        assert step > self._last_evaluation and step >= self._last_step, "evaluations in order"
+        wrong = [name for name in values if not is_evaluation(name)]
+        if wrong:
+            raise ValueError(f"metrics {wrong} of an evaluation must begin with eval/")
+        for backend in self._backends:
+            backend.log(step, values)
+        self._last_evaluation = step
 
     def close(self) -> None:
         """Writes out what is pending and closes the files."""
@@ -125,14 +143,21 @@ class _JsonlBackend:
         self._writer.append(step, values)
 
     def truncate_after(self, step: int) -> None:
-        self._writer.truncate_after(step)
+        self._writer.keep(lambda record: record["step"] < step or _is_of_training(record, step))
 
     def close(self) -> None:
         self._writer.close()
 
 
+def _is_of_training(record: Mapping[str, Any], step: int) -> bool:
+    return record["step"] == step and not any(is_evaluation(name) for name in record)
+
+
 class _TensorBoardBackend:
-    """Scalars for TensorBoard; a later event file hides the purged steps of the earlier ones."""
+    """Scalars for TensorBoard; a later event file hides the purged steps of the earlier ones.
+
+    An evaluation that is made again after a resume writes its point a second time, equal.
+    """
 
     def __init__(self, log_dir: Path) -> None:
         try:
@@ -166,25 +191,7 @@ class _TensorBoardBackend:
             self._writer = None
 
 
-class _ConsoleBackend:
-    """One line per step on the standard output: the headline values, or all when none is known."""
-
-    def __init__(self, output_dir: Path) -> None:
-        del output_dir
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        # Not print, which would tear a progress bar in two.
-        tqdm.write(f"step {step} | {format_fields(headline(values) or values)}")
-
-    def truncate_after(self, step: int) -> None:
-        """Nothing to drop: a terminal keeps what it showed."""
-
-    def close(self) -> None:
-        """Nothing to close: the standard output is not ours."""
-
-
 _BACKENDS: dict[str, Callable[[Path], MetricBackend]] = {
     "jsonl": _JsonlBackend,
     "tensorboard": _TensorBoardBackend,
-    "console": _ConsoleBackend,
 }

@@ -34,7 +34,7 @@ class Mean:
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
-            raise ValueError(f"Mean.weight is {self.weight}; it must be a count or weight >= 0")
+            raise RuntimeError(f"Mean.weight is {self.weight}; it must be a count or weight >= 0")
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 REWARD = "reward/mean"
+EVAL_REWARD = "eval/reward"
 ACCURACY = "eval/accuracy"
 ACCURACY_LENIENT = "eval/accuracy_lenient"
 RESPONSE_LENGTH = "response/length_mean"
@@ -14,12 +15,16 @@ STEP_TIME = "time/step_s"
 
 _HEADLINE = {
     REWARD: "reward",
-    ACCURACY: "accuracy",
     RESPONSE_LENGTH: "length",
     MISMATCH_MAX: "mismatch",
     TOKENS_PER_S: "tokens/s",
     STEP_TIME: "step_s",
 }
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a metric is the result of an evaluation, not of a training step."""
+    return name.startswith("eval/")
 
 
 def headline(values: Mapping[str, float]) -> dict[str, float]:

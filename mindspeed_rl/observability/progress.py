@@ -43,9 +43,9 @@ class RunProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= start <= total:
-            raise ValueError(f"start is {start}; a run of {total} steps starts at 0 to {total}")
+            raise RuntimeError(f"start is {start}; a run of {total} steps starts at 0 to {total}")
         if log_interval < 1:
-            raise ValueError(f"log_interval is {log_interval}; give 1 or more steps per line")
+            raise RuntimeError(f"log_interval is {log_interval}; give 1 or more steps per line")
         self._total, self._start, self._desc = total, start, desc
         self._is_writer, self._log_interval = is_writer, log_interval
         self._stream = sys.stderr if stream is None else stream

@@ -22,8 +22,6 @@ class RolloutRow:
         reward: the total reward; ``None`` when the reward function abstained (R43).
         parts: each reward function's own score.
         finish_reason: ``"stop"`` or ``"length"``.
-        mismatch: largest |trainer - engine| log-prob over the response's tokens; ``None`` when
-            the trainer has not computed log-probs.
     """
 
     sample_id: int
@@ -33,7 +31,6 @@ class RolloutRow:
     reward: float | None
     finish_reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
-    mismatch: float | None = None
 
 
 class RolloutDump:
@@ -46,12 +43,14 @@ class RolloutDump:
         is_writer: whether this rank writes; on the others every call does nothing.
 
     Raises:
-        ValueError: ``num_per_step`` is negative.
+        RuntimeError: ``num_per_step`` is negative.
     """
 
     def __init__(self, path: str | os.PathLike[str], num_per_step: int, is_writer: bool) -> None:
         if num_per_step < 0:
-            raise ValueError(f"num_per_step is {num_per_step}; give 0 (none) or more rows per step")
+            raise RuntimeError(
+                f"num_per_step is {num_per_step}; give 0 (none) or more rows per step"
+            )
         self._num_per_step = num_per_step
         self._writer = JsonlWriter(path) if is_writer else None
 

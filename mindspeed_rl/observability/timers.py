@@ -98,16 +98,17 @@ class PhaseTimer:
         self._stack: list[str] = []
         self._phases: dict[str, PhaseUse] = {}
         self._step_start = self._segment_start = clock()
+        self._excluded_s = 0.0
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Charges the block to ``phase``; entering a phase again adds to it.
 
         Raises:
-            ValueError: the phase is called ``"step"``, the name of the whole.
+            RuntimeError: the phase is called ``"step"``, the name of the whole.
         """
         if phase == "step":
-            raise ValueError('a phase cannot be called "step": time/step_s is the whole step')
+            raise RuntimeError('a phase cannot be called "step": time/step_s is the whole step')
         self._end_segment()
         self._stack.append(phase)
         self._phases.setdefault(phase, PhaseUse(0.0, None))
@@ -117,16 +118,37 @@ class PhaseTimer:
             self._end_segment()
             self._stack.pop()
 
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Leave the block out of the step: work beside it, such as an evaluation.
+
+        Call it outside all phases; there are none within.
+        """
+        assert not self._stack, f"excluded inside the phases {self._stack}"
+        self._end_segment()
+        start = self._segment_start
+        try:
+            yield
+        finally:
+            assert not self._stack, f"phases {self._stack} end after the excluded block"
+            self._end_segment()
+            self._excluded_s += self._segment_start - start
+
+    def restart(self) -> None:
+        """Begin a step now: what happened since the last one belongs to none."""
+        self.finish_step()
+
     def step_seconds(self) -> float:
         """Seconds since the step began."""
-        return self._clock() - self._step_start
+        return self._clock() - self._step_start - self._excluded_s
 
     def finish_step(self) -> StepTimes:
         """Returns what the step took and begins the next one. Call it outside all phases."""
         assert not self._stack, f"finish_step inside the phases {self._stack}"
         self._end_segment()
-        times = StepTimes(self._segment_start - self._step_start, self._phases)
-        self._phases = {}
+        step_s = self._segment_start - self._step_start - self._excluded_s
+        times = StepTimes(step_s, self._phases)
+        self._phases, self._excluded_s = {}, 0.0
         self._step_start = self._segment_start
         return times
 

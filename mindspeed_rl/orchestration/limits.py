@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The phase in which ranks meet: it waits for the slowest node's start, so its limit is another.
+JOIN = "join"
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -17,6 +20,7 @@ class Limits:
             intervals.
         linger_s: how long the rank that tells a failure stays, so that others read it.
         exit_s: limit for the exit handlers of libraries.
+        connect_s: how long the launcher of the first node may take to answer.
     """
 
     interval_s: float = 1.0
@@ -24,3 +28,4 @@ class Limits:
     patience_s: float = 3.5
     linger_s: float = 2.5
     exit_s: float = 60.0
+    connect_s: float = 30.0

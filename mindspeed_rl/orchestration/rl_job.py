@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_rl.algorithms.losses import ClipSettings
-from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
+from mindspeed_rl.config import PromptConfig, RLRunConfig, RolloutConfig, TrainConfig
+from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
@@ -137,18 +138,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
-    load = partial(
-        load_prompts,
-        tokenizer=tokenizer,
-        max_prompt_length=config.prompts.max_prompt_length,
-        prompt_key=config.prompts.prompt_key,
-        answer_key=config.prompts.answer_key,
-        progress=rank == 0,
-    )
-    prompts = load(config.prompts.prompt_data)
-    eval_file = config.prompts.eval_prompt_data
-    eval_prompts = load(eval_file) if eval_file else None
-    refuse_overlap(prompts, eval_prompts)
+    prompts, eval_prompts = load_data(config.prompts, tokenizer, progress=rank == 0)
     training.initialize_parallel(job)
     updates = config.train.train_iters * plan.batch.updates
     temperature = config.rl.rl_default_temperature
@@ -184,10 +174,33 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         logger=RunLogger(
             output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir
         ),
-        dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, rank == 0),
+        dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)
     return result
+
+
+def load_data(
+    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, progress: bool
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """The prompts to train on and the held-out ones. Local.
+
+    Raises:
+        ValueError: a file is broken, or prompts are in both.
+    """
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        max_prompt_length=options.max_prompt_length,
+        prompt_key=options.prompt_key,
+        answer_key=options.answer_key,
+        apply_chat_template=options.apply_chat_template,
+        progress=progress,
+    )
+    prompts = load(options.prompt_data)
+    held_out = load(options.eval_prompt_data) if options.eval_prompt_data else None
+    refuse_overlap(prompts, held_out)
+    return prompts, held_out
 
 
 def make_reward_pool(config: RLRunConfig, specs: list[RewardSpec]) -> RewardPool:

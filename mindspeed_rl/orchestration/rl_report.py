@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,13 +11,22 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.config.outputs import (
+    CURVES_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    export_target,
+)
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
-from mindspeed_rl.observability.names import headline
+from mindspeed_rl.observability.names import MISMATCH_MAX, headline
 from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
-from mindspeed_rl.orchestration import rl_step, training
+from mindspeed_rl.observability.timers import StepTimes
+from mindspeed_rl.orchestration import results, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
 
@@ -55,7 +65,8 @@ class Report:
 
     Args:
         run: the run.
-        start: steps that are done; what is logged of later ones is dropped.
+        start: steps that are done; what is logged of later ones is dropped. A fresh run (0) takes
+            over ``--output-dir``: see :func:`results.claim`.
         state: from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
     """
 
@@ -64,11 +75,11 @@ class Report:
         self.start = start
         self._writer = run.rank == 0
         self._start = time.monotonic()
-        run.timer.finish_step()  # what happened so far belongs to no step
         self._totals = Totals(**state["totals"]) if state else Totals()
         evaluations = state["evaluations"] if state else []
         self._evaluations = {step: Evaluation(**fields) for step, fields in evaluations}
         config = run.config
+        results.claim(run.job, start)
         run.logger.truncate_after(start)
         run.dump.truncate_after(start)
         self._progress = RunProgress(
@@ -94,38 +105,45 @@ class Report:
         due = step == 0 or (interval > 0 and step % interval == 0)
         if not due or self._run.eval_prompts is None or step in self._evaluations:
             return
+        self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
         result = evaluate(self._run, step)
         self._evaluations[step] = result
+        self._run.logger.log_evaluation(step, result.metrics())
         self._run.job.say(
-            f"evaluation after step {step}: accuracy {result.accuracy:.1%}, lenient "
-            f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts"
+            f"evaluation after step {step}: reward {result.reward:.4g}, accuracy "
+            f"{result.accuracy:.1%}, lenient {result.accuracy_lenient:.1%} on "
+            f"{result.num_prompts} held-out prompts"
         )
 
     def log_step(self, step: int, samples: Sequence[Sample], metrics: MetricSet) -> None:
-        """Reduce and write the metrics of a step; stop on a mismatch that is too large (R14)."""
+        """Reduce and write the metrics of a step; stop on a mismatch that is too large (R14).
+
+        The time it takes belongs to the next step.
+        """
+        times = self._run.timer.finish_step()
+        with self._run.phase("log"):
+            self._log(step, samples, metrics, times)
+
+    def _log(
+        self, step: int, samples: Sequence[Sample], metrics: MetricSet, times: StepTimes
+    ) -> None:
         run = self._run
-        times = run.timer.finish_step()
         values = reduce_metrics(metrics.merge(times.metrics()))
         values |= rl_step.sample_metrics(run, samples)
         tokens = sum(s.response.numel() for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
         values["policy/version"] = float(run.version)
-        if step - 1 in self._evaluations:
-            values |= self._evaluations[step - 1].metrics()
-        mismatch = values["mismatch/max_abs_logprob"]
+        mismatch = values[MISMATCH_MAX]
         self._totals.steps += 1
         self._totals.tokens += tokens
         self._totals.step_seconds += values["time/step_s"]
-        self._totals.worst_mismatch = max(self._totals.worst_mismatch, mismatch)
+        self._totals.worst_mismatch = worse_mismatch(self._totals.worst_mismatch, mismatch)
         run.logger.log(step, values)
         self._dump(step, samples)
         self._progress.update(step, headline(values))
-        limit = run.config.rl.rl_max_logprob_diff
-        if limit and mismatch > limit:
-            raise RuntimeError(
-                f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch:.3g}, above "
-                f"--rl-max-logprob-diff {limit:g}; try --lr 0 first: what remains is not learning"
-            )
+        check_mismatch(step, mismatch, run.config.rl.rl_max_logprob_diff)
 
     def _dump(self, step: int, samples: Sequence[Sample]) -> None:
         run = self._run
@@ -153,18 +171,20 @@ class Report:
         last = config.train.train_iters
         self._progress.close()
         if run.eval_prompts is not None and last not in self._evaluations:
-            self._evaluations[last] = evaluate(run, last)
+            self._evaluate(last)
         run.phases.to_train()
         output = Path(config.logging.output_dir)
-        export = config.checkpoint.export_hf or str(output / "hf")
+        export = export_target(config)
         with run.phase("export"):
-            training.export_hf(run.job, run.policy, export)
+            training.export_hf(run.job, run.policy, export, last)
         if not self._writer:
             return
         first = self._evaluations.get(0)
         final = self._evaluations.get(last)
         totals = self._totals
         summary = {
+            "reward_before": first.reward if first else None,
+            "reward_after": final.reward if final else None,
             "accuracy_before": first.accuracy if first else None,
             "accuracy_after": final.accuracy if final else None,
             "accuracy_lenient_before": first.accuracy_lenient if first else None,
@@ -183,16 +203,47 @@ class Report:
         from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
 
         run.logger.close()
-        write_summary(output / "summary.json", summary)
-        records = [{"step": s, **e.metrics()} for s, e in sorted(self._evaluations.items())]
-        plot_run(output / "metrics.jsonl", output / "curves.png", records)
+        write_summary(output / SUMMARY_FILE, summary)
+        plot_run(output / METRICS_FILE, output / CURVES_FILE)
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
             run.job.say(f"held-out accuracy {before}{final.accuracy:.1%}")
         run.job.say(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
-            f"results: {output}/summary.json, metrics.jsonl, rollouts.jsonl, curves.png, "
-            f"tensorboard/; model: {export}",
+            f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
+            f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",
+        )
+
+
+def worse_mismatch(worst: float, mismatch: float) -> float:
+    """The larger one; NaN is the worst of all and stays."""
+    return math.nan if math.isnan(worst) or math.isnan(mismatch) else max(worst, mismatch)
+
+
+def check_mismatch(step: int, mismatch: float, limit: float) -> None:
+    """The brake on a trainer and an engine that drift apart (R14).
+
+    Args:
+        step: for the message.
+        mismatch: largest |log p(trainer) - log p(engine)| of the step; minus infinity when the
+            step trained on no token, so that there was nothing to compare.
+        limit: ``--rl-max-logprob-diff``; 0 lets every finite mismatch pass.
+
+    Raises:
+        RuntimeError: it is above the limit, or not a finite number, whatever the limit.
+    """
+    if mismatch == -math.inf:
+        return
+    if not math.isfinite(mismatch):
+        raise RuntimeError(
+            f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch}: trainer or "
+            "engine computes log-probs that are not finite, so nothing it learns can be trusted; "
+            "lower --lr or --clip-grad, and look at optimizer/grad_norm of the steps before"
+        )
+    if limit and not mismatch <= limit:
+        raise RuntimeError(
+            f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch:.3g}, above "
+            f"--rl-max-logprob-diff {limit:g}; try --lr 0 first: what remains is not learning"
         )
 
 

@@ -21,7 +21,10 @@ def start(run: RLJob) -> Report:
     loaded = checkpoints.load(run.job, run.policy)
     if not loaded.extra:
         return Report(run)
-    run.sampler.load_state_dict(loaded.extra["sampler"])
+    run.sampler.load_state_dict(
+        loaded.extra["sampler"],
+        allow_changed_data=run.config.checkpoint.allow_changed_data,
+    )
     run.version = loaded.extra["version"]
     return Report(run, loaded.step, loaded.extra["report"])
 

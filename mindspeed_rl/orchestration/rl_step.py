@@ -156,7 +156,7 @@ def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[Upda
     batches = []
     for start in range(0, len(train_samples), size):
         part = train_samples[start : start + size]
-        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in part), len(part))
+        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in part))
         batches.append(UpdateBatch(training.local_batches(run.job, run.policy, part), counts))
     return batches
 
@@ -314,7 +314,7 @@ def probe(run: RLJob) -> float:
         gaps = [(logp - b.batch.rollout_logprobs).abs() for logp, b in pairs if logp is not None]
         mean = MetricSet({"probe": Mean(float(sum(g.sum() for g in gaps)), sum(map(len, gaps)))})
         gap = reduce_metrics(mean)["probe"]
-    limit = run.config.rollout.rl_sync_check_tol
+    limit = run.config.sync_check_tol
     if not gap <= limit:
         raise RuntimeError(
             f"probe: mean |log p(trainer) - log p(engine)| is {gap:.3g}, above "

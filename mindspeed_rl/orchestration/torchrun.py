@@ -18,7 +18,7 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
 from mindspeed_rl.models.spec import read_hf_config
-from mindspeed_rl.orchestration.limits import Limits
+from mindspeed_rl.orchestration.limits import JOIN, Limits
 
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.watchdog import Watchdog
@@ -28,8 +28,10 @@ Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 Plan_co = TypeVar("Plan_co", covariant=True)
 
 USAGE_ERROR = 2
-# How long the other ranks of a node let the first one tell a mistake that all of them see.
+# How long the other ranks of a node let the first one tell a mistake that all of them see; with
+# several nodes it imports torch to tell them, too.
 FIRST_RANK_S = 5.0
+FIRST_RANK_OF_NODES_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +84,18 @@ def run_entry(
         bootstrap.require_launcher(prog, os.environ)
         plan = check(config, world.size)
         check_foreign_architecture(parsed.checked_arch, read_hf_config(config.model.hf_checkpoint))
-        bootstrap.prepare_environment(config.parallel.platform, os.environ)
-        platform = bootstrap.start(
-            config.parallel.platform, config.parallel.distributed_timeout_minutes, world
-        )
     except ValueError as error:
-        _usage_error(prog, error, world)
-    from mindspeed_rl.orchestration.watchdog import Watchdog
-
-    watchdog = Watchdog(world, config.logging.phase_timeout_s, prog, limits)
-    watchdog.start()
-    job = Job(config, plan, world, platform, watchdog, parsed.ignored)
+        _usage_error(prog, error, world, limits or Limits())
+    parallel = config.parallel
+    bootstrap.prepare_environment(parallel.platform, os.environ)
+    bootstrap.quiet_libraries()
+    watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, limits)
     try:
+        # from here on a rank that fails is known to others, also to those that wait for it to join
+        minutes = parallel.distributed_timeout_minutes
+        with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
+            platform = bootstrap.start(parallel.platform, minutes, world)
+        job = Job(config, plan, world, platform, watchdog, parsed.ignored)
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()
@@ -105,12 +107,35 @@ def run_entry(
         dist.destroy_process_group()
 
 
-def _usage_error(prog: str, error: ValueError, world: bootstrap.World) -> NoReturn:
+def _start_watchdog(
+    prog: str, world: bootstrap.World, phase_timeout_s: float, limits: Limits | None
+) -> Watchdog:
+    from mindspeed_rl.orchestration.watchdog import Watchdog
+
+    try:
+        watchdog = Watchdog(world, phase_timeout_s, prog, limits)
+    except RuntimeError as error:
+        if world.local_rank == 0:
+            print(f"{prog}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    watchdog.start()
+    return watchdog
+
+
+def _usage_error(prog: str, error: ValueError, world: bootstrap.World, limits: Limits) -> NoReturn:
     """Tell a mistake once per node: its first rank prints; others print only what it does not see.
 
-    The first rank to end makes the launcher end the rest, so the others wait.
+    The first rank to end makes the launcher end the rest, so the others wait. Other nodes may not
+    see the mistake (a file that only one of them lacks): they read of it in torchrun's store
+    instead of waiting for this node to join.
     """
+    several_nodes = world.local_size < world.size and "MASTER_ADDR" in os.environ
     if world.local_rank != 0:
-        time.sleep(FIRST_RANK_S)
+        time.sleep(FIRST_RANK_OF_NODES_S if several_nodes else FIRST_RANK_S)
     print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    if several_nodes:
+        bootstrap.quiet_libraries()
+        from mindspeed_rl.orchestration.watchdog import publish_usage_error
+
+        publish_usage_error(world, str(error), limits)
     sys.exit(USAGE_ERROR)

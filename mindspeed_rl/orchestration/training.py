@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.hf import HfWriter, load_hf
+from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
+from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.resharding.executor import Resharder, Round
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
@@ -21,7 +22,6 @@ from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mindspeed_rl.bootstrap import World
     from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
     from mindspeed_rl.config.validate import RunPlan
     from mindspeed_rl.orchestration.torchrun import Job
@@ -60,6 +60,7 @@ def build_engine(
 
 def initialize_parallel(job: Job[Any, RunPlan]) -> None:
     """Create the training grid's process groups. Collective: the world."""
+    check_equal_nodes(job.world.local_size)
     parallel_state.initialize(job.plan.parallel, job.config.train.seed)
 
 
@@ -88,15 +89,15 @@ def local_batches(
     )
 
 
-def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
-    """Write the model as a Hugging Face checkpoint. Collective: the world.
+def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: int) -> None:
+    """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
 
     Tensors travel to the writer in rounds and are written as they come. Rank 0 writes; nodes that
     do not share its file system write a copy of their own, so that the next job finds it.
     """
     rank, platform = job.world.rank, job.platform
     source = job.plan.megatron
-    writers = export_writers(Path(target), job.world)
+    writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
     files = HfFileLayout(source.hf_shapes, writers)
     dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
     resharder = Resharder(
@@ -111,7 +112,7 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
     if rank not in writers:
         resharder.run(engine.named_parameters(), {})
     else:
-        with HfWriter(target, job.config.model.hf_checkpoint, dtype) as writer:
+        with HfWriter(target, job.config.model.hf_checkpoint, dtype, step=step) as writer:
             staging = _Staging(files, dtype, platform.device)
 
             def write(part: Round) -> None:
@@ -120,22 +121,6 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str) -> None:
 
             resharder.run(engine.named_parameters(), staging, after_round=write)
     dist.barrier()
-
-
-def export_writers(target: Path, world: World) -> range:
-    """Rank 0 where all nodes see its directory, else the first rank of every node. Collective."""
-    token = [os.urandom(8).hex()]
-    dist.broadcast_object_list(token, 0)
-    marker = target.parent / f".{target.name}.{token[0]}"
-    if world.rank == 0:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    dist.barrier()
-    seen: list[bool] = [True] * world.size
-    dist.all_gather_object(seen, marker.exists())
-    if world.rank == 0:
-        marker.unlink()
-    return range(0, world.size, world.size if all(seen) else world.local_size)
 
 
 class _Staging(dict[str, torch.Tensor]):

@@ -45,7 +45,7 @@ from mindspeed_rl.orchestration.failures import (
     whereabouts,
     write_error_file,
 )
-from mindspeed_rl.orchestration.limits import Limits
+from mindspeed_rl.orchestration.limits import JOIN, Limits
 
 T = TypeVar("T")
 # What the guard receives, and what handles it before and after.
@@ -53,6 +53,49 @@ _HANDLED: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
+
+
+def this_member(world: World) -> Member:
+    """This process, as others name it."""
+    return Member(world.rank, int(os.environ.get("GROUP_RANK", "0")), os.getpid())
+
+
+def connect(rank: int, timeout_s: float) -> PrefixStore:
+    """A connection of one's own to torchrun's store: the default group's may be blocked.
+
+    The store is there before the ranks are, so it tells of failures of ranks that never join.
+    Under another launcher rank 0 opens it here, and shares it with the process group later.
+
+    Raises:
+        RuntimeError: the launcher of the first node, which holds the store, is not there.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(
+            host, port, is_master=opens, timeout=timedelta(seconds=timeout_s), multi_tenant=True
+        )
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"the launcher of the first node does not answer at {host}:{port} for "
+            f"{timeout_s:g} s: it has ended, see its output, or MASTER_ADDR is wrong"
+        ) from error
+    return PrefixStore(f"mindspeed_rl/{run}", store)
+
+
+def publish_usage_error(world: World, text: str, limits: Limits) -> None:
+    """Let the other nodes know a mistake that this rank found before it could join them.
+
+    Returns when they have had the time to read it.
+    """
+    me = this_member(world)
+    failure = Failure("usage", me, "start", text, me)
+    try:
+        FailureBoard(connect(world.rank, limits.connect_s), me, world.size).tell(failure)
+    except RuntimeError:  # the first node has ended, and with it the job: nobody waits
+        return
+    time.sleep(limits.linger_s)
 
 
 class Watchdog:
@@ -72,10 +115,10 @@ class Watchdog:
         self._timeout_s = phase_timeout_s
         self._prog = prog
         self._limits = limits or Limits()
-        node = int(os.environ.get("GROUP_RANK", "0"))
-        self._me = Member(world.rank, node, os.getpid())
+        self._me = this_member(world)
         self._launcher = os.getppid()
-        self._now = ("start", time.monotonic())  # phase and when it began; replaced as one
+        # phase, when it began, its limit in seconds; replaced as one
+        self._now = ("start", time.monotonic(), phase_timeout_s)
         self._leaving = False  # this rank waits for the others to end
         self._left = threading.Event()
         self._changed = threading.Event()  # wakes the heartbeat thread
@@ -87,15 +130,9 @@ class Watchdog:
         ]
         self._contact = time.monotonic()
         self._signals, self._wakeup = socket.socketpair()
-        self._board = FailureBoard(self._connect(), self._me, world.size)
-
-    @staticmethod
-    def _connect() -> PrefixStore:
-        """A connection of our own: the default group's may be blocked in another thread."""
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        return PrefixStore(f"mindspeed_rl/{run}", store)
+        self._board = FailureBoard(
+            connect(world.rank, self._limits.connect_s), self._me, world.size
+        )
 
     def start(self) -> None:
         """Begin to watch."""
@@ -112,18 +149,22 @@ class Watchdog:
             thread.start()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
         """Name what this rank is doing; its deadline starts anew. Nested phases restore.
 
         After an exception the name stays: it is where the job ended.
-        """
-        before = self._now[0]
-        self._enter(name)
-        yield
-        self._enter(before)
 
-    def _enter(self, name: str) -> None:
-        self._now = (name, time.monotonic())
+        Args:
+            name: of the phase.
+            timeout_s: its limit, if not that of all phases.
+        """
+        before, _, limit_s = self._now
+        self._enter(name, self._timeout_s if timeout_s is None else timeout_s)
+        yield
+        self._enter(before, limit_s)
+
+    def _enter(self, name: str, limit_s: float) -> None:
+        self._now = (name, time.monotonic(), limit_s)
         self._changed.set()
 
     def leave(self) -> None:
@@ -196,9 +237,10 @@ class Watchdog:
         while not self._left.is_set():
             if select.select([self._signals], [], [], self._limits.interval_s / 2)[0]:
                 self._end_on_signal(self._signals.recv(1)[0])
-            phase, seconds = self._phase_age()
-            if seconds > self._timeout_s:
-                self._end(self._late(phase, seconds))
+            phase, since, limit_s = self._now
+            seconds = time.monotonic() - since
+            if seconds > limit_s:
+                self._end(self._late(phase, seconds, limit_s))
             silence = time.monotonic() - self._contact
             if silence > self._limits.silence_s and not self._leaving:
                 self._end_alone(f"torchrun's store has not answered for {silence:.0f} s")
@@ -218,8 +260,10 @@ class Watchdog:
         found = self._find_cause(neighbours, "torchrun ends its node")
         self._follow(found or self._tell(stopped))
 
-    def _late(self, phase: str, seconds: float) -> Failure:
-        text = f"exceeded --phase-timeout-s {self._timeout_s:g} ({seconds:.0f} s)"
+    def _late(self, phase: str, seconds: float, limit_s: float) -> Failure:
+        flag = "--distributed-timeout-minutes" if phase == JOIN else "--phase-timeout-s"
+        limit = f"{limit_s / 60:g}" if phase == JOIN else f"{limit_s:g}"
+        text = f"exceeded {flag} {limit} ({seconds:.0f} s)"
         beats = _within(5.0, lambda: self._board.beats(range(self._world.size)))
         if beats:
             text += f". Where the ranks are: {whereabouts(beats.values())}"
@@ -228,7 +272,7 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------
 
     def _phase_age(self) -> tuple[str, float]:
-        phase, since = self._now
+        phase, since, _ = self._now
         return phase, time.monotonic() - since
 
     def _failure(self, kind: Kind, text: str, phase: str | None = None) -> Failure:

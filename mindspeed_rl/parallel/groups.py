@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from mindspeed_rl.parallel.layout import Coords, ExpertCoords, ParallelLayout
@@ -29,6 +30,29 @@ def _groups(
         others = tuple(getattr(coords, name) for name in coords.__slots__ if name != axis)
         groups.setdefault(others, []).append(rank)
     return list(groups.values())
+
+
+def check_equal_nodes(local_size: int) -> None:
+    """All nodes must run the same number of ranks: plans need one number. Collective: the world.
+
+    Args:
+        local_size: ranks of this rank's node.
+
+    Raises:
+        ValueError: on all ranks, with the sizes.
+    """
+    mine = torch.tensor([local_size])
+    sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, mine)
+    found = [int(size) for size in sizes]
+    if len(set(found)) > 1:
+        per_rank = ", ".join(
+            f"{found.count(size)} ranks on nodes of {size}" for size in sorted(set(found))
+        )
+        raise ValueError(
+            f"nodes run different numbers of ranks ({per_rank}): which ranks share a node decides "
+            "who sends weights to whom; give torchrun the same --nproc-per-node on every node"
+        )
 
 
 def check_group(layout: ParallelLayout, axis: str, group: dist.ProcessGroup) -> None:

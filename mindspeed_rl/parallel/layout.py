@@ -110,7 +110,7 @@ class ParallelLayout:
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is not in a world of {self.world}")
+            raise IndexError(f"rank {rank} is not in a world of {self.world}")
 
     def coords(self, rank: int) -> Coords:
         """The position of ``rank`` in the dense grid."""

@@ -49,7 +49,7 @@ class StageLayout:
             if first <= layer < first + count:
                 return Place(position % self.pp, position // self.pp, layer - first)
             first += count
-        raise ValueError(f"layer {layer} is not one of {self.num_layers}")
+        raise IndexError(f"layer {layer} is not one of {self.num_layers}")
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
         """The global layers of a chunk."""

@@ -28,10 +28,6 @@ class Platform(Protocol):
         """Wait for all queued work."""
         ...
 
-    def empty_cache(self) -> None:
-        """Give cached memory back to the driver."""
-        ...
-
     def rng_state(self) -> torch.Tensor | None:
         """State of the device generator; ``None`` when it is torch's own."""
         ...

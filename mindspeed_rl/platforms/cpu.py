@@ -23,9 +23,6 @@ class CpuPlatform:
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
-    def empty_cache(self) -> None:
-        """There is no cache."""
-
     def rng_state(self) -> torch.Tensor | None:
         """The device generator is torch's own."""
         return None

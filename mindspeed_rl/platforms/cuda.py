@@ -24,10 +24,6 @@ class CudaPlatform:
         """Wait for all streams."""
         torch.cuda.synchronize()
 
-    def empty_cache(self) -> None:
-        """Return cached blocks."""
-        torch.cuda.empty_cache()
-
     def rng_state(self) -> torch.Tensor | None:
         """CUDA generator state."""
         return torch.cuda.get_rng_state()

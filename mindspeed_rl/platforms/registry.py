@@ -16,13 +16,14 @@ def select_platform(name: str = "auto") -> Platform:
         name: ``"auto"`` (CUDA when torch sees one, else CPU), ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        ValueError: the device is not there, or another platform is already in use.
+        ValueError: the device is not there.
+        RuntimeError: another platform is already in use, or there is none of that name.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if _CURRENT:
         if _CURRENT[0].name != name:
-            raise ValueError(f"--platform {name}: this process already runs on {_CURRENT[0].name}")
+            raise RuntimeError(f"platform {name}: this process already runs on {_CURRENT[0].name}")
         return _CURRENT[0]
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--platform cuda: torch sees no CUDA device; allowed here: cpu")
@@ -39,4 +40,4 @@ def _make(name: str) -> Platform:
         from mindspeed_rl.platforms.cuda import CudaPlatform
 
         return CudaPlatform()
-    raise ValueError(f"--platform {name}: allowed are auto, cpu, cuda")
+    raise RuntimeError(f"platform {name}: there are auto, cpu, cuda")

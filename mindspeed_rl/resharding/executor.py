@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -63,6 +65,8 @@ def _by_peer(
 class Resharder:
     """A prepared reshard from one layout to another on this rank.
 
+    Every rank plans alone, so before anything moves all ranks compare what they planned from.
+
     Args:
         source: the layout to read.
         target: the layout to write.
@@ -89,6 +93,7 @@ class Resharder:
         self.rounds = split_rounds(self.plan, names, source)
         self._transport = transport
         self._dtype = dtype
+        self._compared = False
 
     @torch.no_grad()
     def run(
@@ -104,11 +109,30 @@ class Resharder:
             write: this rank's target parameters by name; a round's targets must exist when it
                 runs.
             after_round: called when a round's targets are complete.
+
+        Raises:
+            RuntimeError: on all ranks, before the first round: some have another plan.
         """
+        if not self._compared:
+            self._compare_plans()
         for part in self.rounds:
             self._run_round(part, read, write)
             if after_round is not None:
                 after_round(part)
+
+    def _compare_plans(self) -> None:
+        """32 bytes per rank, once: messages that do not fit together would hang or mix tensors."""
+        state = hashlib.blake2b(self.plan.digest.encode(), digest_size=32)
+        state.update(repr((self._dtype, [part.names for part in self.rounds])).encode())
+        digests = self._transport.all_gather(state.digest())
+        usual, _ = Counter(digests).most_common(1)[0]
+        if odd := [rank for rank, digest in enumerate(digests) if digest != usual]:
+            raise RuntimeError(
+                f"reshard: ranks {odd} of {len(digests)} have another plan than the rest (layouts, "
+                "ranks per node, precision or --reshard-bucket-mb differ); start all nodes with "
+                "the same flags, the same config.json and the same mindspeed_rl"
+            )
+        self._compared = True
 
     def _run_round(
         self, part: Round, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]

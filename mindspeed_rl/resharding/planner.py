@@ -126,7 +126,7 @@ def plan_reshard(
     """The plan of one rank. Local and pure: every rank may call it alone.
 
     Raises:
-        ValueError: the two layouts disagree on the names or shapes of the HF tensors.
+        RuntimeError: the two layouts disagree on the names or shapes of the HF tensors.
     """
     check_same_tensors(source, target)
     sends: list[Transfer] = []
@@ -154,7 +154,7 @@ def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:
         for name in sorted({*source.hf_shapes, *target.hf_shapes})
         if source.hf_shapes.get(name) != target.hf_shapes.get(name)
     ]
-    raise ValueError("reshard: source and target disagree on " + "; ".join(differing[:5]))
+    raise RuntimeError("reshard: source and target disagree on " + "; ".join(differing[:5]))
 
 
 def layout_digest(source: ShardLayout, target: ShardLayout, ranks_per_node: int) -> str:

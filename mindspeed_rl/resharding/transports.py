@@ -35,6 +35,10 @@ class Transport(Protocol):
         """
         ...
 
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank; all have the same length. Collective."""
+        ...
+
 
 class AllToAllTransport:
     """One all-to-all-v per round over a process group that holds all ranks. Collective."""
@@ -64,3 +68,10 @@ class AllToAllTransport:
         self.sent_bytes += outgoing.numel() * outgoing.element_size()
         parts = torch.split(incoming, out_sizes)
         return {peer: parts[peer] for peer in receive_sizes}
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message in rank order. Collective."""
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._world)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [bytes(other.tolist()) for other in everyone]

@@ -163,11 +163,11 @@ class RewardPool:
 
         Raises:
             RewardError: more than ``max_error_rate`` of the samples failed; workers do not start.
-            ValueError: the pool is closed.
+            RuntimeError: the pool is closed.
         """
         with self._lock:
             if not self._finalizer.alive:
-                raise ValueError("this RewardPool is closed; create a new one")
+                raise RuntimeError("this RewardPool is closed; create a new one")
             batch = _Batch(requests)
             try:
                 self._run(batch)
@@ -327,12 +327,12 @@ class RewardPool:
 
 def _check_specs(specs: Sequence[RewardSpec]) -> None:
     if not specs:
-        raise ValueError("no reward function given; name at least one, e.g. 'math'")
+        raise ValueError("--reward-function: none given; name at least one, e.g. 'math'")
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
             raise ValueError(
-                f"two reward functions are called {label!r}: {[spec.name for spec in specs]}; "
+                f"--reward-function: two are called {label!r}: {[spec.name for spec in specs]}; "
                 "their scores are logged by this name, rename one"
             )
 

@@ -72,7 +72,9 @@ class RewardSpec:
         if not self.name:
             raise ValueError("a reward has no name; write e.g. 'math' or 'rewards.py:score=0.5'")
         if not math.isfinite(self.weight):
-            raise ValueError(f"reward {self.name!r}: weight {self.weight} must be a finite number")
+            raise ValueError(
+                f"--reward-function {self.name}: weight {self.weight} must be a finite number"
+            )
 
     @classmethod
     def parse(cls, text: str) -> RewardSpec:
@@ -88,8 +90,9 @@ class RewardSpec:
             return cls(name.strip(), float(weight))
         except ValueError as error:
             raise ValueError(
-                f"reward {text!r}: want 'name', 'name=WEIGHT' or 'file.py:function=WEIGHT' with a "
-                f"finite number as the weight, e.g. 'math=0.8' ({error})"
+                f"--reward-function {text}: want 'name', 'name=WEIGHT' or "
+                f"'file.py:function=WEIGHT' with a finite number as the weight, e.g. 'math=0.8' "
+                f"({error})"
             ) from error
 
     @property
@@ -117,7 +120,7 @@ def resolve_reward(spec: RewardSpec | str) -> RewardFunction:
     near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"unknown reward {name!r}; {hint}known: {', '.join(known_rewards())}; "
+        f"--reward-function {name}: unknown reward; {hint}known: {', '.join(known_rewards())}; "
         "for your own function write path/to/file.py:function"
     )
 
@@ -130,7 +133,7 @@ def warm_up_reward(spec: RewardSpec) -> None:
 
 
 def _function_of_file(path: Path, function_name: str) -> RewardFunction:
-    where = f"reward {str(path)!r}:{function_name!r}"
+    where = f"--reward-function {path}:{function_name}"
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(
             f"{where}: no Python file at {str(path.absolute())!r}; "

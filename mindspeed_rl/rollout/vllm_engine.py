@@ -27,7 +27,7 @@ from mindspeed_rl.rollout.engine import (
 from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS, DerivedState
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
-from mindspeed_rl.types import Completion
+from mindspeed_rl.types import FINISH_REASONS, Completion
 
 
 class VllmEngine:
@@ -44,10 +44,10 @@ class VllmEngine:
         max_model_len: longest sequence, in tokens.
         kv_cache_bytes: key/value cache of this rank.
         seed: engine seed; every request brings its own.
-        options: further arguments of ``vllm.LLM``, from ``--vllm-*``.
+        options: further arguments of ``vllm.LLM``, from ``--vllm-*``; none that is set here.
 
     Raises:
-        ValueError: an unproven version, or an option that this class sets itself.
+        ValueError: an unproven version.
         RuntimeError: the built model is not laid out as the layout says.
     """
 
@@ -82,13 +82,13 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
-        settings |= _model_settings(layout)
-        clash = sorted(set(settings) & set(options) - {"enforce_eager"})
-        if clash:
+        own = _model_settings(layout)
+        if clash := sorted(set(own) & set(options)):
             raise ValueError(
-                f"--vllm-{clash[0].replace('_', '-')}: this option is set by mindspeed_rl; use "
-                "the --rollout-* flag for it"
+                f"--vllm-{clash[0].replace('_', '-')}: this model needs a value of its own "
+                f"({own[clash[0]]}); remove the flag"
             )
+        settings |= own
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
             self._llm = self._build(model_dir, settings | dict(options))
         self._engine: Any = self._llm.llm_engine
@@ -204,7 +204,7 @@ class VllmEngine:
         """Bring back ``"weights"``, then ``"kv_cache"`` (zeroed). Local."""
         unknown = set(tags) - {"weights", "kv_cache"}
         if unknown:
-            raise ValueError(f"wake: unknown tags {sorted(unknown)}")
+            raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
         if "weights" in tags and self._state is EngineState.ASLEEP:
             self._state = EngineState.WEIGHTS
         if "kv_cache" in tags and self._state is not EngineState.AWAKE:
@@ -222,8 +222,8 @@ class VllmEngine:
         """Sample one completion per request, in order. Collective: the ranks of this engine.
 
         Raises:
-            RuntimeError: the engine is not awake, its weights are not ``trainer_version``, or the
-                ranks of the engine were given different requests.
+            RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
+                ranks of the engine were given different requests, or vLLM gave a request up.
         """
         if self._state is not EngineState.AWAKE or self._version != trainer_version:
             raise RuntimeError(
@@ -233,7 +233,7 @@ class VllmEngine:
         self._check_agreement(requests_digest(requests, settings, trainer_version))
         with preserved_rng(self._platform):
             outputs = self._run(requests, settings)
-        return [_completion(outputs[r.sample_id], trainer_version) for r in requests]
+        return [_completion(outputs[r.sample_id], r.sample_id, trainer_version) for r in requests]
 
     def _run(
         self, requests: Sequence[GenerationRequest], settings: SamplingSettings
@@ -363,10 +363,15 @@ def _token_scores(
     return scores
 
 
-def _completion(output: Any, version: int) -> Completion:
-    tokens = tuple(output.token_ids)
+def _completion(output: Any, sample_id: int, version: int) -> Completion:
+    reason, tokens = str(output.finish_reason), tuple(output.token_ids)
+    if reason not in FINISH_REASONS:
+        raise RuntimeError(
+            f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
+            "it must neither be trained on nor left out, which would bias the batch"
+        )
     logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
-    return Completion(tokens, logprobs, str(output.finish_reason), version)
+    return Completion(tokens, logprobs, reason, version)
 
 
 def _kv_storages(runner: Any) -> Iterator[tuple[torch.UntypedStorage, int]]:

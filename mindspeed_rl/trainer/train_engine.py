@@ -66,11 +66,10 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What one optimizer step did. ``skipped`` steps changed nothing."""
+    """What one optimizer step did."""
 
     grad_norm: float
     learning_rate: float
-    skipped: bool = False
 
 
 class TrainEngine:
@@ -217,7 +216,6 @@ class TrainEngine:
                     rollout_logprobs=batch.rollout_logprobs,
                     ref_logprobs=prepared.ref_logprobs,
                     advantages=batch.advantages,
-                    sequence_of=batch.sequence_of,
                 )
             )
             return outputs.loss, replace(outputs, loss=outputs.loss.detach())

@@ -114,7 +114,7 @@ def train(
     steps = []
     for step in range(start + 1, stop + 1):
         samples = make_samples(307, seed=step)
-        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples), len(samples))
+        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples))
         found = engine.forward_backward(
             training.local_batches(job, engine, samples),
             partial(supervised_loss, denominators=counts),

@@ -75,7 +75,7 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
             with torch.no_grad():
                 for parameter in engine.named_parameters().values():
                     parameter *= 2.0
-            training.export_hf(job, engine, export)
+            training.export_hf(job, engine, export, 1)
     return reports
 
 

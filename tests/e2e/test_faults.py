@@ -1,7 +1,9 @@
 """A rank fails in any phase: all end within a minute with the cause, nothing stays (R30, R56).
 
 Most faults hit a rehearsal: the real entry, watchdog and reward workers with the phases of a run
-but without its work. The last test kills ranks of a real run.
+but without its work, and a watchdog of little patience. The last test kills ranks of a real run,
+inside vLLM's constructor and inside a collective. That a run without a fault ends well is shown by
+test_learning.py.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0  # R30
-PHASE_TIMEOUT_S = 6
+PHASE_TIMEOUT_S = 4
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +50,15 @@ def flags(phase_timeout_s: float) -> list[str]:
         "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "format",
         "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
         "--rollout-max-response-length", "6", "--output-dir", "out",
-        "--phase-timeout-s", str(phase_timeout_s),
+        "--phase-timeout-s", str(phase_timeout_s), "--reward-timeout-s", "5",
+        "--overwrite-output-dir",
     ]  # fmt: skip
 
 
 def rehearse(
     world: Path, port: int, fault: str, *, nodes: int = 1, timeout_s: float = 600.0
 ) -> TorchrunJob:
-    environment = {"DRIVER_MAIN": "rehearsal", "DRIVER_FAULT": fault, "DRIVER_SILENCE_S": "5"}
+    environment = {"DRIVER_MAIN": "rehearsal", "DRIVER_FAULT": fault, "DRIVER_QUICK": "1"}
     return TorchrunJob(
         world, [DRIVER], flags(timeout_s), num_ranks=2 // nodes, num_nodes=nodes, port=port,
         environment=environment,
@@ -75,21 +78,11 @@ def end_after_start(job: TorchrunJob) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause"),
-    [
-        ("1:exchange:2:kill", "rank 1 in phase exchange: process [0-9]+ on node 0 is gone"),
-        ("0:generate:1:kill", "rank 0 in phase generate: process [0-9]+ on node 0 is gone"),
-        ("1:reward:2:raise", "rank 1 in phase reward: RuntimeError: planted fault"),
-    ],
-)
-def test_a_dead_or_failed_rank_is_named_once(
-    world: Path, port: int, fault: str, cause: str
-) -> None:
-    with rehearse(world, port, fault) as job:
+def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
+    with rehearse(world, port, "1:reward:2:raise") as job:
         ended = end_after_start(job)
-    told = causes(ended)
-    assert len(told) == 1 and re.match(f"the job ends: {cause}", told[0]), ended.output
+    cause = "the job ends: rank 1 in phase reward: RuntimeError: planted fault"
+    _only(causes(ended), cause, ended)
     assert ended.output.count("RuntimeError: planted fault\n") <= 3, "its traceback and two reports"
     assert "stacks of rank" not in ended.output
 
@@ -97,7 +90,7 @@ def test_a_dead_or_failed_rank_is_named_once(
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "cause"),
     [
-        ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 6 "),
+        ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 4 "),
         ("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for 5 s"),
         ("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for 5 s"),
     ],
@@ -112,7 +105,7 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     culprit = int(fault[0])
     assert f"stacks of rank {1 - culprit}:" in ended.output
     if fault.endswith("sleep"):
-        assert "train for 6 s: rank 0-1" in told[0]
+        assert "train for 4 s: rank 0-1" in told[0]
         assert "stacks of rank 1:" in ended.output
     else:  # its neighbour aborts it, which prints its stacks even without Python's lock
         assert "Fatal Python error: Aborted" in ended.output
@@ -147,14 +140,7 @@ def test_nothing_outlives_the_launcher(
     assert len(told) == 1 and cause in told[0], ended.output
 
 
-def test_a_rehearsal_without_a_fault_ends_well(world: Path, port: int) -> None:
-    with rehearse(world, port, "") as job:
-        ended = job.end(START_S)
-    assert ended.returncodes == (0,) and "rehearsal done" in ended.output, ended.output
-    assert causes(ended) == []
-
-
-@pytest.mark.parametrize("fault", ["0:build engine:1", "1:generate:1", "1:train:2"])
+@pytest.mark.parametrize("fault", ["0:build engine:1", "1:train:2"])
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, _ = fault.split(":")
     before = shared_memory()

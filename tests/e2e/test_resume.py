@@ -18,6 +18,7 @@ import pytest
 
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.observability.timers import PhaseUse, StepTimes
 
 pytestmark = pytest.mark.e2e
 
@@ -73,11 +74,30 @@ def interrupt(folder: Path, name: str, step: int) -> None:
 
 def records(file: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file, without what measures the machine instead of the run."""
-    machine = ("time/", "time_max/", "throughput/", "memory/")
+    machine = ("time/", "time_max/", "throughput/", "memory/", "eval/time_s")
     return [
         {name: value for name, value in json.loads(line).items() if not name.startswith(machine)}
         for line in file.read_text().splitlines()
     ]
+
+
+def check_times(file: Path) -> None:
+    """Phases account for the time of the steps, the first one included (R57).
+
+    Summed over the steps, with twice the usual tolerance: they are so short (0.3 s) that a single
+    one is at the mercy of the machine.
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [line for line in lines if "time/step_s" in line]
+    seconds: dict[str, float] = {}
+    for step in steps:
+        for name, value in step.items():
+            if name.startswith("time/"):
+                seconds[name] = seconds.get(name, 0.0) + value
+    whole = seconds.pop("time/step_s")
+    times = StepTimes(whole, {name: PhaseUse(s, None) for name, s in seconds.items()})
+    times.check_phases_cover_step(tolerance=0.1)
+    assert "time/probe_s" not in seconds and "time/evaluate_s" not in seconds
 
 
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
@@ -87,7 +107,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
         "--grpo-prompts-per-step", "5", "--grpo-group-size", "4", "--global-batch-size", "10",
         "--micro-batch-size", "4", "--max-prompt-length", "24",
         "--rollout-max-response-length", "6", "--vllm-max-num-seqs", "16",
-        "--hidden-dropout", "0.1", "--log-rollouts", "2", "--rl-max-logprob-diff", "0",
+        "--log-rollouts", "2", "--rl-max-logprob-diff", "0",
     ]  # fmt: skip
     whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     assert whole.returncode == 0, whole.stdout
@@ -99,9 +119,13 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert "iter_0000004.partial: its save did not finish" in resumed.stdout
 
     expected, found = (records(world / run / "metrics.jsonl") for run in ("rl", "rl-cut"))
-    assert [record["step"] for record in found] == [1, 2, 3, 4]
     assert found == expected
-    assert expected[2]["optimizer/grad_norm"] > 0 and expected[2]["policy/version"] == 6
+    evaluated = [record["step"] for record in found if "eval/reward" in record]
+    trained = [record for record in found if "eval/reward" not in record]
+    assert evaluated == [0, 1, 2, 3, 4], "each under its own step, once, the last one included"
+    assert [record["step"] for record in trained] == [1, 2, 3, 4]
+    assert trained[2]["optimizer/grad_norm"] > 0 and trained[2]["policy/version"] == 6
+    check_times(world / "rl" / "metrics.jsonl")
     rollouts = [(world / run / "rollouts.jsonl").read_text() for run in ("rl", "rl-cut")]
     assert rollouts[0] == rollouts[1] and len(rollouts[0].splitlines()) == 8
     before, after = (
@@ -117,7 +141,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
 
 
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
-    flags = ["--global-batch-size", "10", "--micro-batch-size", "4"]
+    flags = ["--global-batch-size", "10", "--micro-batch-size", "4", "--hidden-dropout", "0.1"]
     data = ["--sft-data", "train.jsonl"]
     places = ["--output-dir", "sft", "--save", "sft/save"]
     whole = torchrun(world, 1, "pretrain", [*flags, *data, *places])
@@ -126,15 +150,24 @@ def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
     places = ["--output-dir", "sft-cut", "--save", "sft-cut/save"]
     load = ["--load", "sft-cut/save"]
 
-    unaware = torchrun(world, 1, "pretrain", [*flags, *data, *places])
+    overwrite = [*flags, *data, *places, "--overwrite-output-dir"]
+    unaware = torchrun(world, 1, "pretrain", overwrite)
     assert unaware.returncode != 0
     assert "error: --save sft-cut/save holds iter_0000002 already" in unaware.stdout
     changed = torchrun(world, 1, "pretrain", [*flags, "--sft-data", "other.jsonl", *places, *load])
     assert changed.returncode != 0
     assert "error: the checkpoint's sampler belongs to another run" in changed.stdout
+    assert "--allow-changed-data" in changed.stdout
     assert len(records(world / "sft-cut" / "metrics.jsonl")) == 4, "a refusal must change nothing"
 
     resumed = torchrun(world, 1, "pretrain", [*flags, *data, *places, *load])
     assert resumed.returncode == 0, resumed.stdout
     expected, found = (records(world / run / "metrics.jsonl") for run in ("sft", "sft-cut"))
     assert found == expected and [record["step"] for record in found] == [1, 2, 3, 4]
+    check_times(world / "sft" / "metrics.jsonl")
+
+    places = ["--output-dir", "sft-new", "--save", "sft-new/save"]
+    other = ["--sft-data", "other.jsonl", *places, *load, "--train-iters", "5"]
+    allowed = torchrun(world, 1, "pretrain", [*flags, *other, "--allow-changed-data"])
+    assert allowed.returncode == 0, allowed.stdout
+    assert [record["step"] for record in records(world / "sft-new" / "metrics.jsonl")] == [5]

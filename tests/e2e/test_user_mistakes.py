@@ -1,6 +1,7 @@
 """A mistake of the user ends a real job within seconds, told once, with the way out (R55).
 
 Every job has two ranks and starts like a user's; none of them gets as far as to start an engine.
+One mistake for each place where a run can find one: unit tests hold the messages of the others.
 """
 
 from __future__ import annotations
@@ -25,11 +26,6 @@ pytestmark = pytest.mark.e2e
 
 LIMIT_S = 90.0  # on a busy machine; 8 s on a quiet one
 ENTRY = ["-m", "mindspeed_rl.train_rl"]
-REWARD = """
-import requests_that_nobody_installed
-def score(request):
-    return 1.0
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +50,6 @@ def arguments(changes: dict[str, str]) -> list[str]:
     return [part for item in (FLAGS | changes).items() for part in item]
 
 
-def broken_line(folder: Path) -> dict[str, str]:
-    lines = (folder / "train.jsonl").read_text().splitlines()
-    (folder / "broken.jsonl").write_text("\n".join([*lines[:2], lines[2][:-5], *lines[3:]]))
-    return {"--prompt-data": "broken.jsonl"}
-
-
 def no_answer(folder: Path) -> dict[str, str]:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     del rows[3]["answer"]
@@ -67,26 +57,9 @@ def no_answer(folder: Path) -> dict[str, str]:
     return {"--prompt-data": "unanswered.jsonl"}
 
 
-def overlap(folder: Path) -> dict[str, str]:
-    return {"--eval-prompt-data": "train.jsonl"}
-
-
-def no_reward_file(folder: Path) -> dict[str, str]:
-    return {"--reward-function": "nowhere.py:score"}
-
-
 def no_reward_function(folder: Path) -> dict[str, str]:
     (folder / "reward.py").write_text("def other(request):\n    return 1.0\n")
     return {"--reward-function": "reward.py:score"}
-
-
-def reward_needs_a_package(folder: Path) -> dict[str, str]:
-    (folder / "importing.py").write_text(REWARD)
-    return {"--reward-function": "importing.py:score"}
-
-
-def small_cache(folder: Path) -> dict[str, str]:
-    return {"--rollout-kv-cache-gb": "0.00001"}
 
 
 def spoilt_model(folder: Path, name: str) -> Path:
@@ -99,30 +72,6 @@ def missing_tensor(folder: Path) -> dict[str, str]:
     del weights["model.norm.weight"]
     save_file(weights, file, metadata={"format": "pt"})
     return {"--hf-checkpoint": "incomplete"}
-
-
-def wrong_shape(folder: Path) -> dict[str, str]:
-    file = spoilt_model(folder, "misshapen") / "model.safetensors"
-    weights = load_file(file)
-    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
-    save_file(weights, file, metadata={"format": "pt"})
-    return {"--hf-checkpoint": "misshapen"}
-
-
-def no_end_token(folder: Path) -> dict[str, str]:
-    model = spoilt_model(folder, "endless")
-    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
-        content = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps(content | {key: None}))
-    return {"--hf-checkpoint": "endless"}
-
-
-def default_end_token(folder: Path) -> dict[str, str]:
-    model = spoilt_model(folder, "defaulted")
-    content = json.loads((model / "tokenizer_config.json").read_text())
-    del content["eos_token"]  # transformers then adds the tokenizer class's own token
-    (model / "tokenizer_config.json").write_text(json.dumps(content))
-    return {"--hf-checkpoint": "defaulted"}
 
 
 def no_such_platform(folder: Path) -> dict[str, str]:
@@ -139,17 +88,9 @@ def old_versions(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (broken_line, r"broken\.jsonl:3: "),
         (no_answer, r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row"),
-        (overlap, r"16 of 16 prompts are also in --prompt-data train\.jsonl.*remove them"),
-        (no_reward_file, r"nowhere\.py"),
         (no_reward_function, r"reward\.py.*score"),
-        (reward_needs_a_package, r"importing\.py.*requests_that_nobody_installed"),
-        (small_cache, r"--rollout-kv-cache-gb 1e-05: one sequence of 30 tokens needs .*raise it"),
         (missing_tensor, r"--hf-checkpoint incomplete.*missing \['model\.norm\.weight'\]"),
-        (wrong_shape, r"model\.norm\.weight has shape \(\d+,\), config\.json implies \(\d+,\)"),
-        (no_end_token, r"end-of-sequence token.*add one of them"),
-        (default_end_token, r"end-of-sequence id 307 .*outside the vocabulary of 307 .*eos_token"),
         (no_such_platform, r"--platform cuda: torch sees no CUDA device; allowed here: cpu"),
         (old_versions, r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh"),
     ],

@@ -77,12 +77,18 @@ class ToyLLM:
 
 
 class EngineDouble(VllmEngine):
-    """One rank of an engine of one rank; ``toy`` is its LLM."""
+    """One rank of an engine of one rank.
+
+    Attributes:
+        toy: its LLM.
+        finish_reasons: by sample id, where not ``"stop"``.
+    """
 
     toy: ToyLLM
 
     def __init__(self, missing: str | None = None) -> None:
         self._missing = missing
+        self.finish_reasons: dict[int, str | None] = {}
         super().__init__(
             model_dir="unused",
             layout=VllmLayout(spec_of(GQA), EngineLayout(1, 1)),
@@ -109,7 +115,7 @@ class EngineDouble(VllmEngine):
             r.sample_id: SimpleNamespace(
                 token_ids=[7],
                 logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(r.token_ids))}],
-                finish_reason="stop",
+                finish_reason=self.finish_reasons.get(r.sample_id, "stop"),
             )
             for r in requests
         }

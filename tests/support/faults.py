@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from support.faults_rl import RL_MUTATIONS
+from support.mutation import Mutation
 
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One fault.
-
-    Attributes:
-        name: what is wrong, in words with dashes.
-        file: path below mindspeed_rl/.
-        old: text that occurs exactly once in it.
-        new: what takes its place.
-        test: pytest node id that must fail.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
-
+__all__ = ["MUTATIONS", "Mutation"]
 
 _PLANNER = "tests/simulated/test_planner.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
@@ -317,11 +300,5 @@ MUTATIONS = (
         "end = start + weight.size(0)",
         _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
-    Mutation(
-        "temperature-missing-in-the-gradient",
-        "trainer/logprobs.py",
-        "grad = (grad / temperature).to(hidden.dtype)",
-        "grad = grad.to(hidden.dtype)",
-        _PARITY + "test_selection_equals_full_softmax_on_one_rank",
-    ),
+    *RL_MUTATIONS,
 )

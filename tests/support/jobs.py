@@ -46,6 +46,7 @@ class TorchrunJob:
         port: of the store.
         num_nodes: agents.
         environment: added to this process's.
+        node_flags: further flags of each agent's ranks.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TorchrunJob:
         port: int,
         num_nodes: int = 1,
         environment: Mapping[str, str] | None = None,
+        node_flags: Sequence[Sequence[str]] = (),
     ) -> None:
         self.marker = uuid.uuid4().hex
         self._logs = [folder / f"{self.marker}.{node}.log" for node in range(num_nodes)]
@@ -71,7 +73,8 @@ class TorchrunJob:
                     [sys.executable, "-m", "torch.distributed.run",
                      "--nproc-per-node", str(num_ranks), "--nnodes", str(num_nodes),
                      "--node-rank", str(node), "--master-addr", "127.0.0.1",
-                     "--master-port", str(port), *target, *flags],
+                     "--master-port", str(port), *target, *flags,
+                     *(node_flags[node] if node_flags else ())],
                     cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL, start_new_session=True,
                 )  # fmt: skip

@@ -23,6 +23,7 @@ class LocalWorld:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self.messages: dict[tuple[int, int], torch.Tensor] = {}
+        self.gathered: dict[int, bytes] = {}
 
     def run(self, function: Callable[[int, LocalTransport], Result]) -> list[Result]:
         """Call ``function(rank, transport)`` on all ranks at once; their results in rank order.
@@ -48,12 +49,13 @@ class LocalWorld:
 
 
 class LocalTransport:
-    """One rank's end of a :class:`LocalWorld`; counts what it sends."""
+    """One rank's end of a :class:`LocalWorld`; counts what it sends and how often it gathers."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self._world = world
         self._rank = rank
         self.sent_bytes = 0
+        self.num_gathers = 0
 
     def exchange(
         self,
@@ -83,3 +85,13 @@ class LocalTransport:
             )
         world.barrier.wait()
         return received
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """Post this rank's message, wait for all ranks, read all. Collective."""
+        world = self._world
+        self.num_gathers += 1
+        world.gathered[self._rank] = message
+        world.barrier.wait()
+        everyone = [world.gathered[rank] for rank in range(world.size)]
+        world.barrier.wait()
+        return everyone

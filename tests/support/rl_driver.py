@@ -3,7 +3,7 @@
 Environment: ``DRIVER_MAIN`` is ``train_rl`` (the real one) or ``rehearsal`` (the same phases with a
 gloo collective or a reward worker in each, without vLLM); ``DRIVER_FAULT`` is
 ``rank:phase:entry:action``: what happens on that rank when it enters that phase for the n-th time;
-``DRIVER_SILENCE_S`` shortens the watchdog's patience with silent ranks.
+``DRIVER_QUICK`` shortens the watchdog's patience.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
                         dist.all_reduce(torch.ones(1))
                     elif name == "reward":
                         pool.score([RewardRequest(step, "", "", "", "stop", 1)])
-    job.say("rehearsal done")
 
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
@@ -110,5 +109,6 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    limits = Limits(silence_s=float(os.environ.get("DRIVER_SILENCE_S", "40")))
+    quick = Limits(interval_s=0.4, silence_s=5.0, patience_s=1.6, linger_s=1.2)
+    limits = quick if os.environ.get("DRIVER_QUICK") else Limits()
     run_entry("rl_driver", RLRunConfig, check_rl, main, limits=limits)

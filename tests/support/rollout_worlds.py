@@ -244,7 +244,7 @@ def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     both.phases.to_rollout(version)
     completions = both.engine.generate(probe, GREEDY, version)
     target = Path(work_dir) / f"export-{version}"
-    training.export_hf(both.job, both.policy, str(target))
+    training.export_hf(both.job, both.policy, str(target), 1)
     fresh = gap = 0.0
     if both.job.world.rank == 0:
         expected, gap = transformers_logprobs(target, probe, completions)

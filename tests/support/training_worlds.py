@@ -141,6 +141,7 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     """A job as the RL entry would build it, on the CPU platform; nobody watches its phases."""
     argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", "cpu"]
     argv += ["--max-prompt-length", "64", "--rollout-max-response-length", "64"]
+    argv += ["--output-dir", str(Path(model).parent / "out")]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
     plan = check_rl(config, world.size)
     platform = select_platform("cpu")
@@ -229,7 +230,7 @@ def make_loss(
     seen: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Any:
     """The case's loss; what it was given is appended to ``seen``."""
-    counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples), len(samples))
+    counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples))
 
     def loss(inputs: LossInputs) -> LossOutputs:
         seen.append((inputs.logprobs.detach().clone(), inputs.entropy.detach().clone()))

@@ -1,6 +1,7 @@
 """The command line (R51, R55): help that teaches, errors that name flag, value, allowed and fix."""
 
 import ast
+import importlib.util
 import json
 import math
 import os
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import data_flags
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.vllm_arguments import VLLM_ARGUMENTS
 from mindspeed_rl.config.vllm_options import RESERVED, take_vllm_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,11 +108,13 @@ def test_switch_that_is_on_by_default_is_turned_off():
 
 
 @given(st.floats(min_value=0, allow_nan=False, allow_infinity=False))
+@settings(deadline=None)
 def test_every_finite_float_survives(value):
     assert rl(f"--lr {value!r}").config.train.lr == value
 
 
 @given(st.text(max_size=12))
+@settings(deadline=None)
 def test_any_text_value_survives_when_attached(value):
     parsed = parse(RLRunConfig, ["--save=" + value], "train_rl")
     assert parsed.config.checkpoint.save == value
@@ -123,6 +127,11 @@ def test_any_text_value_survives_when_attached(value):
     ("text", "words"),
     [
         ("--lr -1", ("--lr", "at least 0", "'-1'")),
+        ("--hidden-dropout 3", ("--hidden-dropout", "at least 0 and below 1", "'3'")),
+        ("--adam-beta2 1.5", ("--adam-beta2", "at least 0 and below 1", "'1.5'")),
+        ("--adam-beta1 1", ("--adam-beta1", "at least 0 and below 1", "'1'")),
+        ("--lr-warmup-fraction 7", ("--lr-warmup-fraction", "at least 0 and at most 1", "'7'")),
+        ("--reward-max-error-rate 5", ("--reward-max-error-rate", "at most 1", "'5'")),
         ("--lr -1e-3", ("--lr", "at least 0", "'-1e-3'")),
         ("--lr nan", ("--lr", "finite", "'nan'")),
         ("--grpo-kl-beta=inf", ("--grpo-kl-beta", "finite", "'inf'")),
@@ -169,24 +178,93 @@ def test_numbers_below_their_minimum_are_refused_for_every_flag():
         )
 
 
+def test_numbers_above_their_maximum_are_refused_for_every_flag():
+    limited = [(r, f) for r, f in ALL_FLAGS if (f.info.maximum, f.info.below) != (None, None)]
+    assert len(limited) > 8
+    for run_type, flag in limited:
+        limit = flag.info.below if flag.info.maximum is None else flag.info.maximum
+        above = limit if flag.info.maximum is None else limit + 1
+        assert flag.info.limits in error(f"{flag.spellings[0]} {above}", run_type)
+        assert flag.info.limits in flag.help.lower()
+
+
 # --- engine options ----------------------------------------------------------------------------
 
 
 def test_engine_options_are_json_switches_or_text():
-    argv = ["--vllm-a-b", "512", "--vllm_c=true", "--vllm-d", "--vllm-e", "fp8", "--lr", "1"]
-    argv += ["--vllm-f", '{"level": 0}', "--vllm-g", "-1", "--vllm-a-b", "8"]
+    argv = ["--vllm-block-size", "512", "--vllm_async_scheduling=true", "--vllm-enforce-eager"]
+    argv += ["--vllm-scheduling-policy", "fcfs", "--lr", "1", "--vllm-stream-interval", "-1"]
+    argv += ["--vllm-compilation-config", '{"level": 0}', "--vllm-block-size", "8"]
     rest, options = take_vllm_options(argv)
     assert rest == ["--lr", "1"]
-    assert options == {"a_b": 8, "c": True, "d": True, "e": "fp8", "f": {"level": 0}, "g": -1}
+    assert options == {
+        "block_size": 8,
+        "async_scheduling": True,
+        "enforce_eager": True,
+        "scheduling_policy": "fcfs",
+        "stream_interval": -1,
+        "compilation_config": {"level": 0},
+    }
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_engine_options_that_we_set_are_refused_with_the_flag_to_use(name):
+def test_reserved_engine_options_are_refused_with_the_flag_to_use(name):
     flag = "--vllm-" + name.replace("_", "-")
-    message = error(f"{flag} 2")
-    assert message.startswith(f"{flag}: this option is set by mindspeed_rl; {RESERVED[name]}")
+    assert error(f"{flag} 2") == f"{flag} is not available: {RESERVED[name]}; remove this flag"
     for other in re.findall(r"use (--[a-z-]+)", RESERVED[name]):
         assert other in build_parser(RLRunConfig, "x").format_help()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipeline_parallel_size", "data_parallel_size", "data_parallel_backend", "quantization",
+     "kv_cache_dtype", "speculative_config", "spec_model", "enable_lora", "max_lora_rank"],
+)  # fmt: skip
+def test_options_that_would_make_results_wrong_are_reserved(name):
+    assert name in RESERVED
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--vllm-max-num-seq 4", "no such option; nearest: --vllm-max-num-seqs"),
+        (
+            "--vllm-enforce_eagr",
+            "--vllm-enforce-eagr: vLLM has no such option; nearest: --vllm-enf",
+        ),
+        ("--vllm-xyzzy 1", "--vllm-xyzzy: vLLM has no such option; none is near; see the arg"),
+        (
+            "--vllm-max-num-seqs 5 6",
+            "--vllm-max-num-seqs takes one value, got 2: 5 6; write a list",
+        ),
+        (
+            "--vllm-max-num-seqs=5 6",
+            "--vllm-max-num-seqs takes one value, got 2: 5 6; write a list",
+        ),
+    ],
+)
+def test_wrong_engine_options_are_told_before_the_engine_starts(text, message):
+    assert message in error(text)
+
+
+def test_the_stored_names_are_those_of_the_installed_vllm():
+    """Read, not imported: vLLM takes seconds."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+
+    def class_of(file, name):
+        nodes = ast.parse((Path(folder) / file).read_text()).body
+        return next(n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name).body
+
+    fields = {n.target.id for n in class_of("engine/arg_utils.py", "EngineArgs")
+              if isinstance(n, ast.AnnAssign)}  # fmt: skip
+    (init,) = [
+        n for n in class_of("entrypoints/llm.py", "LLM") if getattr(n, "name", "") == "__init__"
+    ]
+    parameters = {a.arg for a in init.args.args + init.args.kwonlyargs} - {"self"}
+    installed = {name for name in fields | parameters if not name.startswith("_")}
+    assert len(installed) > 200
+    assert installed == VLLM_ARGUMENTS
+    assert set(RESERVED) < VLLM_ARGUMENTS
 
 
 def test_every_option_that_the_engine_wrapper_sets_is_reserved():
@@ -208,7 +286,7 @@ def test_every_flag_has_help(run_type, flag):
     assert len(flag.info.help) >= 15 and flag.info.help.endswith(".")
     assert flag.help.endswith(".") and not re.search(r"\(R\d", flag.help)
     if flag.info.minimum is not None:
-        assert f"At least {flag.info.minimum:g}." in flag.help
+        assert f"At least {flag.info.minimum:g}" in flag.help
 
 
 @pytest.mark.parametrize("columns", [80, 60, 200])
@@ -305,13 +383,14 @@ def inputs(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1", "answer": "2"}\n')
-    return ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data)]
+    return ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data), "--train-iters", "1"]
 
 
 def usage_error(argv, **ranks):
     """Exit code and error text of the RL entry."""
     launched = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
+    launched["LOCAL_WORLD_SIZE"] = ranks.get("WORLD_SIZE", 1)  # one node
     environment = os.environ | {key: str(value) for key, value in (launched | ranks).items()}
     done = run_entry("mindspeed_rl.train_rl", argv, environment)
     assert done.stdout == ""
@@ -325,6 +404,8 @@ def usage_error(argv, **ranks):
         (["--prompt-dat", "x"], {}, ("unknown flag --prompt-dat", "--prompt-data")),
         (["--grpo-group-size", "1"], {}, ("--grpo-group-size 1", "at least 2")),
         (["--lr", "nan"], {}, ("--lr", "finite", "'nan'")),
+        (["--train-iters", "0"], {}, ("--train-iters", "at least 1", "'0'")),
+        (["--vllm-max-num-seq", "4"], {}, ("--vllm-max-num-seq", "nearest: --vllm-max-num-seqs")),
         (["--tensor-model-parallel-size", "4"], {"WORLD_SIZE": 4}, (
             "--tensor-model-parallel-size 4", "key/value heads", "allowed")),
         (["--rollout-tp", "3"], {"WORLD_SIZE": 4}, (

@@ -72,7 +72,7 @@ def build(files: Path) -> Build:
             parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
             train=TrainConfig(train_iters=3),
             checkpoint=CheckpointConfig(),
-            logging=LoggingConfig(),
+            logging=LoggingConfig(output_dir=str(files / "out")),
             prompts=PromptConfig(prompt_data=str(files / "rl.jsonl"), max_prompt_length=64),
             rl=RLConfig(grpo_prompts_per_step=4, grpo_group_size=4),
             rollout=RolloutConfig(
@@ -158,6 +158,10 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             {"rollout": {"rl_inference_tensor_model_parallel_size": 8}},
             r"--rollout-tp 8 does not fit the model's 12 attention heads and 4 key/value heads",
         ),
+        (
+            {"rollout": {"rollout_kv_cache_gb": 1e-5}},
+            r"--rollout-kv-cache-gb 1e-05: one sequence of 128 tokens needs .* GiB per rank; raise",
+        ),
         ({"rollout": {"rollout_kv_cache_gb": 0.0}}, r"--rollout-kv-cache-gb .*must be positive"),
         (
             {"rl": {"grpo_group_size": 1}},
@@ -177,6 +181,16 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             r"--global-batch-size 5 does not divide the 16 samples of a step .*allowed: its div",
         ),
         (
+            {"rl": {"grpo_prompts_per_step": 3, "grpo_group_size": 3}},
+            r"the 9 samples of a step \(--grpo-prompts-per-step 3 x --grpo-group-size 3\) are not "
+            r"a multiple of the data-parallel size 2; change one",
+        ),
+        (
+            {"logging": {"phase_timeout_s": 6.0}},
+            r"--reward-timeout-s 10 exceeds --phase-timeout-s 6, .*lower the former or raise",
+        ),
+        ({"checkpoint": {"save_interval": 5}}, r"--save-interval 5 without --save"),
+        (
             {"train": {"global_batch_size": 1}},
             r"--global-batch-size 1 is not a multiple of the data-parallel size 2",
         ),
@@ -192,6 +206,16 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             {"train": {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}},
             r"--lr-warmup-iters .*--lr-warmup-fraction .*exclude each other",
         ),
+        ({"train": {"train_iters": 0}}, r"--train-iters is required: give the number of steps"),
+        (
+            {"parallel": {"expert_tensor_parallel_size": 9}},
+            r"--expert-tensor-parallel-size 9: the model has no experts; remove it",
+        ),
+        (
+            {"model": {"hidden_dropout": 0.1}},
+            r"--hidden-dropout 0\.1: RL allows 0 only; the engine samples without .*remove",
+        ),
+        ({"model": {"attention_dropout": 0.5}}, r"--attention-dropout 0\.5: RL allows 0 only"),
         ({"prompts": {"prompt_data": ""}}, r"--prompt-data is required: give a jsonl or parquet"),
         ({"prompts": {"prompt_data": "/no/rl"}}, r"--prompt-data /no/rl: no such file"),
         ({"prompts": {"eval_prompt_data": "/no/ev"}}, r"--eval-prompt-data /no/ev: no such file"),
@@ -282,6 +306,16 @@ def pretrain(files: Path, batch: int, data: str = "sft.jsonl") -> PretrainRunCon
 
 def test_a_valid_supervised_run(files: Path) -> None:
     assert check_pretrain(pretrain(files, 8), WORLD).parallel.dp == 4
+
+
+def test_supervised_training_may_have_dropout_but_needs_steps(files: Path) -> None:
+    config = pretrain(files, 8)
+    check_pretrain(replace(config, model=replace(config.model, hidden_dropout=0.1)), WORLD)
+    with pytest.raises(ValueError, match="--train-iters is required"):
+        check_pretrain(replace(config, train=replace(config.train, train_iters=0)), WORLD)
+    nine = replace(config.parallel, expert_tensor_parallel_size=9)
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size 9: the model has no exp"):
+        check_pretrain(replace(config, parallel=nine), WORLD)
 
 
 @pytest.mark.parametrize("batch", [0, 6])

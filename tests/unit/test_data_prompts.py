@@ -112,7 +112,7 @@ def test_length_filter_at_the_boundary_is_counted(load, max_prompt_length, kept)
     assert [prompt.index for prompt in dataset] == list(range(len(kept)))
     assert dataset.num_filtered_long == 3 - len(kept)
     assert f"{len(kept)} of 3 prompts; {3 - len(kept)} left out" in dataset.report()
-    assert f"max_prompt_length={max_prompt_length}" in dataset.report()
+    assert f"--max-prompt-length {max_prompt_length} tokens" in dataset.report()
 
 
 def test_report_gives_lengths(load):
@@ -120,11 +120,11 @@ def test_report_gives_lengths(load):
 
 
 def test_nothing_left_is_an_error(load):
-    with pytest.raises(ValueError, match=r"rows\.jsonl: no prompt is left: 2 .*=3 tokens"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: no prompt is left: 2 .*-length 3 tokens"):
         load([row("12"), row("13")], max_prompt_length=3)
     with pytest.raises(ValueError, match=r"no prompt is left: 0 rows"):
         load([])
-    with pytest.raises(ValueError, match="max_prompt_length=0"):
+    with pytest.raises(ValueError, match="--max-prompt-length 0: give at least 1"):
         load([row()], max_prompt_length=0)
 
 
@@ -213,7 +213,7 @@ GOOD_LINE = json.dumps(row()).encode()
             b' "answer": "1"}',
             "chat template refuses the prompt: unknown role tool",
         ),
-        (b'{"prompt": "1", "answer": "1", "metadata": [1]}', "metadata_key='metadata' gives"),
+        (b'{"prompt": "1", "answer": "1", "metadata": [1]}', "column 'metadata' holds"),
     ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path, tokenizer, line, message):
@@ -260,8 +260,8 @@ def test_damaged_parquet_is_named(tmp_path, tokenizer):
 
 
 def test_message_lists_need_a_template(load, tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*apply_chat_template=True"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*remove --no-chat-template"):
         load([row()], apply_chat_template=False)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match=r"no chat template.*apply_chat_template=False"):
+    with pytest.raises(ValueError, match=r"no chat template.*--no-chat-template"):
         load_prompts(tmp_path / "rows.jsonl", bare, max_prompt_length=64)

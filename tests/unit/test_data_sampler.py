@@ -112,7 +112,7 @@ def test_foreign_state_is_refused():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="num_prompts=0"):
+    with pytest.raises(RuntimeError, match="num_prompts=0"):
         PromptSampler(0, seed=0)
-    with pytest.raises(ValueError, match="count=0"):
+    with pytest.raises(RuntimeError, match="count=0"):
         PromptSampler(1, seed=0).next(0)

@@ -1,7 +1,5 @@
 """Supervised examples: the loss border, the end token, the length filter."""
 
-import logging
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -64,15 +62,16 @@ def test_plain_text_prompts(tmp_path, tokenizer):
     assert example == SupervisedExample(token_ids=tuple(ids), num_prompt_tokens=2)
 
 
-def test_long_sequences_are_left_out_and_counted(tmp_path, tokenizer, caplog):
+def test_long_sequences_are_left_out_and_counted(tmp_path, tokenizer):
     # 2 roles + prompt + response + end token: 6, 7 and 8 tokens.
     rows = [{"prompt": "1" * n, "answer": "22"} for n in (1, 2, 3)]
     path = write(tmp_path, rows)
-    with caplog.at_level(logging.WARNING):
-        examples = load_supervised(path, tokenizer, max_length=7)
+    examples = load_supervised(path, tokenizer, max_length=7)
     assert [len(example.token_ids) for example in examples] == [6, 7]
-    assert "left out 1 of 3 rows, longer than max_length=7" in caplog.text
-    with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 are longer.*max_length=5"):
+    assert examples.report() == (
+        f"{path}: 2 of 3 examples; 1 left out, longer than --seq-length 7 tokens"
+    )
+    with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 are longer.*--seq-length 5"):
         load_supervised(path, tokenizer, max_length=5)
 
 

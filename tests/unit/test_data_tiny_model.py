@@ -23,6 +23,11 @@ def tokenizer(model_dir):
     return AutoTokenizer.from_pretrained(model_dir)
 
 
+def test_writing_a_model_is_silent(tmp_path, capfd):
+    write_tiny_model(tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_digit_sort_costs_eight_plus_seven_tokens(tokenizer):
     for row in generate_task("digit_sort", 50, seed=0):
         prompt = tokenizer.apply_chat_template(

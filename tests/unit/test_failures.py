@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.jobs import free_port
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.orchestration.failures import (
@@ -24,6 +25,8 @@ from mindspeed_rl.orchestration.failures import (
     whereabouts,
     write_error_file,
 )
+from mindspeed_rl.orchestration.limits import Limits
+from mindspeed_rl.orchestration.watchdog import connect, publish_usage_error
 from mindspeed_rl.rewards import RewardSpec
 
 
@@ -125,3 +128,27 @@ def test_torchruns_report_gets_the_first_text(
     report = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert report.message["extraInfo"]["py_callstack"] == "the cause"
     assert report.timestamp > 1_000_000_000
+
+
+@pytest.fixture
+def store_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks meet under a launcher that holds no store of its own."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+@pytest.mark.usefixtures("store_address")
+def test_ranks_meet_under_another_launcher_before_they_join() -> None:
+    first = FailureBoard(connect(0, 5.0), member(0), 2)
+    second = FailureBoard(connect(1, 5.0), member(1), 2)
+    told = Failure("usage", member(1), "start", "no such file", member(1))
+    second.tell(told)
+    assert first.told() == told
+
+
+@pytest.mark.usefixtures("store_address")
+def test_a_launcher_that_is_gone_is_said_so() -> None:
+    with pytest.raises(RuntimeError, match=r"the launcher of the first node does not answer at"):
+        connect(1, 1.0)
+    publish_usage_error(World(1, 2, 0, 1), "a mistake", Limits(connect_s=1.0))  # and nobody waits

@@ -75,7 +75,7 @@ def test_stages_of_layers() -> None:
     stages = StageLayout(3, (1, 3, 2))
     assert [stages.place_of(layer).stage for layer in range(6)] == [0, 1, 1, 1, 2, 2]
     assert [stages.place_of(layer).local for layer in range(6)] == [0, 0, 1, 2, 0, 1]
-    with pytest.raises(ValueError, match="layer 6 is not one of 6"):
+    with pytest.raises(IndexError, match="layer 6 is not one of 6"):
         stages.place_of(6)
 
 
@@ -139,7 +139,7 @@ def test_impossible_grids_are_refused(sizes: dict[str, int], message: str) -> No
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_ranks_outside_the_world_are_refused(rank: int) -> None:
     layout = ParallelLayout.build(world=4, stages=even_stages(1))
-    with pytest.raises(ValueError, match=f"rank {rank} is not in a world of 4"):
+    with pytest.raises(IndexError, match=f"rank {rank} is not in a world of 4"):
         layout.coords(rank)
 
 

@@ -20,7 +20,7 @@ from mindspeed_rl.algorithms.losses import (
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, MeanTerm
 
 NAN = float("nan")
-TOKENS = Denominators(tokens=10, sequences=3)
+TOKENS = Denominators(tokens=10)
 
 
 def inputs(
@@ -36,7 +36,6 @@ def inputs(
         rollout_logprobs=old.clone(),
         ref_logprobs=None if ref is None else torch.tensor(ref),
         advantages=torch.tensor(advantages),
-        sequence_of=torch.zeros(len(ratios), dtype=torch.int64),
     )
 
 
@@ -65,7 +64,7 @@ def test_clipped_objective_of_one_token(
     """min(r A, clip(r, 0.9, 1.3) A): the two bounds are not the same."""
     data = inputs([ratio], [advantage])
     settings = ClipSettings(eps_lower=0.1, eps_upper=0.3)
-    outputs = clipped_policy_loss(data, settings, Denominators(tokens=4, sequences=1))
+    outputs = clipped_policy_loss(data, settings, Denominators(tokens=4))
     assert outputs.loss.item() == pytest.approx(-objective / 4, rel=1e-6)
     (gradient,) = torch.autograd.grad(outputs.loss, data.logprobs)
     assert float(gradient) == pytest.approx(-slope / 4, rel=1e-5)
@@ -119,7 +118,7 @@ def test_micro_batches_add_up_to_the_batch(cut: list[int]) -> None:
             for name in ("logprobs", "entropy", "old_logprobs", "rollout_logprobs")
         }
         fields |= {n: getattr(data, n)[chosen] for n in ("ref_logprobs", "advantages")}
-        part = LossInputs(**fields, sequence_of=data.sequence_of[chosen])
+        part = LossInputs(**fields)
         parts.append(clipped_policy_loss(part, settings, TOKENS).loss)
     torch.testing.assert_close(sum(parts), whole)
     found = torch.autograd.grad(torch.stack(parts).sum(), data.logprobs)[0]
@@ -133,7 +132,7 @@ def test_huge_ratios_stay_finite() -> None:
 
 
 def test_a_kl_term_needs_a_reference() -> None:
-    with pytest.raises(ValueError, match="--grpo-kl-beta is set but there are no reference"):
+    with pytest.raises(RuntimeError, match="kl_beta is set but there are no reference"):
         clipped_policy_loss(inputs([1.0], [1.0]), ClipSettings(kl_beta=0.1), TOKENS)
 
 

@@ -136,7 +136,7 @@ def test_every_row_has_a_name_of_its_own() -> None:
     table = weight_table(spec.family)
     for rows in (table.trainer_rows(spec), table.engine_rows(spec)):
         assert len({row.param for row in rows}) == len(rows)
-    with pytest.raises(ValueError, match="no weight table for family 'mamba'"):
+    with pytest.raises(LookupError, match="no weight table for family 'mamba'"):
         weight_table("mamba")
 
 

@@ -63,7 +63,7 @@ def test_picture_has_the_promised_size_and_is_not_blank(tmp_path: Path) -> None:
     with RunLogger(tmp_path, True, ("jsonl",)) as logger:
         for record in _records():
             logger.log(record.pop("step"), record)
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "a.png", [{"step": 0, "eval/accuracy": 0.0}])
+    plot_run(tmp_path / "metrics.jsonl", tmp_path / "a.png")
     pixels = matplotlib.image.imread(tmp_path / "a.png")
     width, height = (round(inches * DOTS_PER_INCH) for inches in FIGURE_INCHES)
     assert pixels.shape[:2] == (height, width)

@@ -68,7 +68,7 @@ def test_nonfinite_numbers_become_null_and_are_named() -> None:
 
 @pytest.mark.parametrize("record", [{"nonfinite": 1}, {"nonfinite": []}])
 def test_reserved_key_is_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="reserved"):
+    with pytest.raises(RuntimeError, match="reserved"):
         encode_json(record)
 
 
@@ -182,6 +182,37 @@ def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> Non
     assert _tensorboard(tmp_path, "reward/mean") == expected
 
 
+def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
+    """Before the first step, beside a step, and again after a resume: each point once."""
+    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as first:
+        first.log_evaluation(0, {"eval/accuracy": 0.0})
+        for step in (1, 2, 3):
+            first.log(step, {"reward/mean": float(step)})
+            first.log_evaluation(step, {"eval/accuracy": float(step)})
+    everything = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert everything == [
+        (0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True),
+    ]  # fmt: skip
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+    assert _tensorboard(tmp_path, "eval/accuracy") == expected
+    # The checkpoint of step 2 was saved before the evaluation of step 2.
+    with RunLogger(tmp_path, True, ("jsonl",)) as resumed:
+        resumed.truncate_after(2)
+        resumed.log_evaluation(2, {"eval/accuracy": 2.0})
+        resumed.log(3, {"reward/mean": 3.0})
+        resumed.log_evaluation(3, {"eval/accuracy": 3.0})
+    again = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert again == everything
+
+
+def test_an_evaluation_logs_only_its_own_metrics(tmp_path: Path) -> None:
+    with (
+        RunLogger(tmp_path, True, ("jsonl",)) as logger,
+        pytest.raises(ValueError, match=r"reward/mean.*must begin with eval/"),
+    ):
+        logger.log_evaluation(0, {"reward/mean": 1.0})
+
+
 def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLogger(tmp_path / "run", is_writer=False) as logger:
         logger.truncate_after(0)
@@ -197,29 +228,19 @@ def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFix
 def test_step_logged_twice_is_refused(tmp_path: Path, step: int) -> None:
     with RunLogger(tmp_path, True, ("jsonl",)) as logger:
         logger.log(3, {})
-        with pytest.raises(ValueError, match=r"after step 3.*truncate_after"):
+        with pytest.raises(RuntimeError, match=r"after step 3.*truncate_after"):
             logger.log(step, {})
     # A new process in an old folder must say whether it resumes.
     with (
         RunLogger(tmp_path, True, ("jsonl",)) as logger,
-        pytest.raises(ValueError, match="truncate_after"),
+        pytest.raises(RuntimeError, match="truncate_after"),
     ):
         logger.log(step, {})
 
 
 def test_unknown_backend_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\['disk'\].*console.*jsonl.*tensorboard"):
+    with pytest.raises(RuntimeError, match=r"\['disk'\].*jsonl.*tensorboard"):
         RunLogger(tmp_path, False, ("disk",))
-
-
-def test_console_shows_the_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLogger(tmp_path, True, ("console",)) as logger:
-        logger.log(7, {"loss/policy": 0.1, "reward/mean": 0.25, "time/step_s": 3.0})
-        logger.log(8, {"loss/policy": 0.1})
-    assert capsys.readouterr().out.splitlines() == [
-        "step 7 | reward 0.25 | step_s 3",
-        "step 8 | loss/policy 0.1",
-    ]
 
 
 # ---- rollouts
@@ -233,8 +254,7 @@ def _row(sample_id: int) -> RolloutRow:
         answer="2",
         reward=None if sample_id else 1.0,
         finish_reason="stop",
-        parts={"math": 1.0},
-        mismatch=math.nan,
+        parts={"math": 1.0, "format": math.nan},
     )
 
 
@@ -256,14 +276,13 @@ def test_rollout_rows_are_complete_and_spread_over_the_step(tmp_path: Path) -> N
         "answer": "2",
         "reward": 1.0,
         "finish_reason": "stop",
-        "parts": {"math": 1.0},
-        "mismatch": None,
-        "nonfinite": ["mismatch"],
+        "parts": {"math": 1.0, "format": None},
+        "nonfinite": ["parts.format"],
     }
 
 
 def test_negative_number_of_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_per_step is -1"):
+    with pytest.raises(RuntimeError, match="num_per_step is -1"):
         RolloutDump(tmp_path / "a.jsonl", -1, is_writer=True)
 
 
@@ -327,5 +346,5 @@ def test_no_progress_from_other_ranks(is_terminal: bool) -> None:
 
 @pytest.mark.parametrize(("start", "log_interval"), [(8, 1), (-1, 1), (0, 0)])
 def test_progress_out_of_range(start: int, log_interval: int) -> None:
-    with pytest.raises(ValueError, match=r"start is|log_interval is"):
+    with pytest.raises(RuntimeError, match=r"start is|log_interval is"):
         RunProgress(7, start, "GRPO", True, log_interval)

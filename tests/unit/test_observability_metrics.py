@@ -75,7 +75,7 @@ def test_a_plain_float_is_refused() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan])
 def test_a_mean_needs_a_weight(weight: float) -> None:
-    with pytest.raises(ValueError, match=r"Mean\.weight"):
+    with pytest.raises(RuntimeError, match=r"Mean\.weight"):
         Mean(1.0, weight)
 
 

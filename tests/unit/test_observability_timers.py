@@ -77,6 +77,35 @@ def test_a_step_begins_where_the_last_one_ended() -> None:
     assert (second.step_s, second.phases) == (1.0, {})
 
 
+def test_an_excluded_block_belongs_to_no_step() -> None:
+    clock, memory = _Clock(), _Memory()
+    timer = PhaseTimer(clock=clock, memory=memory)
+    with timer("reshard"):
+        clock.now_s += 1
+    with timer.excluded():
+        clock.now_s += 50
+    with timer("generate"):
+        clock.now_s += 2
+    assert timer.step_seconds() == 3
+    times = timer.finish_step()
+    assert times.step_s == 3
+    times.check_phases_cover_step(tolerance=0.0)
+    clock.now_s += 4
+    assert timer.finish_step().step_s == 4, "only the step of the block is shortened"
+
+
+def test_a_restart_drops_what_came_before() -> None:
+    clock = _Clock()
+    timer = PhaseTimer(clock=clock)
+    with timer("probe"):
+        clock.now_s += 30
+    timer.restart()
+    with timer("train"):
+        clock.now_s += 1
+    times = timer.finish_step()
+    assert (times.step_s, list(times.phases)) == (1.0, ["train"])
+
+
 def test_a_phase_that_raises_is_closed() -> None:
     clock = _Clock()
     timer = PhaseTimer(clock=clock)
@@ -146,7 +175,7 @@ def test_metrics_carry_their_reduction() -> None:
 
 
 def test_a_phase_called_step_is_refused() -> None:
-    with pytest.raises(ValueError, match='"step"'), PhaseTimer()("step"):
+    with pytest.raises(RuntimeError, match='"step"'), PhaseTimer()("step"):
         pytest.fail("the block must not run")
 
 

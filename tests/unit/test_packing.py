@@ -127,5 +127,5 @@ def test_types_of_a_row() -> None:
 
 
 def test_a_row_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match="9 tokens do not fit into a micro-batch of 8"):
+    with pytest.raises(RuntimeError, match="9 tokens do not fit into a micro-batch of 8"):
         pack([sample(0, 5, 2), sample(1, 4, 2)], 8)

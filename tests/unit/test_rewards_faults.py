@@ -89,7 +89,7 @@ def test_a_function_that_vanishes_stops_the_run(tmp_path: Path) -> None:
         file.unlink()
         with pytest.raises(ValueError, match="no Python file at"):
             pool.score(make_requests("bad", "good"))
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(RuntimeError, match="closed"):
             pool.score(make_requests("good"))
 
 

@@ -214,7 +214,7 @@ def test_bad_spec_syntax(text: str) -> None:
 
 def test_unknown_reward_names_the_known_and_the_nearest() -> None:
     assert {"math", "exact_match", "format"} <= set(known_rewards())
-    with pytest.raises(ValueError, match=r"'fromat'.*mean 'format'.*exact_match, format.*math"):
+    with pytest.raises(ValueError, match=r"fromat: .*mean 'format'.*exact_match, format.*math"):
         resolve_reward("fromat")
 
 

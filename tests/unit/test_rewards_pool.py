@@ -70,7 +70,7 @@ def test_empty_batch_and_closed_pool() -> None:
     assert pool.score([]) == []
     pool.close()
     pool.close()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         pool.score(make_requests("x"))
 
 
@@ -123,7 +123,7 @@ def test_threads_may_share_a_pool() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("maths", r"unknown reward 'maths'; did you mean 'math'"),
+        ("maths", r"--reward-function maths: unknown reward; did you mean 'math'"),
         ("no_such_file.py:score", "no Python file at"),
         ("math=x", "finite number"),
     ],
@@ -157,9 +157,9 @@ def test_bad_options(options: dict[str, float], message: str) -> None:
 
 
 def test_ambiguous_or_missing_rewards_are_refused() -> None:
-    with pytest.raises(ValueError, match="two reward functions are called 'f'"):
+    with pytest.raises(ValueError, match="--reward-function: two are called 'f'"):
         RewardPool(["a.py:f", "b.py:f"])
-    with pytest.raises(ValueError, match="no reward function"):
+    with pytest.raises(ValueError, match="--reward-function: none given"):
         RewardPool([])
 
 

@@ -34,6 +34,15 @@ def test_completions_come_in_the_order_of_requests() -> None:
     assert (first.token_ids, first.finish_reason, first.weights_version) == ((7,), "stop", 3)
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_a_sample_that_vllm_gave_up_is_named(reason: str | None) -> None:
+    engine = EngineDouble()
+    update(engine, 3)
+    engine.finish_reasons[4] = reason
+    with pytest.raises(RuntimeError, match=rf"gave up sample 4 after 1 tokens \('{reason}'\)"):
+        engine.generate(REQUESTS, SETTINGS, 3)
+
+
 def test_no_cached_prefix_survives_an_update() -> None:
     """The answer to a prompt seen before an update is that of a fresh engine (R7)."""
     engine, fresh = EngineDouble(), EngineDouble()
@@ -82,7 +91,7 @@ def test_sleep_gives_the_cache_back_and_wake_clears_it() -> None:
     engine.wake(["kv_cache"])
     assert (storage.nbytes(), engine.state) == (CACHE_BYTES, EngineState.AWAKE)
     assert torch.count_nonzero(engine.toy.cache) == 0
-    with pytest.raises(ValueError, match=r"unknown tags \['scheduler'\]"):
+    with pytest.raises(RuntimeError, match=r"unknown tags \['scheduler'\]"):
         engine.wake(["scheduler"])
 
 

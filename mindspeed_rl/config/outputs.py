@@ -1,0 +1,171 @@
+"""Where a run reads and writes, checked before anything heavy starts (R55).
+
+Nothing that a run did not make itself is ever replaced or removed: an exported model carries a
+record, results have known names, and both are only overwritten when the user asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config import LoggingConfig, PretrainRunConfig, RLRunConfig
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+SUMMARY_FILE = "summary.json"
+CURVES_FILE = "curves.png"
+TENSORBOARD_FOLDER = "tensorboard"
+EXPORT_FOLDER = "hf"
+
+# A file in an exported model that says that it is one, of which step, and what belongs to it.
+EXPORT_RECORD = "export.json"
+EXPORT_FORMAT = "mindspeed_rl.hf_export"
+EXPORT_VERSION = 1
+
+
+def export_target(config: RLRunConfig | PretrainRunConfig) -> str:
+    """Where the model is exported: an RL run always does, a supervised one when it is asked to."""
+    if config.checkpoint.export_hf or isinstance(config, PretrainRunConfig):
+        return config.checkpoint.export_hf
+    return str(Path(config.logging.output_dir) / EXPORT_FOLDER)
+
+
+def export_record(step: int, files: list[str]) -> dict[str, Any]:
+    """What :data:`EXPORT_RECORD` holds."""
+    return {
+        "format": EXPORT_FORMAT,
+        "version": EXPORT_VERSION,
+        "step": step,
+        "files": sorted(files),
+    }
+
+
+def refuse_foreign_target(target: Path) -> None:
+    """An export replaces nothing but an earlier export.
+
+    Raises:
+        ValueError: ``target`` exists and is not an export of this project, or holds other files.
+    """
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    files = _exported_files(target)
+    if files is None:
+        raise ValueError(
+            f"--export-hf {target} exists and was not exported by mindspeed_rl (it has no "
+            f"{EXPORT_RECORD}), so it is not replaced; choose another directory, or remove it"
+        )
+    others = sorted(path.name for path in target.iterdir() if path.name not in files)
+    if others:
+        raise ValueError(
+            f"--export-hf {target} holds more than the export it was: {', '.join(others[:5])}; "
+            "move these files elsewhere, or choose another directory"
+        )
+
+
+def _exported_files(target: Path) -> set[str] | None:
+    """Names of the files of an export, the record included; ``None`` when it is none."""
+    try:
+        record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or not JSON
+        return None
+    if not isinstance(record, dict) or record.get("format") != EXPORT_FORMAT:
+        return None
+    return {*record["files"], EXPORT_RECORD}
+
+
+def earlier_results(output_dir: str) -> list[Path]:
+    """What an earlier run left in ``--output-dir``: its files, and its export."""
+    root = Path(output_dir)
+    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE)
+    found = [root / name for name in names if (root / name).is_file()]
+    found += sorted((root / TENSORBOARD_FOLDER).glob("events.out.tfevents.*"))
+    if _exported_files(root / EXPORT_FOLDER) is not None:
+        found.append(root / EXPORT_FOLDER)
+    return found
+
+
+def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
+    """A run that starts at step 0 must not mix its results with those of another run.
+
+    Raises:
+        ValueError: ``--output-dir`` holds results and ``--overwrite-output-dir`` is not given.
+    """
+    found = earlier_results(logging.output_dir)
+    if not found or logging.overwrite_output_dir:
+        return
+    names = list(dict.fromkeys(p.relative_to(logging.output_dir).parts[0] for p in found))
+    resume = (
+        f"--load {load} has no checkpoint to go on from"
+        if load
+        else "add --load DIR to go on with that run"
+    )
+    raise ValueError(
+        f"--output-dir {logging.output_dir} holds the results of an earlier run "
+        f"({', '.join(names)}): choose another --output-dir, or add --overwrite-output-dir to "
+        f"replace them; {resume}"
+    )
+
+
+def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
+    """Check what a run will load from and write to. Local; changes nothing.
+
+    Raises:
+        ValueError: naming the flag, the path and the fix.
+    """
+    checkpoint, logging = config.checkpoint, config.logging
+    if checkpoint.save_interval and not checkpoint.save:
+        raise ValueError(
+            f"--save-interval {checkpoint.save_interval} without --save: nothing would be saved; "
+            "add --save DIR, or remove it"
+        )
+    if checkpoint.load and not Path(checkpoint.load).is_dir():
+        raise ValueError(
+            f"--load {checkpoint.load}: no such directory; name the --save folder of a run, or "
+            "leave --load out to start from --hf-checkpoint"
+        )
+    target = export_target(config)
+    for flag, path in (
+        ("--output-dir", logging.output_dir),
+        ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--save", checkpoint.save),
+        ("--export-hf", str(Path(target).parent) if target else ""),
+    ):
+        if path:
+            _check_writable(flag, Path(path))
+    if target:
+        _check_export_target(Path(target), config)
+    if not checkpoint.load or checkpoint.finetune:
+        refuse_earlier_results(logging)
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    place = path.absolute()
+    existing = next(p for p in (place, *place.parents) if p.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{flag} {path}: {existing} is not a directory; choose another place")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{flag} {path}: no permission to write in {existing}; choose another place, or "
+            "change its permissions"
+        )
+
+
+def _check_export_target(target: Path, config: RLRunConfig | PretrainRunConfig) -> None:
+    place = target.resolve()
+    for flag, path in (
+        ("--hf-checkpoint", config.model.hf_checkpoint),
+        ("--tokenizer-name-or-path", config.model.tokenizer_name_or_path),
+        ("--load", config.checkpoint.load),
+        ("--save", config.checkpoint.save),
+        ("--output-dir", config.logging.output_dir),
+    ):
+        if path and (kept := Path(path).resolve()) and place in (kept, *kept.parents):
+            where = "is" if place == kept else "contains"
+            raise ValueError(
+                f"--export-hf {target} {where} {flag} {path}, which the export would replace; "
+                "choose a directory of its own"
+            )
+    refuse_foreign_target(target)

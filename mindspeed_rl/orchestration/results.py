@@ -1,0 +1,54 @@
+"""The results of a run belong to that run alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mindspeed_rl.config.outputs import (
+    CURVES_FILE,
+    SUMMARY_FILE,
+    earlier_results,
+    refuse_earlier_results,
+    refuse_foreign_target,
+)
+
+if TYPE_CHECKING:
+    from mindspeed_rl.orchestration.torchrun import Job
+
+
+def claim(job: Job[Any, Any], start: int) -> None:
+    """Remove from ``--output-dir`` what would look like a result of this run. Collective: world.
+
+    A fresh run (``start`` 0) removes the results of an earlier one when it may; a resumed run
+    keeps them, except for the summary and the curves of its earlier end. Every node cleans the
+    folder that it sees.
+
+    Raises:
+        ValueError: a fresh run found results and ``--overwrite-output-dir`` is not given.
+    """
+    logging = job.config.logging
+    if job.world.local_rank == 0:
+        if start == 0:
+            refuse_earlier_results(logging, job.config.checkpoint.load)
+        found = earlier_results(logging.output_dir)
+        remove([p for p in found if start == 0 or p.name in (SUMMARY_FILE, CURVES_FILE)])
+    dist.barrier()
+
+
+def remove(results: list[Path]) -> None:
+    """Remove files and exports; another node that shares the folder may do so at the same time."""
+    for path in results:
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            continue
+        refuse_foreign_target(path)
+        gone = path.with_name(f".{path.name}.gone{os.getpid()}")
+        with suppress(FileNotFoundError):  # the other node was faster
+            os.rename(path, gone)
+            shutil.rmtree(gone)

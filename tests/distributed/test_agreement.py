@@ -1,0 +1,86 @@
+"""What all ranks must come to know alike: samples, plans, the size of a node. Two gloo ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.types import Completion, Prompt, Rollout
+
+pytestmark = pytest.mark.distributed
+
+Row = tuple[int, int, tuple[int, ...], tuple[float, ...], bool, int, float]
+
+
+@dataclass(slots=True)
+class Facts:
+    """What one rank saw."""
+
+    both: list[Row] = field(default_factory=list)
+    mirrored: list[Row] = field(default_factory=list)
+    lost: str = ""
+    gathered: list[bytes] = field(default_factory=list)
+    unequal_nodes: str = ""
+
+
+def rollout(i: int) -> Rollout:
+    """A response of ``i`` tokens."""
+    reason = "stop" if i % 2 else "length"
+    completion = Completion((2**33 + i,) * i, (-0.5 * i,) * i, reason, 7)
+    return Rollout(i, Prompt(10 + i, (1,), "", ""), completion, float(i), {"math": float(i)})
+
+
+def rows(samples: object) -> list[Row]:
+    from mindspeed_rl.experience.exchange import Sample
+
+    assert isinstance(samples, list)
+    result = []
+    for s in samples:
+        assert isinstance(s, Sample) and s.parts == (s.reward,)
+        tokens, logprobs = tuple(s.response.tolist()), tuple(s.logprobs.tolist())
+        result.append(
+            (s.sample_id, s.prompt_index, tokens, logprobs, s.stopped, s.weights_version, s.reward)
+        )
+    return result
+
+
+def agreement_world(world: World) -> Facts:
+    """Rank 0 has the samples 0 and 3, rank 1 the others; then rank 0 has all; then one is lost."""
+    import torch
+
+    from mindspeed_rl.experience.exchange import exchange_rollouts
+    from mindspeed_rl.parallel.groups import check_equal_nodes
+    from mindspeed_rl.resharding.transports import AllToAllTransport
+
+    facts, first = Facts(), world.rank == 0
+    mine = [rollout(i) for i in ((3, 0) if first else (4, 1, 2))]
+    facts.both = rows(exchange_rollouts(mine, ("math",), 5))
+    alone = [rollout(i) for i in range(5)] if first else []
+    facts.mirrored = rows(exchange_rollouts(alone, ("math",), 5))
+    with pytest.raises(RuntimeError) as error:
+        exchange_rollouts(mine[: 2 if first else 1], ("math",), 5)
+    facts.lost = str(error.value)
+    transport = AllToAllTransport(2, torch.float32, torch.device("cpu"), None)
+    facts.gathered = transport.all_gather(bytes([world.rank, 255, 0]))
+    check_equal_nodes(2)
+    with pytest.raises(ValueError) as refusal:
+        check_equal_nodes(8 if first else 4)
+    facts.unequal_nodes = str(refusal.value)
+    return facts
+
+
+def test_all_ranks_know_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(agreement_world, 2, work_dir=tmp_path)
+    assert first == second
+    expected = [
+        (i, 10 + i, (2**33 + i,) * i, (-0.5 * i,) * i, i % 2 == 1, 7, float(i)) for i in range(5)
+    ]
+    assert first.both == first.mirrored == expected
+    assert first.lost == "rollouts of this step: 3 arrived, 5 expected; missing [1, 2]"
+    assert first.gathered == [b"\x00\xff\x00", b"\x01\xff\x00"]
+    assert "(1 ranks on nodes of 4, 1 ranks on nodes of 8)" in first.unequal_nodes
+    assert "the same --nproc-per-node on every node" in first.unequal_nodes

@@ -1,0 +1,47 @@
+"""A node whose ranks never join the process group ends the others, too (R30)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.jobs import TorchrunJob, free_port
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 60.0  # the process group alone would wait an hour
+FLAGS = ["--hf-checkpoint", "model", "--platform", "cpu", "--train-iters", "2",
+         "--global-batch-size", "2", "--make-vocab-size-divisible-by", "8"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start")
+    write_tiny_model(folder / "model")
+    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    return folder
+
+
+@pytest.mark.parametrize("missing_on", [0, 1])
+def test_a_file_that_one_node_lacks_ends_all_nodes(world: Path, missing_on: int) -> None:
+    """The node that has the file waits for the other one to join."""
+    data = [["--sft-data", "train.jsonl"], ["--sft-data", "train.jsonl"]]
+    data[missing_on] = ["--sft-data", "elsewhere.jsonl"]
+    outputs: list[Sequence[str]] = [
+        [*flags, "--output-dir", f"out{node}"] for node, flags in enumerate(data)
+    ]
+    with TorchrunJob(
+        world, ["-m", "mindspeed_rl.pretrain"], FLAGS, num_ranks=1, num_nodes=2, port=free_port(),
+        node_flags=outputs,
+    ) as job:  # fmt: skip
+        ended = job.end(LIMIT_S)
+    assert all(ended.returncodes), ended.output
+    told = re.findall(r"^mindspeed_rl\.pretrain: (.*)$", ended.output, re.MULTILINE)
+    assert told == ["error: --sft-data elsewhere.jsonl: no such file"] * 2, ended.output
+    assert "Traceback" not in ended.output.partition(told[0])[0]
+    assert "exitcode  : 2" in ended.output

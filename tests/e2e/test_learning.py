@@ -1,0 +1,86 @@
+"""Whole RL runs: one that must learn in the hardest wiring there is, one in bfloat16.
+
+Real megatron-core and real vLLM in torchrun processes. The reward is the share of digits in the
+response: an untrained model has some, so that no warm start is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.jobs import TorchrunJob, free_port
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 300.0
+REWARD = """
+def digits(request):
+    return sum(c.isdigit() for c in request.response) / (1 + len(request.response))
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, the quickstart's prompts and a reward."""
+    folder = tmp_path_factory.mktemp("learning")
+    write_tiny_model(folder / "model")
+    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 256, seed=0))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def train(folder: Path, num_ranks: int, output: str, *flags: str) -> list[dict[str, float]]:
+    """The metrics of every step."""
+    common = [
+        "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
+        "--reward-function", "reward.py:digits", "--make-vocab-size-divisible-by", "8",
+        "--use-distributed-optimizer", "--max-prompt-length", "16", "--output-dir", output,
+        "--rollout-max-response-length", "7", "--vllm-max-num-seqs", "128",
+    ]  # fmt: skip
+    target = ["-m", "mindspeed_rl.train_rl"]
+    with TorchrunJob(
+        folder, target, [*common, *flags], num_ranks=num_ranks, port=free_port()
+    ) as job:
+        ended = job.end(LIMIT_S)
+    assert ended.returncodes == (0,) and "the job ends" not in ended.output, ended.output
+    lines = (folder / output / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if "reward/mean" in (record := json.loads(line))]
+
+
+def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
+    """Four optimizer steps per RL step, a KL term, old log-probs by a pass, engines of two ranks.
+
+    Measured: reward 0.03 -> 0.65, mismatch 1.2e-6.
+    """
+    steps = train(
+        world, 4, "learn", "--tensor-model-parallel-size", "2",
+        "--pipeline-model-parallel-size", "2", "--rollout-tp", "2", "--train-iters", "8",
+        "--grpo-prompts-per-step", "16", "--grpo-group-size", "8", "--global-batch-size", "32",
+        "--micro-batch-size", "32", "--grpo-kl-beta", "0.01", "--old-logprob", "recompute",
+        "--lr", "5e-3",
+    )  # fmt: skip
+    assert len(steps) == 8
+    assert max(step["mismatch/max_abs_logprob"] for step in steps) <= 1e-4
+    rewards = [step["reward/mean"] for step in steps]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards
+    assert rewards[-1] > rewards[4] > rewards[0], rewards
+    assert steps[-1]["policy/version"] == 32
+    assert steps[-1]["loss/kl"] > steps[0]["loss/kl"] > 0.0
+    assert min(step["policy/ratio_max_deviation"] for step in steps) > 0.01
+
+
+def test_bfloat16_passes_its_own_checks(world: Path) -> None:
+    """With the default tolerance of the probe, which measures about 4e-3 here."""
+    steps = train(
+        world, 1, "bf16", "--bf16", "--train-iters", "3", "--grpo-prompts-per-step", "4",
+        "--grpo-group-size", "8", "--micro-batch-size", "32", "--lr", "5e-3",
+    )  # fmt: skip
+    assert len(steps) == 3
+    mismatch = [step["mismatch/mean_abs_logprob"] for step in steps]
+    assert min(mismatch) > 1e-4 and max(mismatch) < 0.05, mismatch
+    assert all(step["optimizer/grad_norm"] > 0.0 for step in steps)

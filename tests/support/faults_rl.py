@@ -1,0 +1,132 @@
+"""Named faults of the RL step: its wiring, the exchange of samples, the switch of phases."""
+
+from __future__ import annotations
+
+from support.mutation import Mutation
+
+_RL_STEP = "tests/unit/test_rl_step.py::"
+_EXCHANGE = "tests/unit/test_exchange.py::"
+_PHASES = "tests/unit/test_phases.py::"
+
+RL_MUTATIONS = (
+    Mutation(
+        "advantage-negated",
+        "orchestration/rl_step.py",
+        "advantages[i] if advantages is not None else 0.0",
+        "-advantages[i] if advantages is not None else 0.0",
+        _RL_STEP + "test_gradient_of_one_step_in_closed_form",
+    ),
+    Mutation(
+        "advantages-shifted-by-one-sample",
+        "orchestration/rl_step.py",
+        "advantages[i] if advantages is not None else 0.0",
+        "advantages[i - 1] if advantages is not None else 0.0",
+        _RL_STEP + "test_gradient_of_one_step_in_closed_form",
+    ),
+    Mutation(
+        "advantages-over-the-batch-not-the-group",
+        "orchestration/rl_step.py",
+        "torch.tensor(rewards).view(-1, run.plan.batch.group_size)",
+        "torch.tensor(rewards).view(1, -1)",
+        _RL_STEP + "test_advantages_are_relative_to_the_own_group",
+    ),
+    Mutation(
+        "siblings-grouped-across-prompts",
+        "orchestration/rl_step.py",
+        "[run.prompts[i] for i in indices for _ in range(batch.group_size)]",
+        "[run.prompts[i] for _ in range(batch.group_size) for i in indices]",
+        _RL_STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
+    ),
+    Mutation(
+        "control-shuffles-nothing",
+        "orchestration/rl_step.py",
+        'random.Random(f"{run.config.train.seed}/{step}").shuffle(rewards)',
+        'random.Random(f"{run.config.train.seed}/{step}").shuffle(list(rewards))',
+        _RL_STEP + "test_shuffled_rewards_are_the_same_rewards_at_other_samples",
+    ),
+    Mutation(
+        "last-sample-of-an-update-dropped",
+        "orchestration/rl_step.py",
+        "part = train_samples[start : start + size]",
+        "part = train_samples[start : start + size - 1]",
+        _RL_STEP + "test_every_token_is_trained_once_with_its_samples_advantage",
+    ),
+    Mutation(
+        "on-policy-check-removed",
+        "orchestration/rl_step.py",
+        "        check_on_policy(run, samples)\n",
+        "        pass\n",
+        _RL_STEP + "test_on_policy_samples_must_come_from_the_present_weights",
+    ),
+    Mutation(
+        "later-updates-take-their-own-logprobs-as-old",
+        "orchestration/rl_step.py",
+        'own = choice == "on-policy" and i == 0 and run.plan.batch.iterations == 1',
+        'own = choice == "on-policy"',
+        _RL_STEP + "test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights",
+    ),
+    Mutation(
+        "learning-counted-as-mismatch",
+        "orchestration/rl_step.py",
+        "if known is None and first_update:",
+        "if known is None:",
+        _RL_STEP + "test_mismatch_is_taken_at_the_weights_that_sampled",
+    ),
+    Mutation(
+        "nan-passes-the-probe",
+        "orchestration/rl_step.py",
+        "if not gap <= limit:",
+        "if gap > limit:",
+        _RL_STEP + "test_an_engine_that_computes_with_stale_tensors_is_found",
+    ),
+    Mutation(
+        "truncated-counts-as-stopped",
+        "experience/exchange.py",
+        "integers += [int(not done.truncated), done.weights_version, *done.token_ids]",
+        "integers += [1, done.weights_version, *done.token_ids]",
+        _EXCHANGE + "test_unpacking_is_the_inverse_of_packing",
+    ),
+    Mutation(
+        "parts-take-the-place-of-the-reward",
+        "experience/exchange.py",
+        "reward, *parts = scores[f : f + 1 + num_parts]",
+        "*parts, reward = scores[f : f + 1 + num_parts]",
+        _EXCHANGE + "test_unpacking_is_the_inverse_of_packing",
+    ),
+    Mutation(
+        "ragged-gather-cuts-the-longest",
+        "experience/exchange.py",
+        "torch.zeros(max(1, *lengths), dtype=mine.dtype)",
+        "torch.zeros(max(mine.numel(), min(lengths)), dtype=mine.dtype)",
+        "tests/distributed/test_agreement.py::test_all_ranks_know_the_same",
+    ),
+    Mutation(
+        "lost-samples-go-unnoticed",
+        "experience/exchange.py",
+        "if ids != list(range(num_samples)):",
+        "if len(set(ids)) < len(ids):",
+        _EXCHANGE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
+    ),
+    Mutation(
+        "half-synced-weights-go-on",
+        "phases.py",
+        "self.state = Phase.BROKEN",
+        "self.state = before",
+        _PHASES + "test_weights_that_differ_break_the_machine",
+    ),
+    Mutation(
+        "stale-engine-after-an-update",
+        "phases.py",
+        "if self._engine.weights_version != version:",
+        "if self._engine.weights_version < 0:",
+        _PHASES + "test_weights_move_only_when_their_version_changed",
+    ),
+    Mutation(
+        "plans-not-compared",
+        "resharding/executor.py",
+        "            self._compare_plans()\n",
+        "            pass\n",
+        "tests/simulated/test_plan_agreement.py::"
+        "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",
+    ),
+)

@@ -1,0 +1,108 @@
+"""The rollout side of a run whose model is a table of log-probs: cheap to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.types import Completion
+
+VOCAB = 64
+STOP = 1
+
+
+def first_table() -> torch.Tensor:
+    """Different log-probs of all tokens."""
+    return -1.0 - 0.01 * torch.arange(VOCAB, dtype=torch.float32)
+
+
+class TableEngine:
+    """An inference engine that answers sample ``i`` with :func:`response_of` ``(i)``.
+
+    Attributes:
+        weights: the only parameter.
+        stale: error that the engine makes in its log-probs although its weights are right.
+        calls: what the phases asked for.
+    """
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(VOCAB)
+        self.weights_version = -1
+        self.stale = 0.0
+        self.calls: list[str] = []
+        self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []
+
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """The table."""
+        return {"table": self.weights}
+
+    def begin_update(self) -> None:
+        """Noted."""
+        self.calls.append("begin")
+        self.weights_version = -1
+
+    def finish_update(self, version: int) -> None:
+        """Noted."""
+        self.calls.append("finish")
+        self.weights_version = version
+
+    def sleep(self) -> None:
+        """Noted."""
+        self.calls.append("sleep")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Noted."""
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+    ) -> list[Completion]:
+        """The log-probs are those of the engine's own weights."""
+        assert version == self.weights_version, "Phases let a stale engine generate"
+        self.asked.append((list(requests), settings))
+        result = []
+        for request in requests:
+            ids = response_of(request.sample_id)
+            logprobs = tuple((self.weights[list(ids)] + self.stale).tolist())
+            reason = "stop" if ids[-1] == STOP else "length"
+            result.append(Completion(ids, logprobs, reason, version))
+        return result
+
+
+def response_of(sample_id: int) -> tuple[int, ...]:
+    """1 to 3 times a token of the sample's own; every other response ends with the stop token."""
+    own = (4 + sample_id % (VOCAB - 4),) * (1 + sample_id % 3)
+    return (*own, STOP) if sample_id % 2 else own
+
+
+class CopyWeights:
+    """A resharder of one rank and one parameter."""
+
+    def run(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:
+        """Copy."""
+        write["table"].copy_(read["table"])
+
+
+class CompareWeights:
+    """A weight proof of one rank and one parameter; ``num_calls`` counts."""
+
+    num_calls = 0
+
+    def differing_tensors(
+        self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+    ) -> list[str]:
+        """``["table"]`` when the bits differ."""
+        self.num_calls += 1
+        return [] if torch.equal(read["table"], write["table"]) else ["table"]
+
+
+@contextmanager
+def single_rank() -> Iterator[None]:
+    """A gloo world of this process alone, for collectives."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,81 @@
+"""What the README, the help and the quickstart tell a user to type is accepted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.arguments import build_parser, parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import check_rl
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 16
+# What a pretraining script of this model brings along.
+PRETRAINING = ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--bf16"]
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151645,
+}
+
+
+def readme_flags() -> list[str]:
+    """The words that bash makes of the RL block of the README."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"```bash\n(RL_ARGS=.*?)```", text, re.DOTALL)
+    arrays = block.partition("torchrun")[0]
+    script = arrays + 'printf "%s\\n" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}"'
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def help_flags() -> list[str]:
+    """The example at the end of ``--help``, without the pretraining script's own arrays."""
+    epilog = build_parser(RLRunConfig, "mindspeed_rl.train_rl").epilog
+    assert epilog is not None
+    (block,) = re.findall(r"torchrun (.*?)\n\n", epilog, re.DOTALL)
+    words: list[str] = block.replace("\\\n", " ").split()
+    return words[words.index("--hf-checkpoint") :]
+
+
+@pytest.mark.parametrize("flags", [readme_flags, help_flags])
+def test_an_example_passes_all_checks(flags, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN2_5_7B))
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    argv = flags()
+    argv[argv.index("--hf-checkpoint") + 1] = "model"
+    parsed = parse(RLRunConfig, [*PRETRAINING, *argv], "test")
+    plan = check_rl(parsed.config, WORLD)
+    assert plan.engine.tp == 2 and plan.parallel.dp == 4
+    assert parsed.ignored == ()
+
+
+def test_a_quickstart_on_several_nodes_needs_a_common_port():
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    done = subprocess.run(
+        ["bash", str(ROOT / "pretrain_scripts" / "quickstart.sh")],
+        env=alone | {"NNODES": "2"}, capture_output=True, text=True, timeout=10,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "quickstart: NNODES=2 needs MASTER_ADDR and MASTER_PORT, the same on every node"
+    ]

@@ -1,0 +1,256 @@
+"""Evaluation and the report of a run: scores, steps, times, the brake on drift (R14, R43, R57).
+
+A run of one rank with the product's own report, timer, logger, scoring and exchange; the engine
+answers from a table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from support.scoring import InlinePool
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.metrics import Max, MetricSet
+from mindspeed_rl.observability.rollout_dump import RolloutDump
+from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.orchestration.evaluation import evaluate
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_report import Report, check_mismatch, worse_mismatch
+from mindspeed_rl.orchestration.rl_step import collect
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.types import Completion, Prompt
+
+END = 0
+SETTINGS = SamplingSettings(temperature=0.0, max_response_tokens=64, stop_token_ids=(END,))
+
+
+class Letters:
+    """A tokenizer whose ids are code points."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(i) for i in ids if i != END)
+
+
+class Clock:
+    """Stands still until told to move."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Answers:
+    """An engine that answers from a table, in two seconds."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[str, str]], clock: Clock) -> None:
+        self.answers = answers
+        self.clock = clock
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+    ) -> list[Completion]:
+        self.clock.now_s += 2.0
+        found = [self.answers[r.token_ids] for r in requests]
+        ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
+        return [
+            Completion(i, (-0.5,) * len(i), why, version)
+            for i, (_, why) in zip(ids, found, strict=True)
+        ]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_run(
+    output: Path,
+    rows: Sequence[tuple[str, str, str]],
+    rewards: Sequence[str] = ("math",),
+    flags: Sequence[str] = (),
+) -> RLJob:
+    """A run whose held-out prompts are ``rows`` of response, finish reason and answer."""
+    argv = ["--output-dir", str(output), "--train-iters", "4", "--log-rollouts", "1", *flags]
+    config = parse(RLRunConfig, argv, "test").config
+    prompts = [Prompt(i, (i,), f"q{i}", answer) for i, (_, _, answer) in enumerate(rows)]
+    answers = {(i,): (text, why) for i, (text, why, _) in enumerate(rows)}
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with timer(name):
+            yield
+
+    job = SimpleNamespace(
+        config=config,
+        world=World(0, 1, 0, 1),
+        say=lambda *lines: None,
+        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
+    )
+    run = SimpleNamespace(
+        job=job, config=config, rank=0, leads_engine=True, version=0, timer=timer, phase=phase,
+        plan=SimpleNamespace(
+            engine=EngineLayout(1, 1),
+            batch=SimpleNamespace(prompts=len(rows), group_size=1, samples=len(rows)),
+        ),
+        engine=Answers(answers, clock), tokenizer=Letters(),
+        sampling=lambda temperature: SETTINGS,
+        sampler=SimpleNamespace(next=lambda count: list(range(count))),
+        prompts=prompts, eval_prompts=prompts,
+        rewards=InlinePool(rewards), reward_names=tuple(r.partition("=")[0] for r in rewards),
+        logger=RunLogger(output, True, ("jsonl",)),
+        dump=RolloutDump(output / "rollouts.jsonl", 1, True),
+    )  # fmt: skip
+    return cast(RLJob, run)
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+ROWS = (
+    ("42", "stop", "42"),  # to the letter
+    (r"so it is \boxed{\frac{1}{2}}", "stop", "0.5"),  # right, and only mathematics can tell
+    ("7", "stop", "8"),  # wrong
+    ("9", "length", "9"),  # right, but it was cut off
+)
+
+
+@pytest.mark.usefixtures("alone")
+def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
+    result = evaluate(run, 3)
+    assert result.reward == pytest.approx((1.0 + 1.0 + 0.1 + 0.9) / 4)
+    assert result.accuracy == 1 / 4
+    assert result.accuracy_lenient == 3 / 4
+    assert (result.num_prompts, result.num_unscored) == (4, 0)
+    assert result.metrics()["eval/reward"] == result.reward
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_the_math_reward_the_last_number_counts(tmp_path: Path) -> None:
+    result = evaluate(make_run(tmp_path, ROWS, ["exact_match"]), 3)
+    assert result.reward == 2 / 4, "exact_match does not ask how a response ended"
+    assert (result.accuracy, result.accuracy_lenient) == (1 / 4, 2 / 4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS, ["abstains"])
+    result = evaluate(run, 3)
+    assert math.isnan(result.reward) and result.num_unscored == 4
+
+
+def log(run: RLJob, report: Report, step: int, mismatch: float) -> None:
+    rollouts = collect(run, step)
+    metrics = MetricSet({"mismatch/max_abs_logprob": Max(mismatch)})
+    report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS, flags=["--eval-interval", "2", "--rl-prompts-per-eval", "2"])
+    report = Report(run)
+    for step in (1, 2):
+        report.evaluate_if_due(step - 1)
+        log(run, report, step, 1e-6)
+    report.evaluate_if_due(2)
+    records = metrics_of(tmp_path)
+    assert [(r["step"], "eval/reward" in r) for r in records] == [
+        (0, True), (1, False), (2, False), (2, True),
+    ]  # fmt: skip
+    assert not any(name.startswith("eval/") for name in records[1])
+    for record in (records[1], records[2]):
+        assert record["time/step_s"] == record["time/generate_s"] == 2.0
+        assert "time/evaluate_s" not in record
+    tokens = sum(len(text) + (why == "stop") for text, why, _ in ROWS)
+    assert records[1]["throughput/tokens_per_s"] == tokens / 2.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS)
+    log(run, Report(run), 1, 0.0)
+    (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert None not in row.values() and row["reward"] == 1.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS)
+    report = Report(run)
+    log(run, report, 1, 0.25)
+    with pytest.raises(RuntimeError, match=r"step 2: .* is nan: trainer or engine computes"):
+        log(run, report, 2, math.nan)
+    assert metrics_of(tmp_path)[1]["nonfinite"] == ["mismatch/max_abs_logprob"]
+    assert math.isnan(report.state_dict()["totals"]["worst_mismatch"])
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+@pytest.mark.parametrize("mismatch", [math.nan, math.inf])
+def test_a_mismatch_that_is_no_number_is_fatal(limit: float, mismatch: float) -> None:
+    with pytest.raises(RuntimeError, match="log-probs that are not finite"):
+        check_mismatch(3, mismatch, limit)
+
+
+def test_the_brake_on_drift() -> None:
+    check_mismatch(3, 0.5, 0.5)
+    check_mismatch(3, 100.0, 0.0)
+    check_mismatch(3, -math.inf, 0.5)  # no token was trained on
+    with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
+        check_mismatch(3, 0.6, 0.5)
+
+
+def test_the_worst_mismatch_keeps_a_nan() -> None:
+    assert worse_mismatch(0.1, 0.3) == 0.3 and worse_mismatch(0.3, -math.inf) == 0.3
+    assert math.isnan(worse_mismatch(math.nan, 0.3)) and math.isnan(worse_mismatch(0.3, math.nan))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS)
+    log(run, Report(run), 1, 0.0)
+    run.logger.close()
+    (tmp_path / "summary.json").write_text("{}")
+    # --load was given, so that nothing was refused at start, and had no checkpoint
+    (tmp_path / "empty").mkdir()
+    load = ["--load", str(tmp_path / "empty")]
+    with pytest.raises(ValueError, match=r"holds the results.*--load .*empty has no checkpoint"):
+        Report(make_run(tmp_path, ROWS, flags=load))
+    assert len(metrics_of(tmp_path)) == 1 and (tmp_path / "summary.json").exists()
+    again = make_run(tmp_path, ROWS, flags=["--overwrite-output-dir"])
+    log(again, Report(again), 1, 0.5)
+    assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5]
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS)
+    report = Report(run)
+    for step in (1, 2):
+        log(run, report, step, 0.0)
+    run.logger.close()
+    (tmp_path / "summary.json").write_text("{}")
+    Report(make_run(tmp_path, ROWS), 1, report.state_dict())
+    assert [r["step"] for r in metrics_of(tmp_path)] == [1]
+    assert not (tmp_path / "summary.json").exists()

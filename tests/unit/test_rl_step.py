@@ -1,0 +1,418 @@
+"""The wiring of an RL step, number by number, on a policy whose log-probs are a table.
+
+Six samples: two prompts, three samples each. Sample ``i`` answers with 1 + i % 3 times token 4 + i,
+the odd ones with the stop token behind it, so every gradient has a closed form and a sample that is
+lost, moved or given another's advantage changes an entry of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run
+from support.table_engine import STOP, VOCAB, TableEngine, first_table, response_of, single_rank
+
+from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
+from mindspeed_rl.orchestration import rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.phases import Phase
+
+REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
+# (1/3) / (standard deviation of (1, 0, 0) + 1e-4)
+UNIT = (1 / 3) / (math.sqrt(1 / 3) + 1e-4)
+ADVANTAGES = [2 * UNIT, -UNIT, -UNIT, UNIT, UNIT, -2 * UNIT]
+COUNTS = [len(response_of(i)) for i in range(6)]
+NUM_TOKENS = 15
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def policy_of(run: RLJob) -> TablePolicy:
+    return cast(TablePolicy, run.policy)
+
+
+def engine_of(run: RLJob) -> TableEngine:
+    return cast(TableEngine, run.engine)
+
+
+def value(metric: Metric) -> float:
+    """Of one rank."""
+    assert isinstance(metric, (Mean, Max, Total))
+    return metric.value
+
+
+def collected(run: RLJob, step: int = 1) -> rl_step.Collected:
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, step)
+    run.phases.to_train()
+    return rollouts
+
+
+def annotated(run: RLJob) -> list[rl_step.UpdateBatch]:
+    samples = collected(run).samples
+    return rl_step.annotate(run, rl_step.build_batches(run, samples, 1), samples)
+
+
+def whole_step(run: RLJob) -> MetricSet:
+    return rl_step.update(run, annotated(run))
+
+
+def entries(values: dict[int, float]) -> torch.Tensor:
+    """A table that is 0 elsewhere."""
+    table = torch.zeros(VOCAB)
+    for token, entry in values.items():
+        table[token] = entry
+    return table
+
+
+def own_gradient(samples: range, num_tokens: int) -> dict[int, float]:
+    """-A n / N at the samples' own tokens."""
+    return {4 + i: -ADVANTAGES[i] * (1 + i % 3) / num_tokens for i in samples}
+
+
+def sample(i: int, reward: float = 0.0, version: int = 0) -> Sample:
+    ids = torch.tensor(response_of(i))
+    stopped = bool(ids[-1] == STOP)
+    return Sample(i, i // 3, ids, first_table()[ids], stopped, version, reward, (reward,))
+
+
+# --- rollouts and rewards ----------------------------------------------------------------------
+
+
+def test_collect_gives_every_sample_with_its_prompt_and_reward(tmp_path: Path) -> None:
+    rewards = REWARDS | {4: None}
+    run = make_run(tmp_path, rewards=rewards)
+    expected = type(run.sampler)(len(PROMPTS), run.config.train.seed).next(2)
+    result = collected(run)
+    assert [s.sample_id for s in result.samples] == list(range(6))
+    for i, s in enumerate(result.samples):
+        assert s.prompt_index == expected[i // 3]
+        assert tuple(s.response.tolist()) == response_of(i)
+        torch.testing.assert_close(s.logprobs, first_table()[s.response], rtol=0, atol=0)
+        assert (s.stopped, s.weights_version) == (i % 2 == 1, 0)
+        if i == 4:
+            assert math.isnan(s.reward) and math.isnan(s.parts[0])
+        else:
+            assert (s.reward, s.parts) == (rewards[i], (rewards[i],))
+    asked, _ = engine_of(run).asked[0]
+    assert [r.token_ids for r in asked] == [PROMPTS[expected[i // 3]].token_ids for i in range(6)]
+    assert len({r.seed for r in asked}) == 6
+
+
+def test_rewards_read_the_text_without_special_tokens(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rewards=REWARDS)
+    samples = collected(run).samples
+    requests = cast(TableRewards, run.rewards).requests
+    for i, (request, s) in enumerate(zip(requests, samples, strict=True)):
+        prompt = PROMPTS[s.prompt_index]
+        assert request.response == chr(4 + i) * (1 + i % 3)
+        assert (request.prompt, request.answer) == (prompt.text, prompt.answer)
+        assert request.finish_reason == ("stop" if i % 2 else "length")
+        assert request.num_response_tokens == COUNTS[i]
+
+
+def test_ranks_without_rewards_report_the_same_names(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rewards=REWARDS)
+    _, metrics = rl_step.score(run, [])
+    run.rewards = None
+    scored, silent = rl_step.score(run, [])
+    assert (scored, silent.keys()) == ([], metrics.keys())
+    assert all(metric == Mean(0, 0) for metric in silent.values())
+
+
+def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    samples = [sample(i, r) for i, r in enumerate((1.0, math.nan, 0.0, 0.5, 0.5, 0.5))]
+    assert rl_step.sample_metrics(run, samples) == {
+        "reward/mean": 0.5,
+        "reward/max": 1.0,
+        "reward/min": 0.0,
+        "reward/abstained": 1.0,
+        "reward/format": 0.5,
+        "reward/degenerate_groups": 0.5,
+        "response/length_mean": NUM_TOKENS / 6,
+        "response/length_max": 4.0,
+        "response/truncated_fraction": 0.5,
+    }
+
+
+# --- advantages --------------------------------------------------------------------------------
+
+
+def advantages(run: RLJob, rewards: list[float], step: int = 1) -> list[float]:
+    return rl_step.advantages_of(run, [sample(i, r) for i, r in enumerate(rewards)], step)
+
+
+def test_advantages_are_relative_to_the_own_group(tmp_path: Path) -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    run = make_run(tmp_path)
+    assert advantages(run, rewards) == pytest.approx(ADVANTAGES)
+    undivided = make_run(tmp_path, "--grpo-no-std-normalization")
+    thirds = [2 / 3, -1 / 3, -1 / 3, 1 / 3, 1 / 3, -2 / 3]
+    assert advantages(undivided, rewards) == pytest.approx(thirds)
+    assert advantages(undivided, [1.0, math.nan, 0.0, 7.0, 7.0, 7.0]) == [0.5, 0, -0.5, 0, 0, 0]
+
+
+def test_an_infinite_reward_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"advantages of samples \[3, 4, 5\] are not fin"):
+        advantages(make_run(tmp_path), [1.0, 0.0, 0.0, math.inf, 1.0, 0.0])
+
+
+def test_shuffled_rewards_are_the_same_rewards_at_other_samples(tmp_path: Path) -> None:
+    """The control keeps the distribution and breaks the link to the samples, anew in every step."""
+    flags = "--grpo-group-size 48 --grpo-prompts-per-step 1 --grpo-no-std-normalization"
+    control = make_run(tmp_path, f"{flags} --rl-control shuffled-rewards")
+    rewards = [float(i) for i in range(48)]
+    plain = advantages(make_run(tmp_path, flags), rewards)
+    first, again, second = (advantages(control, rewards, step) for step in (1, 1, 2))
+    assert plain == [r - 23.5 for r in rewards]
+    assert sorted(first) == sorted(second) == plain
+    assert first == again, "all ranks must shuffle alike"
+    pairs = ((first, plain), (second, plain), (first, second))
+    spread = sum(a * a for a in plain)
+    for left, right in pairs:
+        assert abs(sum(a * b for a, b in zip(left, right, strict=True))) < 0.4 * spread
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_update", [6, 3, 2])
+def test_every_token_is_trained_once_with_its_samples_advantage(
+    tmp_path: Path, per_update: int
+) -> None:
+    run = make_run(tmp_path, f"--global-batch-size {per_update}", REWARDS)
+    samples = collected(run).samples
+    batches = rl_step.build_batches(run, samples, 1)
+    assert len(batches) == 6 // per_update
+    for number, batch in enumerate(batches):
+        ids = range(number * per_update, (number + 1) * per_update)
+        assert batch.denominators.tokens == sum(COUNTS[i] for i in ids)
+        micro = [m.batch for m in batch.micro_batches]
+        assert [i for m in micro for i in m.sample_ids] == list(ids)
+        trained = torch.cat([m.targets[m.loss_mask] for m in micro])
+        assert trained.tolist() == [t for i in ids for t in response_of(i)]
+        torch.testing.assert_close(
+            torch.cat([m.advantages for m in micro]),
+            torch.tensor([ADVANTAGES[i] for i in ids for _ in range(COUNTS[i])]),
+        )
+        logprobs = torch.cat([m.rollout_logprobs for m in micro])
+        torch.testing.assert_close(logprobs, first_table()[trained], rtol=0, atol=0)
+
+
+# --- old and reference log-probs ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_passes", "has_old"),
+    [
+        ("", 0, [False]),
+        ("--global-batch-size 2", 2, [False, True, True]),
+        ("--grpo-iterations 2", 1, [True]),
+        ("--old-logprob recompute", 1, [True]),
+        ("--old-logprob recompute --global-batch-size 3", 2, [True, True]),
+        ("--old-logprob rollout --global-batch-size 3", 0, [True, True]),
+    ],
+)
+def test_old_logprobs_are_computed_where_no_pass_has_them(
+    tmp_path: Path, flags: str, num_passes: int, has_old: list[bool]
+) -> None:
+    run = make_run(tmp_path, flags, REWARDS)
+    engine_of(run).stale = 0.125
+    batches = annotated(run)
+    assert policy_of(run).num_passes == num_passes
+    found = [[m.old_logprobs is not None for m in b.micro_batches] for b in batches]
+    assert found == [[old] * len(b.micro_batches) for old, b in zip(has_old, batches, strict=True)]
+    shift = 0.125 if "rollout" in flags else 0.0
+    for prepared in (m for b in batches for m in b.micro_batches if m.old_logprobs is not None):
+        targets = prepared.batch.targets[prepared.batch.loss_mask]
+        torch.testing.assert_close(prepared.old_logprobs, first_table()[targets] + shift)
+        assert prepared.ref_logprobs is None
+
+
+def test_reference_logprobs_are_the_references(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
+    cast(TablePolicy, run.reference).table = first_table() - 0.5
+    for batch in annotated(run):
+        for m in batch.micro_batches:
+            targets = m.batch.targets[m.batch.loss_mask]
+            torch.testing.assert_close(m.ref_logprobs, first_table()[targets] - 0.5)
+            assert m.old_logprobs is None
+
+
+def test_on_policy_samples_must_come_from_the_present_weights(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "", REWARDS)
+    samples = collected(run).samples
+    samples[2] = replace(samples[2], weights_version=3)
+    batches = rl_step.build_batches(run, samples, 1)
+    with pytest.raises(RuntimeError, match=r"samples \[2\] were sampled by other weights than ver"):
+        rl_step.annotate(run, batches, samples)
+    other = make_run(tmp_path, "--old-logprob recompute", REWARDS)
+    rl_step.annotate(other, batches, samples)
+
+
+# --- updates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["on-policy", "recompute"])
+def test_gradient_of_one_step_in_closed_form(tmp_path: Path, choice: str) -> None:
+    """-A_i / N at each token of sample i, N over the whole batch; the ratio is 1."""
+    run = make_run(tmp_path, f"--old-logprob {choice}", REWARDS)
+    metrics = whole_step(run)
+    stops = sum(ADVANTAGES[i] for i in (1, 3, 5))
+    expected = entries(own_gradient(range(6), NUM_TOKENS) | {STOP: -stops / NUM_TOKENS})
+    (found,) = policy_of(run).gradients
+    torch.testing.assert_close(found, expected)
+    assert run.version == 1
+    total = sum(a * n for a, n in zip(ADVANTAGES, COUNTS, strict=True))
+    assert value(metrics["loss/policy"]) == pytest.approx(-total / NUM_TOKENS)
+    assert value(metrics["optimizer/grad_norm"]) == pytest.approx(float(expected.norm()))
+    zero = ("policy/clip_fraction", "policy/ratio_max_deviation", "optimizer/skipped",
+            "mismatch/max_abs_logprob", "mismatch/mean_abs_logprob", "mismatch/k3")  # fmt: skip
+    assert {name: value(metrics[name]) for name in zero} == dict.fromkeys(zero, 0.0)
+
+
+def test_the_step_moves_probability_to_rewarded_samples(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "", REWARDS)
+    whole_step(run)
+    change = policy_of(run).table.detach() - first_table()
+    assert [bool(change[4 + i] > 0) for i in range(6)] == [a > 0 for a in ADVANTAGES]
+
+
+def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_path: Path) -> None:
+    """Two updates of a group each; only the stop token is in both, so only its ratio is not 1."""
+    run = make_run(tmp_path, "--global-batch-size 3 --grpo-kl-beta 0.1", REWARDS)
+    metrics = whole_step(run)
+    first, second = policy_of(run).gradients
+    torch.testing.assert_close(
+        first, entries(own_gradient(range(3), 7) | {STOP: -ADVANTAGES[1] / 7})
+    )
+    moved = ADVANTAGES[1] / 7  # of log p(stop)
+    ratio, kl = math.exp(moved), math.exp(-moved) + moved - 1
+    slope = 0.1 * 2 * (1 - math.exp(-moved)) / 8  # of the KL term, at two stop tokens
+    stop = -(ADVANTAGES[3] + ADVANTAGES[5]) * ratio / 8 + slope
+    torch.testing.assert_close(second, entries(own_gradient(range(3, 6), 8) | {STOP: stop}))
+    assert value(metrics["policy/ratio_max_deviation"]) == pytest.approx(1 - ratio)
+    assert value(metrics["loss/kl"]) == pytest.approx(2 * kl / NUM_TOKENS, rel=1e-4)
+    assert run.version == 2
+
+
+def test_iterations_repeat_the_same_batch_against_the_same_old_logprobs(tmp_path: Path) -> None:
+    unclipped = "--grpo-clamp-eps-lower 0.9 --grpo-clamp-eps-upper 0.9"
+    run = make_run(tmp_path, f"--grpo-iterations 2 {unclipped}", REWARDS)
+    whole_step(run)
+    first, second = policy_of(run).gradients
+    torch.testing.assert_close(second, first * (-first).exp())
+    assert run.version == 2
+
+
+def test_clipped_tokens_have_no_gradient(tmp_path: Path) -> None:
+    flags = "--old-logprob rollout --grpo-clamp-eps-lower 0.1 --grpo-clamp-eps-upper 0.1"
+    run = make_run(tmp_path, flags, REWARDS)
+    engine_of(run).stale = -0.5  # the ratio is e^0.5 at every token
+    metrics = whole_step(run)
+    (found,) = policy_of(run).gradients
+    scale = math.exp(0.5)
+    kept = {t: g * scale for t, g in own_gradient(range(6), NUM_TOKENS).items() if g > 0}
+    stop = -(ADVANTAGES[1] + ADVANTAGES[5]) * scale / NUM_TOKENS
+    torch.testing.assert_close(found, entries(kept | {STOP: stop}))
+    assert value(metrics["policy/clip_fraction"]) == 1.0
+
+
+@pytest.mark.parametrize("choice", ["on-policy", "recompute", "rollout"])
+@pytest.mark.parametrize("per_update", [6, 3])
+def test_mismatch_is_taken_at_the_weights_that_sampled(
+    tmp_path: Path, choice: str, per_update: int
+) -> None:
+    """Learning between the updates is not counted as a difference of engine and trainer (R14)."""
+    run = make_run(tmp_path, f"--old-logprob {choice} --global-batch-size {per_update}", REWARDS)
+    engine_of(run).stale = 0.125
+    metrics = whole_step(run)
+    assert value(metrics["mismatch/mean_abs_logprob"]) == pytest.approx(0.125)
+    assert value(metrics["mismatch/max_abs_logprob"]) == pytest.approx(0.125)
+    assert value(metrics["mismatch/k3"]) == pytest.approx(math.exp(-0.125) + 0.125 - 1, rel=1e-4)
+    known = 3 if choice == "rollout" and per_update == 3 else 6
+    counted = metrics["mismatch/mean_abs_logprob"]
+    assert isinstance(counted, Mean) and counted.weight == sum(COUNTS[:known])
+
+
+def test_a_batch_without_a_trained_token_is_skipped_and_counted(tmp_path: Path) -> None:
+    """R37: a group that answered nothing has no gradient, not NaN."""
+    run = make_run(tmp_path)
+    empty = [
+        replace(sample(i), response=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
+        for i in range(6)
+    ]
+    batches = rl_step.annotate(run, rl_step.build_batches(run, empty, 1), empty)
+    metrics = rl_step.update(run, batches)
+    assert value(metrics["optimizer/skipped"]) == 1.0
+    assert (run.version, policy_of(run).gradients) == (0, [])
+    torch.testing.assert_close(policy_of(run).table.detach(), first_table(), rtol=0, atol=0)
+
+
+def test_ranks_without_the_loss_report_the_same_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
+    batches = annotated(run)
+    spoken = rl_step.update(run, batches)
+
+    def silent(self: TablePolicy, *args: Any) -> MetricSet:
+        self.table.grad = torch.zeros(VOCAB)
+        return MetricSet()
+
+    monkeypatch.setattr(TablePolicy, "forward_backward", silent)
+    assert rl_step.update(run, batches).keys() == spoken.keys()
+
+
+# --- the probe ---------------------------------------------------------------------------------
+
+
+def test_the_probe_compares_engine_and_trainer_and_goes_back_to_training(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert rl_step.probe(run) == 0.0
+    assert run.phases.state is Phase.TRAIN
+    torch.testing.assert_close(engine_of(run).weights, first_table(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stale", [0.5, -0.002, math.nan])
+def test_an_engine_that_computes_with_stale_tensors_is_found(tmp_path: Path, stale: float) -> None:
+    """R4: its parameters are bit-equal, its log-probs are not."""
+    run = make_run(tmp_path)
+    engine_of(run).stale = stale
+    told = rf"mean \|log p.* is {abs(stale):g}, above --rl-sync-check-tol 0\.001, although"
+    with pytest.raises(RuntimeError, match=told):
+        rl_step.probe(run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ("", 1e-3),
+        ("--bf16", 5e-2),
+        ("--rollout-dtype bfloat16", 5e-2),
+        ("--bf16 --rollout-dtype float32", 5e-2),
+        ("--bf16 --rl-sync-check-tol 1e-4", 1e-4),
+    ],
+)
+def test_the_tolerance_of_the_probe_follows_the_precision(
+    tmp_path: Path, flags: str, limit: float
+) -> None:
+    """bfloat16 alone makes a mean difference of about 5e-3."""
+    run = make_run(tmp_path, flags)
+    engine_of(run).stale = 0.9 * limit
+    rl_step.probe(run)
+    engine_of(run).stale = 1.1 * limit
+    with pytest.raises(RuntimeError, match=f"above --rl-sync-check-tol {limit:g}"):
+        rl_step.probe(run)
