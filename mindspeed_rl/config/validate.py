@@ -262,8 +262,8 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     wide = rollout.rollout_dtype == "float32" or (
         rollout.rollout_dtype == "auto" and not config.train.bf16
     )
-    heads = max(1, spec.num_kv_heads // rollout.rl_inference_tensor_model_parallel_size)
-    token_bytes = 2 * spec.num_layers * heads * spec.head_dim * (4 if wide else 2)
+    tp = rollout.rl_inference_tensor_model_parallel_size
+    token_bytes = spec.num_layers * spec.cached_values(tp) * (4 if wide else 2)
     needed_gb = limit * token_bytes / 2**30
     if rollout.rollout_kv_cache_gb < needed_gb:
         raise ValueError(

@@ -26,11 +26,14 @@ _RESERVED_FOR: Mapping[str, str] = MappingProxyType(
         "num_gpu_blocks_override",
         "use --seed": "seed",
         "use --rollout-tp": "tensor_parallel_size",
-        "an engine is one pipeline stage of --rollout-tp ranks, and engines share the prompts as "
-        "replicas": "pipeline_parallel_size data_parallel_* prefill_context_parallel_size "
-        "decode_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size",
-        "the layout of the weights knows no experts in the engine": "enable_expert_parallel "
-        "enable_eplb eplb_config expert_placement_strategy enable_ep_weight_filter",
+        "use --rollout-ep": "enable_expert_parallel",
+        "an engine is one pipeline stage of --rollout-tp x --rollout-dp ranks, and engines share "
+        "the prompts as replicas": "pipeline_parallel_size data_parallel_* "
+        "prefill_context_parallel_size decode_context_parallel_size enable_elastic_ep "
+        "elastic_ep_max_dp_size",
+        "use --rollout-dp": "data_parallel_size",
+        "the layout of the weights knows no such placement of experts": "enable_eplb "
+        "eplb_config expert_placement_strategy enable_ep_weight_filter",
         "engines run in the training processes, which torchrun starts": "worker_cls "
         "worker_extension_cls distributed_executor_backend nnodes node_rank master_addr "
         "master_port device_ids",

@@ -203,6 +203,12 @@ class ModelSpec:
         """Whether a layer (from 0) has experts instead of a dense MLP."""
         return self.moe is not None and self.moe.layers[layer]
 
+    def cached_values(self, tp: int) -> int:
+        """Elements that an engine of ``tp`` ranks caches per token and layer on each rank."""
+        if self.latent:
+            return self.kv_a_size
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
+
     def dims(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The sizes behind dimension names, e.g. ``("q_size", "hidden_size")``."""
         return tuple(int(getattr(self, name)) for name in names)

@@ -82,7 +82,13 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
-        settings |= _model_settings(layout)
+        own = _model_settings(layout)
+        if clash := sorted(set(own) & set(options)):
+            raise ValueError(
+                f"--vllm-{clash[0].replace('_', '-')}: this model needs a value of its own "
+                f"({own[clash[0]]}); remove the flag"
+            )
+        settings |= own
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
             self._llm = self._build(model_dir, settings | dict(options))
         self._engine: Any = self._llm.llm_engine
