@@ -62,7 +62,7 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
 
 def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
-    from mindspeed_rl.checkpoint.hf import load_hf
+    from mindspeed_rl.orchestration import training
     from mindspeed_rl.orchestration.rl_job import rollout_dtype
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
     from mindspeed_rl.rollout.vllm_versions import installed_layout
@@ -82,7 +82,7 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
         options={"max_logprobs": -1, **config.vllm_options},
     )
     engine.begin_update()
-    load_hf(config.model.hf_checkpoint, layout, rank, engine.weight_views())
+    training.load_weights(job, layout, engine.weight_views())
     engine.finish_update(0)
     mine = range(layout.engine.group_of(rank), len(sequences.length), layout.engine.num_groups)
     scores = engine.score(

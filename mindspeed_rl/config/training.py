@@ -107,6 +107,11 @@ class CheckpointConfig:
         "Write a Hugging Face checkpoint here at the end of the run; an earlier export is "
         "replaced, anything else is refused. RL: empty takes OUTPUT_DIR/hf.",
     )
+    keep_mtp: bool = flag(
+        False,
+        "Copy the multi-token-prediction layers of --hf-checkpoint unchanged into every Hugging "
+        "Face checkpoint that is written; they are never trained. Without it they are left out.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.outputs import check_paths
-from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -127,6 +127,7 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             "former or raise the latter"
         )
     base = _check_common(config.model, config.parallel, config.train, world)
+    _check_mtp(config.checkpoint, config.model, base.spec)
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
         config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
@@ -204,12 +205,21 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
     _check_steps(config.train)
     check_paths(config)
     base = _check_common(config.model, config.parallel, config.train, world)
+    _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
         raise ValueError(
             f"--global-batch-size {config.train.global_batch_size}: must be a positive multiple "
             f"of the data-parallel size {base.parallel.dp}"
         )
     return base
+
+
+def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec) -> None:
+    if checkpoint.keep_mtp and not spec.num_mtp_layers:
+        raise ValueError(
+            f"--keep-mtp: {model.hf_checkpoint}/config.json has no multi-token-prediction layers "
+            "(num_nextn_predict_layers); remove the flag"
+        )
 
 
 def _check_steps(train: TrainConfig) -> None:

@@ -261,11 +261,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """All rows of a family, keyed by HF tensor names."""
+    """All rows of a family, keyed by HF tensor names.
+
+    ``config_keys`` are keys of config.json, and their values, that every model of the family has
+    and that some reader guesses wrongly where they are absent; exports always hold them.
+    """
 
     family: str
     architectures: tuple[str, ...]
     blocks: tuple[Block, ...]
+    config_keys: tuple[tuple[str, str], ...] = ()
 
     def trainer_rows(self, spec: ModelSpec) -> tuple[Row, ...]:
         """The rows that a model of this spec has in the trainer."""

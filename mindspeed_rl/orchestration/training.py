@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.checkpoint.hf import HfWriter, load_hf
+from mindspeed_rl.checkpoint.hf import load_hf, read_tensor, weight_files
+from mindspeed_rl.checkpoint.hf_writer import HfWriter
+from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
+from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.parallel.groups import check_equal_nodes
-from mindspeed_rl.resharding.executor import Resharder, Round
+from mindspeed_rl.resharding.executor import Resharder, Round, wire_dtype
+from mindspeed_rl.resharding.layouts.base import TableLayout
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.trainer import parallel_state
@@ -51,11 +55,32 @@ def build_engine(
         num_updates=num_updates,
         temperature=temperature,
     )
-    load_hf(
-        config.model.hf_checkpoint, job.plan.megatron, job.world.rank, engine.named_parameters()
-    )
+    if role == "policy":
+        kept_mtp(job)  # what an export would lack is told before the run, not after it
+    load_weights(job, job.plan.megatron, engine.named_parameters(), tell=role == "policy")
     engine.weights_changed()
     return engine
+
+
+def load_weights(
+    job: Job[Any, RunPlan],
+    layout: TableLayout,
+    params: Mapping[str, torch.Tensor],
+    tell: bool = True,
+) -> None:
+    """Fill ``params`` from ``--hf-checkpoint``; ``tell`` on rank 0 what is left out. Local.
+
+    Raises:
+        ValueError: weights that do not fit the model.
+    """
+    checkpoint = job.config.model.hf_checkpoint
+    mtp = mtp_tensors(layout.spec, weight_files(checkpoint))
+    if mtp and tell:
+        job.say(
+            f"--hf-checkpoint {checkpoint}: left out are {len(mtp)} tensors of multi-token "
+            f"prediction (layers: {layout.spec.num_mtp_layers})"
+        )
+    load_hf(checkpoint, layout, job.world.rank, params, left_out=mtp)
 
 
 def initialize_parallel(job: Job[Any, RunPlan]) -> None:
@@ -98,7 +123,7 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: in
     rank, platform = job.world.rank, job.platform
     source = job.plan.megatron
     writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
-    files = HfFileLayout(source.hf_shapes, writers)
+    files = HfFileLayout.of(source, writers)
     dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
     resharder = Resharder(
         source,
@@ -112,7 +137,9 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: in
     if rank not in writers:
         resharder.run(engine.named_parameters(), {})
     else:
-        with HfWriter(target, job.config.model.hf_checkpoint, dtype, step=step) as writer:
+        checkpoint = job.config.model.hf_checkpoint
+        keys = export_keys(job)
+        with HfWriter(target, checkpoint, dtype, step=step, config_keys=keys) as writer:
             staging = _Staging(files, dtype, platform.device)
 
             def write(part: Round) -> None:
@@ -120,7 +147,37 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: in
                     writer.add(name, staging.pop(name))
 
             resharder.run(engine.named_parameters(), staging, after_round=write)
+            for name, file in kept_mtp(job).items():
+                writer.add(name, read_tensor(file, name))
     dist.barrier()
+
+
+def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
+    """With ``--keep-mtp``: the tensors to copy unchanged into every export, and their files.
+
+    Raises:
+        ValueError: the checkpoint has none.
+    """
+    if not job.config.checkpoint.keep_mtp:
+        return {}
+    checkpoint = job.config.model.hf_checkpoint
+    files = weight_files(checkpoint)
+    found = mtp_tensors(job.plan.spec, files)
+    if not found:
+        raise ValueError(
+            f"--keep-mtp: {checkpoint} has no multi-token-prediction layers; remove the flag, or "
+            "give a checkpoint that has them (num_nextn_predict_layers in config.json, and "
+            "weights behind the last layer)"
+        )
+    return {name: files[name] for name in found}
+
+
+def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
+    """Keys of the export's config.json that may differ from the source's."""
+    keys = dict(weight_table(job.plan.spec.family).config_keys)
+    if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
+        keys["num_nextn_predict_layers"] = 0
+    return keys
 
 
 class _Staging(dict[str, torch.Tensor]):
@@ -132,5 +189,6 @@ class _Staging(dict[str, torch.Tensor]):
 
     def __missing__(self, name: str) -> torch.Tensor:
         shape = self._layout.hf_shapes[name]
-        self[name] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dtype = wire_dtype(self._layout.dtype_of(name), self._dtype)
+        self[name] = torch.empty(shape, dtype=dtype, device=self._device)
         return self[name]

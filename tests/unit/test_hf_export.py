@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_rl.checkpoint.hf import HfWriter
+from mindspeed_rl.checkpoint.hf_writer import HfWriter
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ TABLE = WeightTable(
     family="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     blocks=(EMBEDDING, LATENT_ATTENTION, DENSE_MLP, EXPERTS, HEAD),
+    # transformers 5 leaves them out; vLLM then routes by softmax and without the bias
+    config_keys=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
 )
 # transformers gives the norms of latent attention their default, whatever the config says
 _LATENT_NORM_EPS = 1e-6

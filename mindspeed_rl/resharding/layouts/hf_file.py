@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import Piece, Shard
+from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,22 @@ class HfFileLayout:
     Args:
         hf_shapes: the tensors, in order of writing.
         writers: the ranks that write files.
+        dtypes: element types of tensors that have one of their own, whatever the model's is.
     """
 
     hf_shapes: Mapping[str, tuple[int, ...]]
     writers: range = range(1)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: ShardLayout, writers: range = range(1)) -> HfFileLayout:
+        """The files of the tensors of ``source``, with the element types that it declares."""
+        declared = {name: source.dtype_of(name) for name in source.hf_shapes}
+        return cls(source.hf_shapes, writers, {n: dtype for n, dtype in declared.items() if dtype})
 
     def dtype_of(self, hf_name: str) -> str:
-        """The writer decides."""
-        return ""
+        """The declared element type of a tensor; empty: that of the model."""
+        return self.dtypes.get(hf_name, "")
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
         """One shard: the whole tensor."""

@@ -1,0 +1,174 @@
+"""Hugging Face checkpoints: write shards beside the target, rename when complete (R50, layer 1)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mindspeed_rl.checkpoint.hf import INDEX, SINGLE
+from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
+
+# Files of a checkpoint directory that describe the model rather than hold weights.
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class HfWriter:
+    """Writes a sharded safetensors checkpoint next to its target and renames it when complete.
+
+    Use as a context manager; leaving it through an exception removes what was written. Entering it
+    raises ``ValueError`` when the target exists and is no export.
+
+    Args:
+        target: directory to create; an earlier export is replaced, anything else is refused.
+        source: directory whose config and tokenizer files are copied; never written to.
+        dtype: element type of the model, written into config.json.
+        step: steps of the run that the weights come from, for the record.
+        config_keys: keys of config.json that the export has to set.
+        shard_bytes: size at which a new file begins.
+
+    Raises:
+        OSError: a file could not be written (full disk). Nothing of the export is left; the source
+            and an earlier export are as they were.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        source: str | Path,
+        dtype: torch.dtype,
+        *,
+        step: int,
+        config_keys: Mapping[str, Any] | None = None,
+        shard_bytes: int = 4 << 30,
+    ) -> None:
+        self._target = Path(target)
+        self._source = Path(source)
+        self._dtype = dtype
+        self._step = step
+        self._config_keys = dict(config_keys or {})
+        self._shard_bytes = shard_bytes
+        self._work = self._target.with_name(f".{self._target.name}.tmp{os.getpid()}")
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+
+    def __enter__(self) -> HfWriter:
+        refuse_foreign_target(self._target)
+        with self._told():
+            shutil.rmtree(self._work, ignore_errors=True)
+            self._work.mkdir(parents=True)
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one whole tensor, in its own element type."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            with self._told():
+                self._flush()
+        self._pending[name] = tensor.detach().to("cpu").contiguous()
+        self._pending_bytes += size
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                with self._told():
+                    self._finish()
+        finally:
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors of the file system, with what they mean for the export."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"--export-hf {self._target}: writing failed: {error}. Nothing of this export is "
+                "left, and the checkpoint it came from and an earlier export are as they were; "
+                "free space or choose another directory, then resume the run with --load"
+            ) from error
+
+    def _finish(self) -> None:
+        if self._pending:
+            self._flush()
+        self._name_files()
+        self._copy_side_files()
+        self._write_record()
+        for file in self._work.iterdir():
+            _sync(file)
+        _sync(self._work)
+        old = self._target.with_name(f".{self._target.name}.old{os.getpid()}")
+        if self._target.exists():
+            os.rename(self._target, old)
+        os.rename(self._work, self._target)
+        _sync(self._target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _flush(self) -> None:
+        file = self._work / f"part-{len(self._files):05d}.safetensors"
+        save_file(self._pending, str(file), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _name_files(self) -> None:
+        """Names as transformers expects them: one file, or numbered shards with an index."""
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._files):
+            name = SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            os.rename(self._work / f"part-{i:05d}.safetensors", self._work / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._work / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+    def _write_record(self) -> None:
+        record = export_record(self._step, [file.name for file in self._work.iterdir()])
+        (self._work / EXPORT_RECORD).write_text(json.dumps(record, indent=2))
+
+    def _copy_side_files(self) -> None:
+        for name in _SIDE_FILES:
+            if (self._source / name).is_file():
+                shutil.copyfile(self._source / name, self._work / name)
+        config = json.loads((self._source / "config.json").read_text())
+        # transformers 5 writes "dtype", versions before it read "torch_dtype" only
+        for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
+            config[key] = str(self._dtype).removeprefix("torch.")
+        (self._work / "config.json").write_text(json.dumps(config | self._config_keys, indent=2))
+
+
+def _sync(path: Path) -> None:
+    """Data before names: after a power cut a complete name must not point at unwritten blocks."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

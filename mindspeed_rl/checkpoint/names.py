@@ -1,0 +1,86 @@
+"""Names of the tensors of a Hugging Face checkpoint: which are expected, and which are left out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+
+from mindspeed_rl.models.spec import ModelSpec
+
+# Buffers that old versions of transformers wrote; every model computes them.
+_BUFFERS = ("rotary_emb.inv_freq",)
+# Companions of the weights in quantised checkpoints.
+_SCALES = (".weight_scale_inv", ".weight_scale", ".qweight", ".qzeros", ".scales", ".absmax")
+_NUMBER = re.compile(r"\d+")
+
+DEQUANTIZE = (
+    "convert the checkpoint to bfloat16 first (DeepSeek: inference/fp8_cast_bf16.py of the "
+    "model's repository)"
+)
+
+
+def mtp_tensors(spec: ModelSpec, names: Iterable[str]) -> list[str]:
+    """The tensors of multi-token-prediction layers, which follow the layers of the model."""
+    layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return sorted(name for name in names if name.startswith(prefixes))
+
+
+def check_names(where: str, found: Collection[str], expected: Collection[str]) -> None:
+    """Refuse tensors that the model lacks, and the lack of tensors that it has.
+
+    Args:
+        where: the checkpoint, as the user names it.
+        found: names in the checkpoint, without those that are left out on purpose.
+        expected: names that the model has.
+
+    Raises:
+        ValueError: with counts, examples and the nearest tensors of the model.
+    """
+    known = set(expected)
+    missing = sorted(known - set(found))
+    # transformers writes the head of a tied model only sometimes; it is the embedding again
+    unknown = sorted(
+        name for name in set(found) - known - {"lm_head.weight"} if not name.endswith(_BUFFERS)
+    )
+    if scales := [name for name in unknown if name.endswith(_SCALES)]:
+        raise ValueError(
+            f"{where}: the weights are quantised ({len(scales)} tensors of scales, like "
+            f"{scales[0]}); {DEQUANTIZE}"
+        )
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(known)} tensors are missing: {_some(missing)}")
+    if unknown:
+        nearest = nearest_name(unknown[0], known)
+        problems.append(
+            f"{len(unknown)} unknown: {_some(unknown)} (nearest to the first: {nearest})"
+        )
+    if problems:
+        raise ValueError(
+            f"{where}: weights do not match config.json; {'; '.join(problems)}; give the "
+            "config.json and the weights of one model"
+        )
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that is spelled most alike; numbers count less than words."""
+    candidates = sorted(known)
+    if not candidates:
+        return "none"
+    pattern = _NUMBER.sub("N", name)
+    patterns = sorted({_NUMBER.sub("N", candidate) for candidate in candidates})
+    best = difflib.get_close_matches(pattern, patterns, n=1, cutoff=0.0)[0]
+    numbers = _NUMBER.findall(name)
+    alike = [candidate for candidate in candidates if _NUMBER.sub("N", candidate) == best]
+    return max(
+        alike,
+        key=lambda candidate: sum(
+            a == b for a, b in zip(_NUMBER.findall(candidate), numbers, strict=False)
+        ),
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
