@@ -29,7 +29,8 @@ _RESERVED_FOR: Mapping[str, str] = MappingProxyType(
         "use --rollout-ep": "enable_expert_parallel",
         "an engine is one pipeline stage of --rollout-tp x --rollout-dp ranks, and engines share "
         "the prompts as replicas": "pipeline_parallel_size data_parallel_* "
-        "prefill_context_parallel_size decode_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size",
+        "prefill_context_parallel_size decode_context_parallel_size enable_elastic_ep "
+        "elastic_ep_max_dp_size",
         "use --rollout-dp": "data_parallel_size",
         "the layout of the weights knows no such placement of experts": "enable_eplb "
         "eplb_config expert_placement_strategy enable_ep_weight_filter",
