@@ -138,21 +138,17 @@ def with_logprobs(
 
 
 def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:
-    """A job as the RL entry would build it, on the CPU platform; nobody watches its phases."""
+    """A job as the RL entry would build it, on the CPU platform; nobody watches its phases.
+
+    Dropout, which RL refuses, is allowed: the trainer has it in supervised runs.
+    """
     argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", "cpu"]
-    argv += [
-        "--max-prompt-length",
-        "64",
-        "--rollout-max-response-length",
-        "64",
-        "--train-iters",
-        "1",
-    ]
+    argv += ["--max-prompt-length", "64", "--rollout-max-response-length", "64"]
     argv += ["--output-dir", str(Path(model).parent / "out")]
+    argv += ["--train-iters", "1"]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
-    # RL refuses dropout; the trainer's tests use it to exercise random states
-    steady = replace(config.model, hidden_dropout=0.0, attention_dropout=0.0)
-    plan = check_rl(replace(config, model=steady), world.size)
+    without_dropout = replace(config, model=replace(config.model, hidden_dropout=0.0))
+    plan = check_rl(without_dropout, world.size)
     platform = select_platform("cpu")
     platform.install()
     watchdog = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))
