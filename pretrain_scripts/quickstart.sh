@@ -4,25 +4,33 @@
 # processes), evaluates on held-out prompts and exports a Hugging Face checkpoint.
 #
 # usage: pretrain_scripts/quickstart.sh [--seed N] [--control shuffled-rewards] [--output DIR]
+#                                       [--family qwen2|llama|qwen3|qwen3_moe|deepseek_v3]
 #                                       [flags of mindspeed_rl.train_rl ...]
+#
+# Families with experts train with expert parallelism 2 and roll out in another layout.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SEED="${SEED:-0}"
+FAMILY="${FAMILY:-qwen2}"
 OUTPUT="${OUTPUT:-}"
 CONTROL="${CONTROL:-none}"
 EXTRA=()
 while (( $# )); do
     case "$1" in
-        -h|--help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-        --seed|--control|--output)
+        -h|--help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --seed|--control|--output|--family)
             (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
-            case "$1" in --seed) SEED="$2" ;; --control) CONTROL="$2" ;; --output) OUTPUT="$2" ;; esac
+            case "$1" in
+                --seed) SEED="$2" ;; --control) CONTROL="$2" ;;
+                --output) OUTPUT="$2" ;; --family) FAMILY="$2" ;;
+            esac
             shift 2 ;;
         *) EXTRA+=("$1"); shift ;;
     esac
 done
 NAME="seed$SEED"; [[ "$CONTROL" == none ]] || NAME+="-$CONTROL"
+[[ "$FAMILY" == qwen2 ]] || NAME="$FAMILY-$NAME"
 OUTPUT="${OUTPUT:-$ROOT/outputs/quickstart/$NAME}"
 
 NNODES="${NNODES:-1}"
@@ -39,8 +47,23 @@ NPROC_PER_NODE="${NPROC_PER_NODE:-4}"
 NODE_RANK="${NODE_RANK:-0}"
 MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
 MASTER_PORT="${MASTER_PORT:-$(( 20000 + RANDOM % 20000 ))}"
-TP="${TP:-2}"
-PP="${PP:-2}"
+KV_CACHE_GB=0.0078125
+ROLLOUT_LAYOUT=(--rollout-tp 1)
+case "$FAMILY" in
+    qwen2|llama|qwen3)
+        LAYOUT=(--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2) ;;
+    qwen3_moe)
+        LAYOUT=(--pipeline-model-parallel-size 2 --expert-model-parallel-size 2)
+        ROLLOUT_LAYOUT=(--rollout-tp 2 --rollout-ep 2) ;;
+    deepseek_v3)
+        LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel
+                --expert-model-parallel-size 2 --expert-tensor-parallel-size 1)
+        KV_CACHE_GB=0.03125 ;;
+    *)
+        echo "quickstart: --family $FAMILY: allowed are qwen2, llama, qwen3, qwen3_moe," \
+            "deepseek_v3" >&2
+        exit 2 ;;
+esac
 
 DATA="$OUTPUT/data"; MODEL="$OUTPUT/model"; WARM="$OUTPUT/warm_start"; RL="$OUTPUT/rl"
 mkdir -p "$OUTPUT"
@@ -50,8 +73,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
 )
 MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
-    --use-distributed-optimizer --make-vocab-size-divisible-by 8
+    "${LAYOUT[@]}" --use-distributed-optimizer --make-vocab-size-divisible-by 8
 )
 TRAIN_ARGS=(--clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.0 --seed "$SEED")
 SFT_ARGS=(
@@ -68,8 +90,8 @@ RL_ARGS=(
     --output-dir "$RL" --overwrite-output-dir
 )
 ROLLOUT_ARGS=(
-    --rollout-tp 1 --max-prompt-length 16 --rollout-max-response-length 7
-    --rollout-kv-cache-gb 0.0078125 --vllm-block-size 32 --vllm-max-num-seqs 256
+    "${ROLLOUT_LAYOUT[@]}" --max-prompt-length 16 --rollout-max-response-length 7
+    --rollout-kv-cache-gb "$KV_CACHE_GB" --vllm-block-size 32 --vllm-max-num-seqs 256
 )
 
 make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
@@ -80,7 +102,7 @@ make_data --num-rows 4000 --seed "$((1000 + SEED))" --output "$DATA/sft.jsonl"
 make_data --num-rows 16000 --seed "$((2000 + SEED))" --output "$DATA/rl.jsonl"
 make_data --num-rows 500 --seed 3000 --split heldout --output "$DATA/heldout.jsonl" \
     --disjoint-from "$DATA/sft.jsonl" "$DATA/rl.jsonl"
-"$PYTHON" "$ROOT/tools/make_tiny_model.py" --output "$MODEL" --seed "$SEED"
+"$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
 
 echo "== warm start: supervised, on right answers only"
 launch mindspeed_rl.pretrain --hf-checkpoint "$MODEL" \
