@@ -1,8 +1,11 @@
-"""The Hugging Face writer replaces an earlier export and nothing else."""
+"""The Hugging Face writer replaces an earlier export and nothing else, and only when complete."""
 
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,79 @@ def test_files_of_others_survive(tmp_path: Path, source: Path, ours: bool) -> No
         export(target, source, 2.0, 2)
     assert (target / "data.txt").read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["precious", "source"]
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let files grow beyond this, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [
+        (8192, [100, 5000]),  # while shards are written, the second does not fit
+        (8192, [5000]),  # the last shard, when the export is finished
+        (600, [100]),  # the weights fit, the tokenizer does not
+    ],
+)
+def test_a_full_disk_leaves_nothing_that_looks_complete(
+    tmp_path: Path, source: Path, limit: int, sizes: list[int]
+) -> None:
+    (source / "tokenizer.json").write_text("x" * 1000)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    target = tmp_path / "hf"
+    export(target, source, 1.0, 1)
+
+    def write() -> None:
+        with HfWriter(target, source, torch.float32, step=2, shard_bytes=2000) as writer:
+            for number, size in enumerate([*sizes, 1]):
+                writer.add(f"w{number}", torch.zeros(size))
+
+    message = r"--export-hf .*hf: writing failed: .*File too large.* free space or choose another"
+    with pytest.raises(OSError, match=message), largest_file(limit):
+        write()
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert load_file(target / "model.safetensors")["weight"].tolist() == [1.0, 1.0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "source"], "no leftovers"
+    write()
+    assert json.loads((target / "export.json").read_text())["step"] == 2
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, source: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        HfWriter(tmp_path / "hf", source, torch.float32, step=1) as writer,
+    ):
+        writer.add("weight", torch.zeros(2))
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
+        ({}, {"torch_dtype": "bfloat16"}),
+    ],
+)
+def test_the_config_tells_the_type_of_the_model(
+    tmp_path: Path, source: Path, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    """A tensor keeps its own type; the config has that of the model and the keys of its family."""
+    (source / "config.json").write_text(json.dumps({"layers": 2} | given))
+    keys = {"scoring_func": "sigmoid"}
+    with HfWriter(tmp_path / "hf", source, torch.bfloat16, step=1, config_keys=keys) as writer:
+        writer.add("weight", torch.zeros(2, dtype=torch.bfloat16))
+        writer.add("bias", torch.full((1,), 0.1))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert weights["bias"].dtype == torch.float32
+    assert weights["weight"].dtype == torch.bfloat16
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written == {"layers": 2, **expected, **keys}

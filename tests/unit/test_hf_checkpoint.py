@@ -1,0 +1,289 @@
+"""Hugging Face checkpoints that are broken, of another model, or hold more than the model (R50)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.family_models import FAMILY_CASES, write_family_model
+
+from mindspeed_rl.checkpoint.hf import INDEX, load_hf, read_tensor, weight_files
+from mindspeed_rl.checkpoint.names import check_names, mtp_tensors, nearest_name
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+
+MTP = "model.layers.4.eh_proj.weight"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards and an index; a multi-token-prediction layer behind the four of the model."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "deepseek"
+    write_family_model(FAMILY_CASES["deepseek"], folder)
+    weights = load_file(folder / "model.safetensors")
+    weights |= {
+        MTP: torch.randn(32, 64).to(torch.bfloat16),
+        "model.layers.4.embed_tokens.weight": torch.randn(67, 32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    shard(folder, weights)
+    edit_config(folder, num_nextn_predict_layers=1)
+    return folder
+
+
+def shard(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    names = sorted(weights)
+    halves = (names[: len(names) // 2], names[len(names) // 2 :])
+    weight_map = {}
+    for number, half in enumerate(halves, start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in half}, folder / file)
+        weight_map |= dict.fromkeys(half, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def all_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def layout_of(folder: Path) -> MegatronLayout:
+    spec = spec_from_hf_config(read_hf_config(folder))
+    parallel = ParallelLayout.build(world=1, stages=even_stages(spec.num_layers))
+    return MegatronLayout(spec, parallel, 8)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The folder as one rank of the trainer sees it."""
+    layout = layout_of(folder)
+    params = {
+        name: torch.full(shape, torch.nan, dtype=dtype)
+        for name, shape in layout.local_shapes(0).items()
+    }
+    load_hf(folder, layout, 0, params, left_out=mtp_tensors(layout.spec, weight_files(folder)))
+    return params
+
+
+def test_only_layers_of_the_model_are_loaded(deepseek: Path) -> None:
+    """Layers of multi-token prediction and buffers of old versions are left out, by name."""
+    files = weight_files(deepseek)
+    spec = spec_from_hf_config(read_hf_config(deepseek))
+    assert mtp_tensors(spec, files) == [MTP, "model.layers.4.embed_tokens.weight"]
+    params = load(deepseek)
+    assert not any(p.isnan().any() for p in params.values())
+    kept = read_tensor(files[MTP], MTP)
+    assert kept.dtype == torch.bfloat16
+    assert torch.equal(kept, all_weights(deepseek)[MTP])
+
+
+def test_layers_behind_the_last_need_the_config_to_say_so(deepseek: Path, tmp_path: Path) -> None:
+    folder = copy(deepseek, tmp_path)
+    edit_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match=r"2 unknown: model\.layers\.4\.eh_proj\.weight, model"):
+        load(folder)
+
+
+def copy(source: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    return folder
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def empty(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+
+
+def lose_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def break_index(folder: Path) -> None:
+    (folder / INDEX).write_text("{}")
+
+
+def misplace(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def lose_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+def wider(folder: Path) -> None:
+    edit_config(folder, intermediate_size=56)
+
+
+def drop_and_add(folder: Path) -> None:
+    weights = all_weights(folder)
+    name = "model.layers.2.mlp.experts.3.gate_proj.weight"
+    weights["model.layers.2.mlp.expert.3.gate_proj.weight"] = weights.pop(name)
+    shard(folder, weights)
+
+
+def to_fp8(folder: Path) -> None:
+    weights = all_weights(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    shard(folder, weights)
+
+
+def add_scales(folder: Path) -> None:
+    weights = all_weights(folder)
+    shard(folder, weights | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})
+
+
+def unknown_architecture(folder: Path) -> None:
+    edit_config(folder, architectures=["MambaForCausalLM"])
+
+
+def quantised_config(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (truncate, r"00002\.safetensors: truncated or unreadable .*not fully covered"),
+        (empty, r"00001-of-00002\.safetensors: truncated or unreadable .*header too small"),
+        (lose_shard, r"1 of the 2 files that .*index\.json names are missing, first model-00002"),
+        (break_index, r"index\.json: no index of safetensors files: KeyError\('weight_map'\)"),
+        (misplace, r"00001-.*: lacks model\.norm\.weight, which .*index\.json says is there"),
+        (lose_index, r"neither model\.safetensors\.index\.json nor model\.safetensors is there"),
+        (
+            wider,
+            r"mlp\.gate_proj\.weight has shape \(48, 32\), config\.json implies \(56, 32\); give",
+        ),
+        (
+            drop_and_add,
+            r"1 of \d+ tensors are missing: model\.layers\.2\.mlp\.experts\.3\.gate_proj\.weight; "
+            r"1 unknown: model\.layers\.2\.mlp\.expert\.3\.gate_proj\.weight \(nearest to the "
+            r"first: model\.layers\.2\.mlp\.experts\.3\.gate_proj\.weight\)",
+        ),
+        (to_fp8, r"up_proj\.weight has the element type F8_E4M3, .* convert the checkpoint"),
+        (add_scales, r"quantised \(1 tensors of scales, .*weight_scale_inv\); convert the check"),
+        (quantised_config, r"quantization_config: .*convert the checkpoint to bfloat16 first"),
+        (unknown_architecture, r"architectures \['MambaForCausalLM'\] are not supported; known"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_checkpoints_are_told(
+    deepseek: Path, tmp_path: Path, spoil: Callable[[Path], None], told: str
+) -> None:
+    folder = copy(deepseek, tmp_path)
+    load(folder)
+    spoil(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match=told):
+        load(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_layout_that_does_not_divide_is_refused_before_loading(deepseek: Path) -> None:
+    spec = spec_from_hf_config(read_hf_config(deepseek))
+    parallel = ParallelLayout.build(world=3, stages=even_stages(spec.num_layers), tp=3)
+    with pytest.raises(ValueError, match=r"--tensor-model-parallel-size .* 3 does not divide .*"):
+        MegatronLayout(spec, parallel, 8)
+
+
+def test_weights_are_cast_to_the_parameter(deepseek: Path) -> None:
+    exact, rounded = load(deepseek), load(deepseek, torch.bfloat16)
+    assert all(torch.equal(rounded[name], p.to(torch.bfloat16)) for name, p in exact.items())
+
+
+def test_nearest_name_prefers_words_and_then_numbers() -> None:
+    known = [
+        f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(20) for e in range(8)
+    ]
+    known += ["model.norm.weight", "lm_head.weight"]
+    found = nearest_name("model.layers.17.mlp.expert.5.up_proj.weight", known)
+    assert found == "model.layers.17.mlp.experts.5.up_proj.weight"
+    assert nearest_name("norm.weight", known) == "model.norm.weight"
+
+
+def test_names_are_checked_with_counts() -> None:
+    with pytest.raises(ValueError, match=r"here: .* 2 of 2 tensors are missing: a, b; 4 unknown: "):
+        check_names("here", list("cdef"), ["a", "b"])
+    check_names("here", ["a", "lm_head.weight", "model.layers.0.rotary_emb.inv_freq"], ["a"])
+
+
+MEASURE = """
+import sys, threading, time
+import torch
+from safetensors.torch import load_file
+from mindspeed_rl.checkpoint.hf import load_hf
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+
+folder, num_tensors, whole = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "whole"
+shapes = {f"w{i}": (1024, 1024) for i in range(num_tensors)}
+params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+for param in params.values():
+    param.fill_(1)  # the pages exist now
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+peak, running = 0, True
+
+def watch():
+    global peak
+    while running:
+        peak = max(peak, anonymous_bytes())
+        time.sleep(0.0005)
+
+thread = threading.Thread(target=watch)
+before = anonymous_bytes()
+thread.start()
+if whole:
+    weights = load_file(folder + "/model.safetensors")
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+    time.sleep(0.01)
+else:
+    load_hf(folder, HfFileLayout(shapes), 0, params)
+running = False
+thread.join()
+print(peak - before)
+"""
+
+
+def test_loading_keeps_one_rectangle_in_memory(tmp_path: Path) -> None:
+    """24 tensors of 4 MiB in fp32: a copy of the model would be 96 MiB."""
+    save_file(
+        {f"w{i}": torch.full((1024, 1024), float(i)) for i in range(24)},
+        tmp_path / "model.safetensors",
+    )
+
+    def measured(how: str) -> int:
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), "24", how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        return int(done.stdout)
+
+    assert measured("whole") > 90 << 20, "the measurement sees a copy of the model"
+    assert measured("streamed") < 12 << 20
