@@ -1,4 +1,4 @@
-"""Supervised entry: ``torchrun ... -m mindspeed_rl.pretrain``, used for warm starts before RL."""
+"""Supervised entry: ``torchrun ... -m mindspeed_rl.pretrain``: fine-tuning and pretraining."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from mindspeed_rl.config.validate import RunPlan, check_pretrain
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.supervised import SupervisedDataset, SupervisedExample
+    from mindspeed_rl.data.batches import SampleSource, StepSamples
+    from mindspeed_rl.data.supervised import SupervisedDataset
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 SftJob = Job[PretrainRunConfig, RunPlan]
 
+# Flags of Megatron that choose other data or another loss; in RL they mean nothing.
+OTHER_DATA = (
+    *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path"),
+    *("--per-split-data-args-path", "--mock-data", "--fim-data", "--dataloader-type"),
+    *("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"),
+)
+
 
 def main(job: SftJob) -> None:
-    """Train on prompt and solution pairs; the loss is on the solution."""
-    from mindspeed_rl.data.sampler import PromptSampler
+    """Train on prompt and solution pairs, or on rows of indexed data."""
     from mindspeed_rl.observability.loggers import RunLogger
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.orchestration import checkpoints, results, training
 
     train, logs = job.config.train, job.config.logging
+    if job.config.sft.stage == "pretrain":
+        refuse_other_data(job.ignored)
     training.initialize_parallel(job)
-    examples = load_examples(job)
+    source = load_source(job)
     engine = training.build_engine(job, "policy", train.train_iters)
-    sampler = PromptSampler(
-        len(examples), train.seed, job.config.sft.shuffle, fingerprint=examples.fingerprint
-    )
-    describe(job, examples)
+    describe(job, source)
     loaded = checkpoints.load(job, engine)
     if loaded.extra:
-        sampler.load_state_dict(
+        source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
         )
     results.claim(job, loaded.step)
@@ -46,18 +52,21 @@ def main(job: SftJob) -> None:
     with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir) as logger:
         logger.truncate_after(loaded.step)
         progress = RunProgress(
-            train.train_iters, loaded.step, "sft", writer, log_interval=logs.log_interval
+            train.train_iters,
+            loaded.step,
+            job.config.sft.stage,
+            writer,
+            log_interval=logs.log_interval,
         )
         timer.restart()
         for step in range(loaded.step + 1, train.train_iters + 1):
-            chosen = [examples[i] for i in sampler.next(train.global_batch_size)]
-            values = train_step(job, engine, chosen, timer)
+            values = train_step(job, engine, source.next(train.global_batch_size), timer)
             with timer("log"):
                 logger.log(step, values)
                 progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
             if checkpoints.save_is_due(job, step):
                 with timer("save"), job.watchdog.phase("save"):
-                    checkpoints.save(job, engine, step, {"sampler": sampler.state_dict()})
+                    checkpoints.save(job, engine, step, {"sampler": source.state_dict()})
         progress.close()
     if target := job.config.checkpoint.export_hf:
         with job.watchdog.phase("export"):
@@ -66,25 +75,19 @@ def main(job: SftJob) -> None:
 
 
 def train_step(
-    job: SftJob, engine: TrainEngine, chosen: Sequence[SupervisedExample], timer: PhaseTimer
+    job: SftJob, engine: TrainEngine, chosen: StepSamples, timer: PhaseTimer
 ) -> dict[str, float]:
     """One optimizer step on ``chosen``; its metrics. Collective: the training grid."""
     from functools import partial
 
-    import torch
-
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.orchestration import training
 
-    trained = Denominators(sum(e.num_response_tokens for e in chosen))
-    samples = [
-        TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens) for i, e in enumerate(chosen)
-    ]
+    trained = Denominators(chosen.num_trained)
     with timer("train"), job.watchdog.phase("train"):
-        batches = training.local_batches(job, engine, samples)
+        batches = training.local_batches(job, engine, chosen.samples, chosen.lengths)
         loss = partial(supervised_loss, denominators=trained)
         found = engine.forward_backward(batches, loss)
         stats = engine.step()
@@ -93,8 +96,40 @@ def train_step(
     if not math.isfinite(values["loss"]):
         raise FloatingPointError(f"supervised loss is {values['loss']}; lower --lr")
     values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
-    num_tokens = sum(len(e.token_ids) for e in chosen)
-    return values | {"throughput/tokens_per_s": num_tokens / values["time/step_s"]}
+    return values | {"throughput/tokens_per_s": sum(chosen.lengths) / values["time/step_s"]}
+
+
+def refuse_other_data(ignored: Sequence[str]) -> None:
+    """Refuse flags that RL ignores and that would make this another training.
+
+    Raises:
+        ValueError: naming them.
+    """
+    given = [flag for flag in ignored if flag.split()[0].split("=")[0] in OTHER_DATA]
+    if given and given != ["--dataloader-type single"]:
+        raise ValueError(
+            f"{', '.join(given)}: not available with --stage pretrain, which reads --data-path in "
+            "Megatron's default order and trains on every token; remove them"
+        )
+
+
+def load_source(job: SftJob) -> SampleSource:
+    """What to train on. Collective: the world."""
+    from mindspeed_rl.data.batches import SupervisedSamples
+
+    config = job.config
+    if config.sft.stage == "sft":
+        return SupervisedSamples(load_examples(job), config.train.seed, config.sft.shuffle)
+    from mindspeed_rl.trainer.indexed_data import IndexedSamples
+
+    return IndexedSamples(
+        config.indexed,
+        seed=config.train.seed,
+        seq_length=config.train.seq_length,
+        num_samples=config.train.train_iters * config.train.global_batch_size,
+        vocab_size=job.plan.spec.vocab_size,
+        local_rank=job.world.local_rank,
+    )
 
 
 def load_examples(job: SftJob) -> SupervisedDataset:
@@ -114,13 +149,13 @@ def load_examples(job: SftJob) -> SupervisedDataset:
     )
 
 
-def describe(job: SftJob, examples: SupervisedDataset) -> None:
+def describe(job: SftJob, source: SampleSource) -> None:
     """Say at start what will run."""
     parallel, train = job.plan.parallel, job.config.train
     job.say(
         f"layout: tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {job.platform.name}",
-        examples.report(),
-        f"sft: {train.train_iters} steps of {train.global_batch_size}",
+        source.report(),
+        f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}",
         *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),
     )
 

@@ -71,14 +71,19 @@ TOKENIZER = Group(
     --tokenizer-hf-include-special-tokens:0 --trust-remote-code:0
     """,
 )
+INDEXED_DATA = Group(
+    Disposition.NO_MEANING,
+    "indexed data is read by pretrain with --stage pretrain; train_rl reads --prompt-data",
+    "--data-path:* --split:1 --data-cache-path:1",
+)
 SUPERVISED_DATA = Group(
     Disposition.NO_MEANING,
     "a setting of indexed data; train_rl reads --prompt-data and pretrain reads --sft-data",
     """
-    --data-path:* --split:1 --train-data-path:* --valid-data-path:* --test-data-path:*
+    --train-data-path:* --valid-data-path:* --test-data-path:*
     --data-args-path:1 --per-split-data-args-path:1 --per-dataset-sequences-path:1
     --phase-transition-iterations:1
-    --dataloader-fast-cache-load:0 --dataloader-defer-npy-index-mmap:0 --data-cache-path:1
+    --dataloader-fast-cache-load:0 --dataloader-defer-npy-index-mmap:0
     --no-mmap-bin-files:0 --mock-data:0 --num-workers:1 --eod-mask-loss:0
     --no-create-attention-mask-in-dataloader:0 --num-dataset-builder-threads:1
     --object-storage-cache-path:1 --s3-cache-path:1 --mid-level-dataset-surplus:1
@@ -212,6 +217,7 @@ GROUPS = (
     CHECKPOINT_LAYOUT,
     CHECKPOINT_CONVERSION,
     TOKENIZER,
+    INDEXED_DATA,
     SUPERVISED_DATA,
     DOCUMENT_MASKS,
     SUPERVISED_VALIDATION,

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
-from mindspeed_rl.config.sft import SftConfig
+from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
 __all__ = [
     "CheckpointConfig",
+    "IndexedDataConfig",
     "LoggingConfig",
     "ModelConfig",
     "ParallelConfig",
@@ -68,6 +69,7 @@ class PretrainRunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     sft: SftConfig
+    indexed: IndexedDataConfig
 
 
 @dataclass(frozen=True, slots=True)

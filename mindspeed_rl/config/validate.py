@@ -12,6 +12,7 @@ from mindspeed_rl.config import (
     RLRunConfig,
     ScoreRunConfig,
 )
+from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
@@ -201,17 +202,34 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
     Raises:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
-    _need_file("--sft-data", config.sft.sft_data)
+    if config.sft.stage == "pretrain":
+        check_indexed_data(config.indexed, config.train.seq_length)
+    else:
+        _check_sft_data(config)
     _check_steps(config.train)
     check_paths(config)
     base = _check_common(config.model, config.parallel, config.train, world)
     _check_mtp(config.checkpoint, config.model, base.spec)
+    if config.train.seq_length > base.spec.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {config.train.seq_length} exceeds the model's max_position_embeddings "
+            f"{base.spec.max_position_embeddings}; lower it"
+        )
     if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
         raise ValueError(
             f"--global-batch-size {config.train.global_batch_size}: must be a positive multiple "
             f"of the data-parallel size {base.parallel.dp}"
         )
     return base
+
+
+def _check_sft_data(config: PretrainRunConfig) -> None:
+    if config.indexed.data_path and not config.sft.sft_data:
+        raise ValueError(
+            "--data-path without --stage pretrain: with --stage sft the data is --sft-data; add "
+            "one of the two"
+        )
+    _need_file("--sft-data", config.sft.sft_data)
 
 
 def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec) -> None:

@@ -25,6 +25,8 @@ class TrainSample:
         num_prompt_tokens: tokens that are read but not trained on; at least 1.
         rollout_logprobs: [length - num_prompt_tokens] fp32, the engine's; ``None`` in SFT.
         advantage: of the whole response; 0 in SFT.
+        token_after: the token behind the last, which is trained on but not read; ``None`` where
+            the sequence ends.
     """
 
     sample_id: int
@@ -32,11 +34,17 @@ class TrainSample:
     num_prompt_tokens: int
     rollout_logprobs: torch.Tensor | None = None
     advantage: float = 0.0
+    token_after: int | None = None
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return int(self.token_ids.numel())
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained on."""
+        return self.length - self.num_prompt_tokens + (self.token_after is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,20 +189,23 @@ def pack(
     num_prompt = torch.tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64)
     owner = torch.repeat_interleave(length)  # [total] sequence of each token
     position = torch.arange(total) - (length.cumsum(0) - length)[owner]
-    has_target = position < (real - 1)[owner]
+    goes_on = torch.tensor([s.token_after is not None for s in samples], dtype=torch.int64)
+    has_target = position < (real - 1 + goes_on)[owner]
     token_ids = torch.zeros(padded_length, dtype=torch.int64)
     token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], torch.int64)
     positions = torch.zeros_like(token_ids)
     positions[:total] = position
     targets = torch.zeros_like(token_ids)
     targets[:total] = token_ids.roll(-1)[:total] * has_target
+    at_end = has_target & (position == (real - 1)[owner])
+    after = [s.token_after for s in samples if s.token_after is not None]
+    targets[:total][at_end] = torch.tensor(after, dtype=torch.int64)
     mask = torch.zeros(padded_length, dtype=torch.bool)
     mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
     sequence_of = owner[mask[:total]]
-    num_trained = (real - num_prompt).tolist()
     logprobs = [
-        torch.zeros(n) if s.rollout_logprobs is None else s.rollout_logprobs
-        for s, n in zip(samples, num_trained, strict=True)
+        torch.zeros(s.num_trained) if s.rollout_logprobs is None else s.rollout_logprobs
+        for s in samples
     ]
     return MicroBatch(
         token_ids=token_ids,

@@ -90,17 +90,21 @@ def initialize_parallel(job: Job[Any, RunPlan]) -> None:
 
 
 def local_batches(
-    job: Job[Any, RunPlan], engine: TrainEngine, samples: Sequence[TrainSample]
+    job: Job[Any, RunPlan],
+    engine: TrainEngine,
+    samples: Sequence[TrainSample],
+    lengths: Sequence[int] | None = None,
 ) -> list[PreparedBatch]:
     """This data-parallel rank's share of the samples of one optimizer step, packed.
 
-    All ranks are given all samples in the same order. Local.
+    All ranks are given all samples in the same order. Where ``lengths`` (tokens of each) are given,
+    only the samples of this rank are looked at. Local.
     """
     parallel, train = job.plan.parallel, job.config.train
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     shards = parallel.tp if job.config.parallel.shards_sequence else 1
     plan = plan_micro_batches(
-        [sample.length for sample in samples],
+        [sample.length for sample in samples] if lengths is None else lengths,
         dp=parallel.dp,
         micro_batch_size=train.micro_batch_size,
         max_tokens=train.max_tokens_per_micro_batch,
@@ -174,7 +178,7 @@ def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
 
 def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
     """Keys of the export's config.json that may differ from the source's."""
-    keys = dict(weight_table(job.plan.spec.family).config_keys)
+    keys: dict[str, Any] = dict(weight_table(job.plan.spec.family).config_keys)
     if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
         keys["num_nextn_predict_layers"] = 0
     return keys

@@ -1,0 +1,122 @@
+"""What ``--data-path`` names, checked from the headers of the files alone (layer 0).
+
+Format of an index (.idx), little-endian: magic, version u64, code of the element type u8, number of
+sequences u64, number of documents u64, lengths i32 each in tokens, byte offsets i64 each.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rl.config.sft import IndexedDataConfig
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<QBQQ")
+# Code in the index -> bytes of a token.
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Prefixes of datasets, and their weights; ``None``: in proportion to their sizes."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(data_path: tuple[str, ...]) -> Blend:
+    """Megatron's reading of ``--data-path``.
+
+    Raises:
+        ValueError: some weights are no numbers, or are not positive.
+    """
+    if len(data_path) % 2 == 1:
+        return Blend(data_path, None)
+    numbers = [_number(text) for text in data_path[::2]]
+    if all(number is None for number in numbers):
+        return Blend(data_path, None)
+    weights = tuple(number for number in numbers if number is not None and number > 0)
+    if len(weights) < len(numbers):
+        raise ValueError(
+            f"--data-path {' '.join(data_path)}: must be prefixes only, or a positive weight "
+            "before each prefix, like 30 a 70 b"
+        )
+    return Blend(data_path[1::2], weights)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def check_indexed_data(config: IndexedDataConfig, seq_length: int) -> None:
+    """Check the flags of ``--stage pretrain`` and the files behind them.
+
+    Raises:
+        ValueError: naming the flag, the value and the fix.
+    """
+    if not config.data_path:
+        raise ValueError(
+            "--data-path is required with --stage pretrain: give the prefix of a .bin and .idx file"
+        )
+    if seq_length < 1:
+        raise ValueError("--seq-length is required with --stage pretrain: give the tokens of a row")
+    shares = [_number(part) for part in config.split.split(",")]
+    if len(shares) > 3 or any(s is None or s < 0 for s in shares) or not shares[0]:
+        raise ValueError(
+            f"--split {config.split}: must be up to three shares with commas between, the first "
+            "(training) above 0, like 969,30,1"
+        )
+    for prefix in parse_blend(config.data_path).prefixes:
+        data_bytes(prefix)
+
+
+def data_bytes(prefix: str) -> int:
+    """Bytes of the tokens of a dataset.
+
+    Raises:
+        ValueError: a file is missing, is no index, or is not as long as its index says.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise ValueError(
+                f"--data-path {prefix}: {path} is missing; give the path without .bin and .idx"
+            )
+    begin = len(_MAGIC) + _HEADER.size
+    with index.open("rb") as file:
+        head = file.read(begin)
+        if len(head) < begin or not head.startswith(_MAGIC):
+            raise ValueError(
+                f"--data-path {prefix}: {index} is no index of Megatron's datasets; make it with "
+                "its tools/preprocess_data.py"
+            )
+        _, code, num_sequences, num_documents = _HEADER.unpack(head[len(_MAGIC) :])
+        if num_sequences < 1 or code not in _TOKEN_BYTES:
+            raise ValueError(
+                f"--data-path {prefix}: {index} has {num_sequences} sequences of element type "
+                f"{code}; needed: at least one, of integers"
+            )
+        lengths_end = begin + 4 * num_sequences
+        offsets_end = lengths_end + 8 * num_sequences
+        whole = offsets_end + 8 * num_documents
+        if index.stat().st_size < whole:
+            raise ValueError(
+                f"--data-path {prefix}: {index} has {index.stat().st_size} bytes, its header "
+                f"implies {whole}; copy it again"
+            )
+        file.seek(lengths_end - 4)
+        (last_length,) = struct.unpack("<i", file.read(4))
+        file.seek(offsets_end - 8)
+        (last_offset,) = struct.unpack("<q", file.read(8))
+    expected: int = last_offset + last_length * _TOKEN_BYTES[code]
+    if data.stat().st_size < expected:
+        raise ValueError(
+            f"--data-path {prefix}: {data} has {data.stat().st_size} bytes, its index implies "
+            f"{expected}; copy it again"
+        )
+    return expected

@@ -1,0 +1,84 @@
+"""Where the supervised entry gets the samples of its optimizer steps from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.data.supervised import SupervisedDataset
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """The samples of one optimizer step, the same on all ranks.
+
+    Attributes:
+        samples: may be read from disk when they are looked at.
+        lengths: tokens of each.
+        num_trained: tokens in the loss, over all samples.
+    """
+
+    samples: Sequence[TrainSample]
+    lengths: Sequence[int]
+    num_trained: int
+
+
+class SampleSource(Protocol):
+    """An endless order of samples that can be stopped and resumed."""
+
+    def next(self, count: int) -> StepSamples:
+        """The next ``count`` samples."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the following samples, in plain JSON types."""
+        ...
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_changed_data: bool = False
+    ) -> None:
+        """Continue where ``state`` was taken; ``ValueError`` when it is of other data."""
+        ...
+
+    def report(self) -> str:
+        """One line for the log."""
+        ...
+
+
+class SupervisedSamples:
+    """Pairs of prompt and response in a seeded order; the loss is on the response."""
+
+    def __init__(self, examples: SupervisedDataset, seed: int, shuffle: bool) -> None:
+        self._examples = examples
+        self._sampler = PromptSampler(
+            len(examples), seed, shuffle, fingerprint=examples.fingerprint
+        )
+
+    def next(self, count: int) -> StepSamples:
+        """The next ``count`` pairs."""
+        chosen = [self._examples[i] for i in self._sampler.next(count)]
+        samples = [
+            TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens)
+            for i, e in enumerate(chosen)
+        ]
+        lengths = [sample.length for sample in samples]
+        return StepSamples(samples, lengths, sum(s.num_trained for s in samples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the sampler."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_changed_data: bool = False
+    ) -> None:
+        """That of the sampler."""
+        self._sampler.load_state_dict(state, allow_changed_data=allow_changed_data)
+
+    def report(self) -> str:
+        """How many examples, how many left out and why."""
+        return self._examples.report()

@@ -1,0 +1,260 @@
+"""Rows of Megatron's indexed datasets, in Megatron's order, through megatron.core.datasets.
+
+What is honoured of Megatron: blends and their weights, the split, rows that cross the borders of
+documents (with attention, positions and loss across them), the shuffles by seed, several epochs,
+the cache of sample indices. Not: its loss mask. Every token of a row is trained on, also where its
+id is the tokenizer's padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
+from mindspeed_rl.config.sft import IndexedDataConfig
+from mindspeed_rl.data.batches import StepSamples
+from mindspeed_rl.data.packing import TrainSample
+
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+_ORDER_CHUNK = 1 << 20
+_STATE_KEYS = {"consumed_samples", "order"}
+
+
+class _TokenIds:
+    """What megatron.core.datasets asks of a tokenizer. Without ``pad`` no token is masked."""
+
+    eod = -2  # asked for, but used only by the switches that are off; -1 marks padding
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.unique_identifiers = {"vocab_size": vocab_size}
+
+
+class IndexedSamples:
+    """Rows of ``seq_length`` tokens; the loss is on every token, the one behind the row included.
+
+    Collective to make: the world. Rank 0 builds the indices of samples and stores them; the others
+    read them.
+
+    Args:
+        config: which data.
+        seed: of the shuffles.
+        seq_length: tokens of a row.
+        num_samples: rows of the whole run; with several epochs it takes part in the order.
+        vocab_size: ids must be below.
+        local_rank: the first rank of a node compiles what megatron-core needs.
+
+    Raises:
+        ValueError: too little data, indices that a rank cannot see, or helpers that megatron-core
+            lacks.
+    """
+
+    def __init__(
+        self,
+        config: IndexedDataConfig,
+        *,
+        seed: int,
+        seq_length: int,
+        num_samples: int,
+        vocab_size: int,
+        local_rank: int,
+    ) -> None:
+        _provide_helpers(local_rank)
+        self._seq_length, self._vocab_size = seq_length, vocab_size
+        self._blend = parse_blend(config.data_path)
+        self._split = config.split
+        self._dataset = _build(config, seed, seq_length, num_samples, vocab_size)
+        self._consumed = 0
+
+    def next(self, count: int) -> StepSamples:
+        """The next ``count`` rows; they are read when they are looked at."""
+        first, self._consumed = self._consumed, self._consumed + count
+        rows = _Rows(self, range(first, self._consumed))
+        return StepSamples(rows, [self._seq_length] * count, self._seq_length * count)
+
+    def read(self, index: int, sample_id: int) -> TrainSample:
+        """One row from disk.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        row = self._dataset[index]
+        tokens, after = row["tokens"], int(row["labels"][-1])
+        low = min(int(tokens.min()), after)
+        high = max(int(tokens.max()), after)
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"--data-path {' '.join(self._blend.prefixes)}: row {index} has ids from {low} to "
+                f"{high}, the model's go to {self._vocab_size - 1}; tokenise the data with the "
+                "tokenizer of --hf-checkpoint"
+            )
+        return TrainSample(sample_id, tokens, 1, token_after=after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows are done, and which they were."""
+        return {"consumed_samples": self._consumed, "order": self._order(self._consumed)}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_changed_data: bool = False
+    ) -> None:
+        """Continue behind the rows that are done.
+
+        Raises:
+            ValueError: they are not the first ones of this run's order and that is not allowed.
+        """
+        if set(state) != _STATE_KEYS:
+            raise ValueError(
+                f"the checkpoint's data state has the keys {sorted(state)}, expected "
+                f"{sorted(_STATE_KEYS)}: it is of another --stage; resume with that one, or add "
+                "--finetune to start its data anew"
+            )
+        consumed = int(state["consumed_samples"])
+        if not allow_changed_data and state["order"] != self._order(consumed):
+            raise ValueError(
+                f"--load: the first {consumed} rows of this run are not those that the checkpoint "
+                "was trained on: --data-path, --split, --seq-length or --seed changed, or "
+                "--train-iters x --global-batch-size did where the data is read more than once; "
+                "resume with the same, or add --allow-changed-data to go on in the present order"
+            )
+        self._consumed = consumed
+
+    def report(self) -> str:
+        """Which data."""
+        return (
+            f"{' '.join(self._blend.prefixes)}: {len(self._dataset)} rows of {self._seq_length} "
+            f"tokens from the first share of --split {self._split}"
+        )
+
+    def _order(self, count: int) -> str:
+        """Digest of the first rows: which document each begins in and where, and of which files."""
+        state = hashlib.blake2b(digest_size=16)
+        sizes = [data_bytes(prefix) for prefix in self._blend.prefixes]
+        state.update(repr((sizes, self._seq_length)).encode())
+        for first in range(0, min(count, len(self._dataset)), _ORDER_CHUNK):
+            rows = np.arange(first, min(first + _ORDER_CHUNK, count, len(self._dataset)))
+            state.update(_places(self._dataset, rows).tobytes())
+        return state.hexdigest()
+
+
+class _Rows(Sequence[TrainSample]):
+    """Some rows of a source, read when they are looked at."""
+
+    def __init__(self, source: IndexedSamples, indices: range) -> None:
+        self._source, self._indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> TrainSample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TrainSample]: ...
+
+    def __getitem__(self, index: int | slice) -> TrainSample | Sequence[TrainSample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._source.read(self._indices[index], index)
+
+
+def _places(dataset: Any, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[rows, 3]: dataset of a blend, document, offset in it in tokens, where each row begins."""
+    places = np.zeros((len(rows), 3), np.int64)
+    if hasattr(dataset, "dataset_index"):
+        members = np.asarray(dataset.dataset_index[rows], np.int64)
+        inner = np.asarray(dataset.dataset_sample_index[rows], np.int64)
+        for member in np.unique(members):
+            chosen = members == member
+            places[chosen] = _places(dataset.datasets[member], inner[chosen])
+        places[:, 0] = members
+        return places
+    begin = dataset.sample_index[dataset.shuffle_index[rows]]
+    places[:, 1] = dataset.document_index[begin[:, 0]]
+    places[:, 2] = begin[:, 1]
+    return places
+
+
+def _build(
+    config: IndexedDataConfig, seed: int, seq_length: int, num_samples: int, vocab_size: int
+) -> Any:
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    blend = parse_blend(config.data_path)
+    weights = None if blend.weights is None else list(blend.weights)
+    settings = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=(list(blend.prefixes), weights),
+        split=config.split,
+        path_to_cache=config.data_cache_path or None,
+        tokenizer=_TokenIds(vocab_size),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    # only training is built; the shares stay those of the whole split
+    settings.split_matrix = [settings.split_matrix[0], None, None]
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [num_samples, 0, 0], lambda: True, settings)
+    try:
+        dataset, _, _ = builder.build()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"--data-cache-path {config.data_cache_path or 'PREFIX/cache'}: rank {dist.get_rank()} "
+            f"lacks {error.filename}, which rank 0 wrote; give a folder that all nodes see"
+        ) from error
+    if dataset is None or len(dataset) < num_samples:
+        found = 0 if dataset is None else len(dataset)
+        raise ValueError(
+            f"--data-path {' '.join(blend.prefixes)} with --split {config.split} gives {found} "
+            f"rows of {seq_length} tokens, the run takes {num_samples} (--train-iters x "
+            "--global-batch-size); lower one of them, or give weights or more data"
+        )
+    return dataset
+
+
+def _provide_helpers(local_rank: int) -> None:
+    """Megatron-core's compiled helpers; an installation from sources makes them at first use.
+
+    Collective: the world.
+
+    Raises:
+        ValueError: they are missing and cannot be made.
+    """
+    spec = importlib.util.find_spec("megatron.core.datasets")
+    folder = Path(next(iter((spec and spec.submodule_search_locations) or ["."])))
+    problem = ""
+    if importlib.util.find_spec(_HELPERS) is None and local_rank == 0:
+        problem = _compile(folder)
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    importlib.invalidate_caches()
+    told = next((text for text in problems if text), "")
+    if told:
+        raise ValueError(
+            f"--data-path: megatron-core's compiled helpers ({_HELPERS}) are missing and could "
+            f"not be made: {told}; install megatron-core from a wheel, or g++, make and pybind11"
+        )
+
+
+def _compile(folder: Path) -> str:
+    """Run megatron-core's own Makefile; what went wrong, or nothing."""
+    if not (folder / "Makefile").is_file():
+        return f"{folder} has no Makefile"
+    try:
+        done = subprocess.run(["make", "-C", str(folder)], capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return "" if done.returncode == 0 else done.stderr.strip()[-500:]
