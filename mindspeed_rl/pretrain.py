@@ -105,8 +105,9 @@ def refuse_other_data(ignored: Sequence[str]) -> None:
     Raises:
         ValueError: naming them.
     """
-    given = [flag for flag in ignored if flag.split()[0].split("=")[0] in OTHER_DATA]
-    if given and given != ["--dataloader-type single"]:
+    harmless = "--dataloader-type single"
+    given = [flag for flag in ignored if flag.split()[0] in OTHER_DATA and flag != harmless]
+    if given:
         raise ValueError(
             f"{', '.join(given)}: not available with --stage pretrain, which reads --data-path in "
             "Megatron's default order and trains on every token; remove them"

@@ -52,13 +52,16 @@ def _load(flag: str, path: str, names: tuple[str, ...]) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"{flag} {path}: no such file")
     try:
-        with np.load(path) as archive:
-            missing = sorted(set(names) - set(archive.files))
-            if missing:
-                raise ValueError(f"{flag} {path}: lacks {missing}; it has {sorted(archive.files)}")
-            return {name: archive[name] for name in names}
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        with zipfile.ZipFile(path) as archive:
+            present = sorted(file.removesuffix(".npy") for file in archive.namelist())
+        missing = sorted(set(names) - set(present))
+        if not missing:
+            with np.load(path) as arrays:
+                return {name: arrays[name] for name in names}
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError) as error:
+        # numpy raises ValueError for arrays that are cut off or hold objects
         raise ValueError(f"{flag} {path}: no readable .npz file: {error}") from error
+    raise ValueError(f"{flag} {path}: lacks {missing}; it has {present}")
 
 
 def read_sequences(path: str, vocab_size: int, limit: int) -> Sequences:

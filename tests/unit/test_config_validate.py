@@ -15,6 +15,7 @@ import pytest
 
 from mindspeed_rl.config import (
     CheckpointConfig,
+    IndexedDataConfig,
     LoggingConfig,
     ModelConfig,
     ParallelConfig,
@@ -301,6 +302,7 @@ def pretrain(files: Path, batch: int, data: str = "sft.jsonl") -> PretrainRunCon
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
         sft=SftConfig(sft_data=str(files / data) if data else ""),
+        indexed=IndexedDataConfig(),
     )
 
 
@@ -332,3 +334,27 @@ def test_a_supervised_batch_must_fill_the_ranks(files: Path, batch: int) -> None
 def test_supervised_data_must_exist(files: Path, data: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_pretrain(pretrain(files, 8, data), WORLD)
+
+
+def test_the_stage_decides_which_data_is_needed(files: Path) -> None:
+    both = replace(pretrain(files, 8, ""), indexed=IndexedDataConfig(("nowhere",)))
+    with pytest.raises(ValueError, match=r"--data-path without --stage pretrain: .* --sft-data"):
+        check_pretrain(both, WORLD)
+    stage = replace(both, sft=SftConfig(stage="pretrain"), train=replace(both.train, seq_length=8))
+    with pytest.raises(ValueError, match=r"--data-path nowhere: nowhere\.idx is missing"):
+        check_pretrain(stage, WORLD)
+
+
+def test_sequences_must_fit_the_model(files: Path) -> None:
+    config = pretrain(files, 8)
+    long = replace(config, train=replace(config.train, seq_length=4096))
+    with pytest.raises(ValueError, match=r"--seq-length 4096 exceeds .* 256; lower it"):
+        check_pretrain(long, WORLD)
+
+
+def test_only_what_is_there_can_be_kept(files: Path) -> None:
+    config = replace(pretrain(files, 8), checkpoint=CheckpointConfig(keep_mtp=True))
+    with pytest.raises(
+        ValueError, match=r"--keep-mtp: .*no multi-token-prediction layers .*remove"
+    ):
+        check_pretrain(config, WORLD)

@@ -129,3 +129,21 @@ def test_types_of_a_row() -> None:
 def test_a_row_that_is_too_short_is_refused() -> None:
     with pytest.raises(RuntimeError, match="9 tokens do not fit into a micro-batch of 8"):
         pack([sample(0, 5, 2), sample(1, 4, 2)], 8)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_the_token_behind_a_row_is_trained_on_and_not_read(multiple: int) -> None:
+    """Rows of pretraining lie beside samples that end."""
+    row = TrainSample(0, torch.tensor([5, 6, 7]), 1, token_after=8)
+    ended = TrainSample(1, torch.tensor([15, 16]), 1)
+    batch = pack([row, ended, row], 12, multiple)
+    starts = [0, 3, 5] if multiple == 1 else [0, 4, 8]
+    expected = {s + i: (5 + i, 6 + i) for s in (starts[0], starts[2]) for i in range(3)}
+    expected |= {starts[1]: (15, 16)}
+    found = {
+        int(i): (int(batch.token_ids[i]), int(batch.targets[i])) for i in batch.loss_mask.nonzero()
+    }
+    assert found == expected
+    assert batch.sequence_of.tolist() == [0, 0, 0, 1, 2, 2, 2]
+    assert batch.rollout_logprobs.shape == batch.advantages.shape == (7,)
+    assert [row.num_trained, ended.num_trained] == [3, 1]
