@@ -64,7 +64,7 @@ def agreement_world(world: World) -> Facts:
     with pytest.raises(RuntimeError) as error:
         exchange_rollouts(mine[: 2 if first else 1], ("math",), 5)
     facts.lost = str(error.value)
-    transport = AllToAllTransport(2, torch.float32, torch.device("cpu"), None)
+    transport = AllToAllTransport(2, torch.device("cpu"), None)
     facts.gathered = transport.all_gather(bytes([world.rank, 255, 0]))
     check_equal_nodes(2)
     with pytest.raises(ValueError) as refusal:

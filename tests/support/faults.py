@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.faults_models import MODEL_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.mutation import Mutation
 
@@ -19,7 +20,7 @@ _PACKED_ROW = "tests/unit/test_packing.py::test_a_packed_row_by_definition"
 MUTATIONS = (
     Mutation(
         "gqa-split-as-thirds",
-        "models/rules.py",
+        "models/attention_rules.py",
         'yield self._cut(spec, "k", group * head, base + q_rows, head)',
         'yield self._cut(spec, "k", group * head, groups * q_rows + local * head, head)',
         _ARRIVES,
@@ -27,7 +28,7 @@ MUTATIONS = (
     Mutation(
         "gate-and-up-swapped-in-the-engine",
         "models/rules.py",
-        'for offset, part in ((0, "gate"), (size, "up")):',
+        'for offset, part in ((0, "gate"), (round_up(size, share.multiple), "up")):',
         "for offset, part in zip(\n"
         '            (0, size) if "linear_fc1" in self.param else (size, 0), ("gate", "up")\n'
         "        ):",
@@ -37,13 +38,13 @@ MUTATIONS = (
         # cancels out between trainer and engine, so only files show it
         "gate-and-up-swapped-on-both-sides",
         "models/rules.py",
-        'for offset, part in ((0, "gate"), (size, "up")):',
-        'for offset, part in ((0, "up"), (size, "gate")):',
+        'for offset, part in ((0, "gate"), (round_up(size, share.multiple), "up")):',
+        'for offset, part in ((0, "up"), (round_up(size, share.multiple), "gate")):',
         _PLANNER + "test_export_puts_whole_tensors_on_the_writer",
     ),
     Mutation(
         "key-value-replica-of-the-wrong-head",
-        "models/rules.py",
+        "models/attention_rules.py",
         "return index // (count // spec.num_kv_heads), 1",
         "return index % spec.num_kv_heads, 1",
         _ARRIVES,
@@ -57,9 +58,9 @@ MUTATIONS = (
     ),
     Mutation(
         "layers-of-a-stage-off-by-one",
-        "parallel/layout.py",
-        "return sum(self.layers_per_stage[:stage])",
-        "return sum(self.layers_per_stage[:stage]) - (stage > 0)",
+        "parallel/stages.py",
+        "return Place(position % self.pp, position // self.pp, layer - first)",
+        "return Place(position % self.pp, position // self.pp, layer - first + (position > 0))",
         _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold",
     ),
     Mutation(
@@ -177,8 +178,8 @@ MUTATIONS = (
     Mutation(
         "target-crosses-into-the-next-sequence",
         "data/packing.py",
-        "has_target = position < (length - 1)[owner]",
-        "has_target = position < length[owner]",
+        "has_target = position < (real - 1)[owner]",
+        "has_target = position < real[owner]",
         _PACKED_ROW,
     ),
     Mutation(
@@ -233,8 +234,8 @@ MUTATIONS = (
     Mutation(
         "half-an-update-generates",
         "rollout/vllm_engine.py",
-        "        self._version = -1\n\n    def finish_update",
-        "        pass\n\n    def finish_update",
+        "        self._version = -1\n        self._derived.begin()\n",
+        "        self._derived.begin()\n",
         _ENGINE + "test_half_written_weights_do_not_generate",
     ),
     Mutation(
@@ -261,8 +262,8 @@ MUTATIONS = (
     Mutation(
         "contradicting-architecture-flag-ignored",
         "config/validate.py",
-        '("--rotary-base", model.rotary_base, spec.rope_theta)',
-        '("--rotary-base", None, spec.rope_theta)',
+        '("--rotary-base", model.rotary_base, spec.rope.theta)',
+        '("--rotary-base", None, spec.rope.theta)',
         "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
     ),
     Mutation(
@@ -301,4 +302,5 @@ MUTATIONS = (
         _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
     *RL_MUTATIONS,
+    *MODEL_MUTATIONS,
 )

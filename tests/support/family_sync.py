@@ -1,0 +1,80 @@
+"""Three weight updates of an engine whose weights are not plain: experts and latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from support.rollout_worlds import TEMPERATURE, Both, SyncFacts, build_both, sync_and_compare
+from support.training_worlds import make_job
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySync:
+    """One update on one rank.
+
+    Attributes:
+        facts: log-probs against trainer and transformers.
+        differing: engine parameters whose bits are not those of a fresh load.
+        num_params: engine parameters of the rank.
+        unreadable: the error of asking for live parameters outside an update.
+    """
+
+    facts: SyncFacts
+    differing: list[str]
+    num_params: int
+    unreadable: str
+
+
+def family_sync_world(
+    world: World, model: str, flags: Sequence[str], work_dir: str
+) -> list[FamilySync]:
+    """Rank function: build trainer and engine, update three times."""
+    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rollout.vllm_versions import installed_layout
+
+    common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
+    common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]
+    job = make_job(world, model, [*common, *flags])
+    vllm = installed_layout(job.plan.vllm, job.platform.name)
+    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    training.initialize_parallel(job)
+    both = build_both(job, training.build_engine(job, "policy", 1, TEMPERATURE))
+    both.phases.to_rollout(0)
+    return [one_sync(both, version, work_dir) for version in (11, 12, 13)]
+
+
+def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
+    """Update, compare log-probs, compare bits with a fresh load. Collective: the world.
+
+    Padding rows of the vocabulary belong to no tensor and are left out.
+    """
+    from mindspeed_rl.checkpoint.hf import load_hf
+
+    facts = sync_and_compare(both, version, work_dir)
+    layout, rank = both.job.plan.vllm, both.job.world.rank
+    fresh = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
+    load_hf(Path(work_dir) / f"export-{version}", layout, rank, fresh)
+    found = both.engine.read_weights()
+    assert found.keys() == fresh.keys()
+    differing = [
+        f"{piece.param} ({piece.hf_name})"
+        for piece in (shard.piece for shard in pieces_of(layout, rank))
+        if not torch.equal(_shown(found, piece), _shown(fresh, piece))
+    ]
+    try:
+        both.engine.weight_views()
+        unreadable = ""
+    except RuntimeError as error:
+        unreadable = str(error)
+    return FamilySync(facts, differing, len(fresh), unreadable)
+
+
+def _shown(params: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    shown: torch.Tensor = piece.view.of(params[piece.param])[piece.param_box.slices]
+    return shown.float()

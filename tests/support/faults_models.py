@@ -1,0 +1,46 @@
+"""Named faults of model families and context parallelism."""
+
+from __future__ import annotations
+
+from support.mutation import Mutation
+
+_CONTEXT = "tests/unit/test_context_split.py::"
+_ROPE = "tests/unit/test_rope.py::"
+
+MODEL_MUTATIONS = (
+    Mutation(
+        "context-chunks-not-zigzag",
+        "data/packing.py",
+        "for position in (rank, 2 * cp - 1 - rank):",
+        "for position in (2 * rank, 2 * rank + 1):",
+        _CONTEXT + "test_ranks_have_equal_attention_work",
+    ),
+    Mutation(
+        "context-mask-off-by-one",
+        "trainer/packed_attention.py",
+        "mask = (j[:, None] <= last[..., None])[:, None]",
+        "mask = (j[:, None] <= last[..., None] + 1)[:, None]",
+        _CONTEXT + "test_attention_of_all_ranks_is_that_of_the_row",
+    ),
+    Mutation(
+        "trained-tokens-of-another-share",
+        "data/packing.py",
+        "trained = (batch.loss_mask.cumsum(0) - 1)[index][mask]",
+        "trained = (batch.loss_mask.cumsum(0) - 1)[: index.numel()][mask]",
+        _CONTEXT + "test_ranks_share_every_token_once",
+    ),
+    Mutation(
+        "llama3-frequencies-not-blended",
+        "models/rope.py",
+        "keep = min(1.0, max(0.0, keep))",
+        "keep = float(keep > 0.5)",
+        _ROPE + "test_frequencies_are_those_of_transformers",
+    ),
+    Mutation(
+        "yarn-attention-factor-ignored",
+        "models/rope.py",
+        "        attention_factor=float(attention),\n",
+        "",
+        _ROPE + "test_frequencies_are_those_of_transformers",
+    ),
+)

@@ -1,0 +1,94 @@
+"""Context parallelism of packed rows: shares, and attention over them, without process groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.data.packing import (
+    MicroBatch,
+    TrainSample,
+    context_index,
+    pack,
+    plan_micro_batches,
+    split_context,
+)
+
+SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
+
+
+def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
+    samples = [
+        TrainSample(i, torch.arange(n) + 100 * i, 1, torch.arange(n - 1.0) + 100 * i, float(i))
+        for i, n in enumerate(sizes)
+    ]
+    plan = plan_micro_batches(
+        sizes,
+        dp=1,
+        micro_batch_size=len(sizes),
+        max_tokens=0,
+        multiple=2 * cp,
+        sequence_multiple=2 * cp,
+    )
+    return pack(samples, plan.padded_length + 2 * cp * tail, 2 * cp)
+
+
+@given(SIZES, st.sampled_from([2, 4]), st.integers(0, 2))
+@settings(deadline=None)
+def test_ranks_share_every_token_once(sizes: list[int], cp: int, tail: int) -> None:
+    """Positions, tokens and what belongs to trained tokens; targets never cross a border (R36)."""
+    row = make_row(sizes, cp, tail)
+    shares = [split_context(row, cp, rank) for rank in range(cp)]
+    assert {share.num_tokens for share in shares} == {row.num_tokens // cp}
+    where = torch.cat([s.row_index for s in shares if s.row_index is not None])
+    assert sorted(where.tolist()) == list(range(row.num_tokens))
+    for name in ("token_ids", "positions", "targets", "loss_mask"):
+        joined = torch.cat([getattr(s, name) for s in shares])
+        assert torch.equal(joined, getattr(row, name)[where])
+    trained = torch.cat([s.row_index[s.loss_mask] for s in shares if s.row_index is not None])
+    order = trained.argsort()
+    for name in ("rollout_logprobs", "advantages", "sequence_of"):
+        joined = torch.cat([getattr(s, name) for s in shares])
+        assert torch.equal(joined[order], getattr(row, name))
+
+
+def test_ranks_have_equal_attention_work() -> None:
+    """Zigzag: the first and the last chunk together; by halves the second rank had 3x the keys."""
+    keys = []
+    for rank in range(2):
+        index = context_index([16], 16, 2, rank)
+        keys.append(int((index + 1).sum()))
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
+    """The masks and indices of ``make_packed_row`` against plain causal attention per sequence."""
+    from mindspeed_rl.trainer.packed_attention import PackedSelfAttention, make_packed_row
+
+    row = make_row([9, 5, 17, 2], cp, tail=1)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(row.num_tokens, 4, 8, generator=generator) for _ in range(3))
+    expected, start = torch.zeros_like(q), 0
+    for length in row.lengths:
+        part = slice(start, start + length)
+        args = [x[part].transpose(0, 1) for x in (q, k, v)]
+        expected[part] = F.scaled_dot_product_attention(*args, is_causal=True).transpose(0, 1)
+        start += length
+    attention = PackedSelfAttention.__new__(PackedSelfAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale, attention.dropout = None, 0.0
+    ranks = [split_context(row, cp, rank) for rank in range(cp)]
+    gathered = torch.cat([s.row_index for s in ranks if s.row_index is not None])
+    for rank, share in enumerate(ranks):
+        packed = make_packed_row(share.lengths, share.positions, cp, rank)
+        assert packed.gathered is not None and share.row_index is not None
+        whole = [x[gathered][packed.gathered] for x in (k, v)]
+        assert torch.equal(whole[0], k), "the gathered keys are in the order of the row"
+        outputs = [attention._attend(q[share.row_index], *whole, group) for group in packed.groups]
+        outputs.append(torch.zeros(1, 4, 8))
+        found = torch.cat(outputs)[packed.order]
+        assert torch.allclose(found, expected[share.row_index], atol=1e-6)

@@ -1,0 +1,77 @@
+"""Rotary frequencies equal transformers' for every kind of scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from mindspeed_rl.models.rope import rope_of, yarn_mscale
+
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn-deepseek": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+    "yarn-untruncated": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 2048,
+        "truncate": False,
+        "attention_factor": 1.5,
+    },
+}
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_frequencies_are_those_of_transformers(kind: str, head_dim: int, theta: float) -> None:
+    parameters = KINDS[kind] | {"rope_theta": theta}
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters=parameters,
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+    rope = rope_of(config.to_dict())
+    found = torch.tensor(rope.inverse_frequencies(head_dim))
+    assert torch.allclose(found, expected, rtol=2e-6, atol=0.0)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_spelling_of_transformers_4() -> None:
+    """DeepSeek-V3 as published: ``rope_scaling`` with ``type``, the base beside it."""
+    scaling = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    rope = rope_of(
+        {"rope_theta": 10000, "rope_scaling": scaling, "max_position_embeddings": 163840}
+    )
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 40.0, 4096)
+    assert rope.attention_factor == 1.0
+    assert rope.softmax_mscale == yarn_mscale(40, 1.0) == pytest.approx(1.368888, abs=1e-6)
