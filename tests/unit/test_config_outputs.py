@@ -12,6 +12,7 @@ import pytest
 
 from mindspeed_rl.config import (
     CheckpointConfig,
+    IndexedDataConfig,
     LoggingConfig,
     ModelConfig,
     ParallelConfig,
@@ -37,6 +38,7 @@ def run(tmp_path: Path) -> PretrainRunConfig:
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(output_dir=str(tmp_path / "out")),
         sft=SftConfig(),
+        indexed=IndexedDataConfig(),
     )
 
 
