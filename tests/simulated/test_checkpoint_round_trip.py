@@ -119,7 +119,7 @@ def test_transformers_loads_what_comes_back(name: str, tmp_path: Path) -> None:
     )
     tensors = through_megatron(source, MegatronLayout(spec, grid, 8), torch.float32)
     assert_same_bits(tensors, load_file(source / "model.safetensors"))
-    with HfWriter(tmp_path / "back", source, torch.float32, shard_bytes=20_000) as writer:
+    with HfWriter(tmp_path / "back", source, torch.float32, step=0, shard_bytes=20_000) as writer:
         for tensor_name, tensor in tensors.items():
             writer.add(tensor_name, tensor)
     assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
