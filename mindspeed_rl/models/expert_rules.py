@@ -34,6 +34,10 @@ class ExpertRow(Row):
         """That of one expert."""
         self.matrix.check(spec, count)
 
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        """That of one expert."""
+        return self.matrix.padding(spec, share)
+
 
 @dataclass(frozen=True, slots=True)
 class PerExpert(ExpertRow):
@@ -62,6 +66,10 @@ class StackedExperts(ExpertRow):
         rows, columns = self.matrix.local_shape(spec, share)
         matrix = (columns, rows) if self.transposed else (rows, columns)
         return (share.num_local_experts, *matrix)
+
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        """That of all local experts."""
+        return share.num_local_experts * self.matrix.padding(spec, share)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """Those of one expert, inside the stack."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from mindspeed_rl.models.spec import ModelSpec
@@ -99,10 +100,27 @@ class Row(ABC):
         """Whether the model has this row."""
         return not self.when or bool(getattr(spec, self.when))
 
+    def layers(self, spec: ModelSpec) -> tuple[int, ...]:
+        """The global layers that have this row; the single 0 for rows outside the layers."""
+        if self.stage in ("first", "last"):
+            return (0,)
+        layers = range(spec.num_layers)
+        if self.stage == "layer":
+            return tuple(layers)
+        return tuple(n for n in layers if spec.has_experts(n) == (self.stage == "moe"))
+
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        """Elements of the parameter on a rank that belong to no HF tensor, as declared."""
+        return 0
+
 
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple that is not below ``size``."""
     return -(-size // multiple) * multiple
+
+
+def _missing_to(multiple: int, size: int) -> int:
+    return -size % multiple
 
 
 def even_span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
@@ -155,6 +173,12 @@ class Split(Row):
         size = even_span(shape[self.dim], 0, share.tp_size, self.dims[self.dim])[1]
         return (*shape[: self.dim], round_up(size, share.multiple), *shape[self.dim + 1 :])
 
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        """Channels up to the multiple."""
+        shape = spec.dims(self.dims)
+        size = even_span(shape[self.dim], 0, share.tp_size, self.dims[self.dim])[1]
+        return _missing_to(share.multiple, size) * (prod(shape) // shape[self.dim])
+
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """One slab."""
         shape = spec.dims(self.dims)
@@ -180,6 +204,12 @@ class Vocab(Row):
         """Padded rows per rank, hidden."""
         rows = round_up(spec.vocab_size, share.multiple)
         return even_span(rows, 0, share.tp_size, "the padded vocabulary")[1], spec.hidden_size
+
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        """Rows past the vocabulary."""
+        rows = self.local_shape(spec, share)[0]
+        real = min(max(spec.vocab_size - share.tp * rows, 0), rows)
+        return (rows - real) * spec.hidden_size
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """At most one slab: the real rows of this rank's share."""
@@ -211,6 +241,12 @@ class GateUp(Row):
         ffn, hidden = spec.dims(self.dims)
         size = even_span(ffn, 0, share.tp_size, self.dims[0])[1]
         return 2 * round_up(size, share.multiple), hidden
+
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        """Channels of both halves up to the multiple."""
+        ffn, hidden = spec.dims(self.dims)
+        size = even_span(ffn, 0, share.tp_size, self.dims[0])[1]
+        return 2 * _missing_to(share.multiple, size) * hidden
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """One slab of each."""

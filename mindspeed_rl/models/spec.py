@@ -53,6 +53,11 @@ class MoESpec:
                 f"model config: n_group {self.num_groups} does not divide the "
                 f"{self.num_experts} experts"
             )
+        if not 0 < self.top_k_groups <= self.num_groups:
+            raise ValueError(
+                f"model config: topk_group {self.top_k_groups} is not between 1 and the "
+                f"{self.num_groups} groups of n_group"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads"):
+        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model config: {name} is {getattr(self, name)}, must be positive")
         if self.num_heads % self.num_kv_heads:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.layout_cases import GQA, TIED, cases, layouts_of
+from support.layout_cases import FIXED, GQA, LATENT, MOE, PLAIN_LATENT, TIED, cases, layouts_of
 from support.layout_oracle import PADDING, Array, Case, hf_arrays, megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
 
@@ -124,6 +124,9 @@ def move(
 @settings(max_examples=60, deadline=None)
 @example(GQA)
 @example(TIED)
+@example(MOE)
+@example(LATENT)
+@example(PLAIN_LATENT)
 def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
     """Names and shapes of every rank; the HF tensors are the checkpoint's (R6)."""
     hf = hf_arrays(case)
@@ -140,6 +143,9 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 @settings(max_examples=40, deadline=None)
 @example(GQA, 400)
 @example(TIED, 400)
+@example(MOE, 400)
+@example(LATENT, 400)
+@example(PLAIN_LATENT, 400)
 def test_every_element_arrives_where_vllm_keeps_it(case: Case, bucket_bytes: int) -> None:
     """All ranks' plans, run by the executor: bit-equal to slicing, padding untouched (R6)."""
     source, target = layouts_of(case)
@@ -150,7 +156,7 @@ def test_every_element_arrives_where_vllm_keeps_it(case: Case, bucket_bytes: int
             np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
 
 
-@pytest.mark.parametrize("case", [GQA, TIED])
+@pytest.mark.parametrize("case", FIXED)
 def test_export_puts_whole_tensors_on_the_writer(case: Case) -> None:
     """The target of an HF export: every tensor complete, vocabulary padding left out."""
     source, _ = layouts_of(case)
@@ -166,6 +172,9 @@ def test_export_puts_whole_tensors_on_the_writer(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @example(GQA)
 @example(TIED)
+@example(MOE)
+@example(LATENT)
+@example(PLAIN_LATENT)
 def test_plans_of_all_ranks_fit_together(case: Case) -> None:
     """Sends equal receives; sources own what they send; each element is written once."""
     source, target = layouts_of(case)
@@ -178,12 +187,12 @@ def test_plans_of_all_ranks_fit_together(case: Case) -> None:
         held = megatron_params(case, hf, plan.rank)
         for transfer in (*plan.sends, *plan.copies):
             assert transfer.src_rank == plan.rank
-            mine = held[transfer.src_param][transfer.src_box.slices]
+            mine = transfer.src_view.of(held[transfer.src_param])[transfer.src_box.slices]
             np.testing.assert_array_equal(mine, hf[transfer.hf_name][transfer.hf_box.slices])
         times = {n: np.zeros(s, int) for n, s in target.local_shapes(plan.rank).items()}
         for transfer in (*plan.receives, *plan.copies):
             assert transfer.dst_rank == plan.rank
-            times[transfer.dst_param][transfer.dst_box.slices] += 1
+            transfer.dst_view.of(times[transfer.dst_param])[transfer.dst_box.slices] += 1
         for name, wanted in vllm_params(case, hf, plan.rank).items():
             np.testing.assert_array_equal(times[name], wanted != PADDING, name)
     assert sum(len(p.sends) for p in plans) == sum(len(p.receives) for p in plans)
@@ -212,6 +221,17 @@ def test_the_digest_follows_everything_a_plan_depends_on() -> None:
         replace(GQA, tied=True),
         replace(GQA, ranks_per_node=8),
         replace(GQA, num_layers=6),
+        replace(GQA, qk_norm=True),
+        replace(GQA, layer_list=(3, 1)),
+        replace(GQA, num_layers=3, noop=(0,)),
+        replace(GQA, num_layers=3, noop=(3,)),
+        MOE,
+        replace(MOE, ep=1),
+        replace(MOE, etp=1),
+        replace(MOE, engine_ep=True),
+        replace(MOE, engine_dp=1),
+        replace(MOE, expert_multiple=1),
+        replace(MOE, transposed=True),
     ]
     assert len({digest(case) for case in [GQA, *changes]}) == 1 + len(changes)
 
@@ -299,6 +319,8 @@ def test_a_bucket_without_room_is_refused(bucket_bytes: int) -> None:
 @given(cases())
 @settings(max_examples=40, deadline=None)
 @example(TIED)
+@example(MOE)
+@example(LATENT)
 def test_shards_that_are_no_mirrors_partition_every_tensor(case: Case) -> None:
     """The checksum counts each source element once because of this (R5)."""
     for layout in layouts_of(case):

@@ -50,7 +50,7 @@ class FamilyCase:
 
     Attributes:
         name: of the variant.
-        family: the tiny family.
+        family: the tiny family, or transformers' model type where there is none.
         changes: config keys that differ from the common ones.
         experts: whether it has experts.
         shardable: whether two tensor-parallel ranks can share it.
@@ -111,12 +111,15 @@ FAMILY_CASES = {
 
 def write_family_model(case: FamilyCase, folder: Path, seed: int = 0) -> Path:
     """A checkpoint with weights of N(0, 0.1), so that every part of the model matters."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from mindspeed_rl.data.tiny_families import TINY_FAMILIES
 
     fields = {**_COMMON, **case.changes}
-    config = TINY_FAMILIES[case.family](**fields)
+    if case.family in TINY_FAMILIES:
+        config = TINY_FAMILIES[case.family](**fields)
+    else:
+        config = AutoConfig.for_model(case.family, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).to(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.mutation import Mutation
@@ -301,6 +302,7 @@ MUTATIONS = (
         "end = start + weight.size(0)",
         _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
+    *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
     *MODEL_MUTATIONS,
 )

@@ -1,38 +1,113 @@
-"""Models and pairs of layouts for tests: two fixed ones and a hypothesis strategy."""
+"""Models and pairs of layouts for tests: fixed ones and hypothesis strategies."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 from hypothesis import strategies as st
-from support.layout_oracle import Case
+from support.layout_oracle import Case, Latent
 
+from mindspeed_rl.models.expert_rules import StackedExperts
 from mindspeed_rl.models.rope import RopeSpec
-from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.models.rules import Row
+from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.parallel.stages import even_stages, listed_stages
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+
+MAX_WORLD = 16
+
+
+def _divisors(number: int, candidates: tuple[int, ...] = (1, 2, 3, 4, 8)) -> list[int]:
+    return [n for n in candidates if number % n == 0]
+
+
+@st.composite
+def _stages(draw: st.DrawFn, pp: int) -> dict[str, Any]:
+    """Layers of each chunk: even, interleaved, listed or with empty slots."""
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    chunks = pp * vpp
+    kind = draw(st.sampled_from(["even", "listed", "noop"])) if pp > 1 else "even"
+    if kind == "listed":
+        counts = draw(st.lists(st.integers(0, 2), min_size=chunks, max_size=chunks).filter(any))
+        return {"num_layers": sum(counts), "vpp": vpp, "layer_list": tuple(counts)}
+    slots = chunks * draw(st.sampled_from([1, 2] if vpp == 1 else [1]))
+    noop: set[int] = set()
+    if kind == "noop":
+        noop = draw(st.sets(st.integers(0, slots - 1), min_size=1, max_size=slots - 1))
+    return {"num_layers": slots - len(noop), "vpp": vpp, "noop": tuple(sorted(noop))}
+
+
+@st.composite
+def _experts(draw: st.DrawFn, ranks_per_stage: int, world: int, num_layers: int) -> dict[str, Any]:
+    """Experts and how both sides share them."""
+    etp = draw(st.sampled_from(_divisors(ranks_per_stage, (1, 2, 4))))
+    ep = draw(st.sampled_from(_divisors(ranks_per_stage // etp, (1, 2, 4))))
+    engine_tp = draw(st.sampled_from(_divisors(world, (1, 2, 4))))
+    engine_dp = draw(st.sampled_from(_divisors(world // engine_tp, (1, 2, 4))))
+    engine_ep, size = draw(st.booleans()), engine_tp * engine_dp
+    dense_first = draw(st.integers(0, num_layers - 1))
+    return {
+        "etp": etp,
+        "ep": ep,
+        "engine_tp": engine_tp,
+        "engine_dp": engine_dp,
+        "engine_ep": engine_ep,
+        "experts": lcm(ep, size if engine_ep else 1) * draw(st.sampled_from([1, 2])),
+        "expert_ffn": lcm(etp, 1 if engine_ep else size) * draw(st.integers(1, 3)),
+        "moe_layers": tuple(layer >= dense_first for layer in range(num_layers)),
+        "shared_ffn": draw(st.sampled_from([0, 8])),
+        "router_bias": draw(st.booleans()),
+        "expert_multiple": draw(st.sampled_from([1, 3, 32])),
+        "transposed": draw(st.booleans()),
+    }
+
+
+@st.composite
+def _attention(draw: st.DrawFn, tp: int, engine_tp: int, latent: bool) -> dict[str, Any]:
+    if latent:
+        ranks, sizes = st.sampled_from([0, 3]), st.integers(1, 3)
+        return {
+            "kv_heads": lcm(tp, engine_tp) * draw(st.integers(1, 2)),
+            "heads_per_group": 1,
+            "head_dim": 0,
+            "qkv_bias": False,
+            "latent": Latent(draw(ranks), *(draw(sizes) for _ in range(4))),
+        }
+    kv_heads = tp * draw(st.sampled_from([1, 2, 3]))
+    kv_fits = kv_heads % engine_tp == 0 or engine_tp % kv_heads == 0
+    kv_heads = kv_heads if kv_fits else lcm(tp, engine_tp)
+    return {
+        "kv_heads": kv_heads,
+        "heads_per_group": lcm(kv_heads, engine_tp) // kv_heads * draw(st.sampled_from([1, 3])),
+        "head_dim": draw(st.integers(1, 3)),
+        "qkv_bias": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+    }
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any model and pair of layouts that fits, up to 16 ranks."""
-    tp, pp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2), (1, 2, 3), (1, 2), (1, 2)))
+    """Any model and pair of layouts that fits, up to ``MAX_WORLD`` ranks."""
+    tp, pp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3)))
+    cp = draw(st.sampled_from([n for n in (1, 2) if tp * pp * n <= MAX_WORLD]))
+    dp = draw(st.sampled_from([n for n in (1, 2, 4) if tp * pp * cp * n <= MAX_WORLD]))
     world = tp * pp * cp * dp
-    engine_tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if world % n == 0]))
-    kv_heads = tp * draw(st.sampled_from([1, 2, 3]))
-    kv_fits = kv_heads % engine_tp == 0 or engine_tp % kv_heads == 0
-    kv_heads = kv_heads if kv_fits else lcm(tp, engine_tp)
-    per_group = lcm(kv_heads, engine_tp) // kv_heads * draw(st.sampled_from([1, 3]))
+    fields = draw(_stages(pp))
+    experts = draw(st.booleans())
+    if experts:
+        fields |= draw(_experts(world // pp, world, fields["num_layers"]))
+    else:
+        fields["engine_tp"] = draw(st.sampled_from(_divisors(world, (1, 2, 4, 8))))
+    engine_tp = fields["engine_tp"]
+    fields |= draw(_attention(tp, engine_tp, experts and draw(st.booleans())))
     return Case(
-        num_layers=pp * draw(st.sampled_from([1, 2])),
+        **fields,
         hidden=draw(st.integers(1, 5)),
         ffn=lcm(tp, engine_tp) * draw(st.integers(1, 3)),
-        kv_heads=kv_heads,
-        heads_per_group=per_group,
-        head_dim=draw(st.integers(1, 3)),
         vocab=draw(st.integers(2, 150)),
         tied=draw(st.booleans()),
         tp=tp,
@@ -40,7 +115,6 @@ def cases(draw: st.DrawFn) -> Case:
         cp=cp,
         dp=dp,
         vocab_divisor=draw(st.sampled_from([1, 7, 64])),
-        engine_tp=engine_tp,
         ranks_per_node=draw(st.integers(1, 17)),
     )
 
@@ -63,32 +137,120 @@ GQA = Case(
     ranks_per_node=4,
 )
 TIED = replace(GQA, tied=True, engine_tp=8, ranks_per_node=3, heads_per_group=4)
+# Qwen3-MoE: experts cut by ETP and EP in training, sliced and padded over tp x dp in the engine;
+# interleaved stages
+MOE = replace(
+    GQA,
+    qkv_bias=False,
+    qk_norm=True,
+    experts=4,
+    expert_ffn=8,
+    moe_layers=(True, False, True, True),
+    vpp=2,
+    dp=4,
+    ep=2,
+    etp=2,
+    engine_tp=2,
+    engine_dp=2,
+    expert_multiple=32,
+)
+# DeepSeek-V3: whole experts over tp x ep (MindSpeed's --moe-tp-extend-ep), uneven stages with an
+# empty one, experts of the engine by EP, stored transposed
+LATENT = replace(
+    MOE,
+    qk_norm=False,
+    latent=Latent(q_lora=3, kv_lora=4, nope=2, rope=1, v=3),
+    kv_heads=4,
+    heads_per_group=1,
+    head_dim=0,
+    experts=8,
+    moe_layers=(False, True, True, True),
+    shared_ffn=4,
+    router_bias=True,
+    layer_list=(1, 2, 0, 1),
+    ep=4,
+    etp=1,
+    engine_ep=True,
+    transposed=True,
+)
+# without a compressed query, with empty slots
+PLAIN_LATENT = replace(
+    LATENT,
+    latent=replace(LATENT.latent, q_lora=0),
+    layer_list=(),
+    vpp=1,
+    num_layers=3,
+    noop=(0,),
+    moe_layers=(False, True, True),
+    tied=True,
+)
+FIXED = (GQA, TIED, MOE, LATENT, PLAIN_LATENT)
+
+
+def _family(case: Case) -> str:
+    if case.latent:
+        return "deepseek_v3"
+    if case.experts:
+        return "qwen3_moe"
+    return "qwen3" if case.qk_norm else "qwen2" if case.qkv_bias else "llama"
 
 
 def spec_of(case: Case) -> ModelSpec:
+    latent, moe = case.latent, None
+    if case.experts:
+        moe = MoESpec(
+            num_experts=case.experts,
+            top_k=1,
+            ffn_hidden_size=case.expert_ffn,
+            layers=case.moe_layers,
+            shared_ffn_hidden_size=case.shared_ffn,
+            router_bias=case.router_bias,
+        )
     return ModelSpec(
-        family="qwen2",
+        family=_family(case),
         num_layers=case.num_layers,
         hidden_size=case.hidden,
         ffn_hidden_size=case.ffn,
         num_heads=case.heads,
         num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
+        head_dim=latent.nope + latent.rope if latent else case.head_dim,
         vocab_size=case.vocab,
         norm_eps=1e-6,
         rope=RopeSpec(1e4),
         max_position_embeddings=64,
         tie_embeddings=case.tied,
-        qkv_bias=True,
+        qkv_bias=case.qkv_bias,
+        qk_norm=case.qk_norm,
+        moe=moe,
+        latent=latent
+        and LatentAttentionSpec(latent.q_lora, latent.kv_lora, latent.nope, latent.rope, latent.v),
     )
+
+
+@dataclass(frozen=True)
+class TransposedVllmLayout(VllmLayout):
+    """An engine that stores every expert as [columns, rows]."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(
+            replace(row, transposed=True) if isinstance(row, StackedExperts) else row
+            for row in VllmLayout.rows.fget(self)  # type: ignore[attr-defined]
+        )
 
 
 def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     spec = spec_of(case)
+    if case.layer_list:
+        stages = listed_stages(case.num_layers, case.pp, case.layer_list)
+    else:
+        stages = even_stages(case.num_layers, case.pp, case.vpp, case.noop)
     parallel = ParallelLayout.build(
-        world=case.world, stages=even_stages(case.num_layers, case.pp), tp=case.tp, cp=case.cp
+        world=case.world, stages=stages, tp=case.tp, cp=case.cp, ep=case.ep, etp=case.etp or None
     )
+    kind = TransposedVllmLayout if case.transposed else VllmLayout
+    engine = EngineLayout(case.world, case.engine_tp, case.engine_dp, case.engine_ep)
     return (
         MegatronLayout(spec, parallel, case.vocab_divisor),
-        VllmLayout(spec, EngineLayout(case.world, case.engine_tp)),
+        kind(spec, engine, case.expert_multiple),
     )

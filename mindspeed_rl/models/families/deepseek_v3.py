@@ -53,6 +53,9 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
         raise ValueError(f"config.json: topk_method {config['topk_method']!r}; allowed: noaux_tc")
     if not config.get("norm_topk_prob", True):
         raise ValueError("config.json: norm_topk_prob false is not supported; allowed: true")
+    if int(config.get("moe_layer_freq") or 1) != 1:
+        # DeepSeek's own code and vLLM leave layers without experts, transformers does not
+        raise ValueError(f"config.json: moe_layer_freq {config['moe_layer_freq']}; allowed: 1")
     dense = int(config.get("first_k_dense_replace") or 0)
     size = int(config["moe_intermediate_size"])
     moe = MoESpec(

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Protocol
 
-from mindspeed_rl.models.rules import Row, Share
+from mindspeed_rl.models.rules import Cut, Row, Share
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
@@ -124,15 +125,6 @@ class TableLayout(ABC):
     def placements(self) -> Iterator[RowPlacement]:
         """Every row at every layer and expert, in the order of the table."""
 
-    def layers_of(self, row: Row) -> Iterable[int]:
-        """The global layers that have a row; the single 0 for rows outside the layers."""
-        layers = range(self.spec.num_layers)
-        if row.stage in ("first", "last"):
-            return (0,)
-        if row.stage == "layer":
-            return layers
-        return (n for n in layers if self.spec.has_experts(n) == (row.stage == "moe"))
-
     @cached_property
     def _placements(self) -> tuple[RowPlacement, ...]:
         return tuple(self.placements())
@@ -156,8 +148,31 @@ class TableLayout(ABC):
         return expert_name(layer_name(pattern, place.layer), place.expert)
 
     def _hf_shapes(self, place: RowPlacement) -> dict[str, tuple[int, ...]]:
-        shapes = place.row.hf_shapes(self.spec)
+        shapes = self._row_shapes(place)
         return {self._hf_name(place, name): shape for name, shape in shapes.items()}
+
+    def _row_shapes(self, place: RowPlacement) -> dict[str, tuple[int, ...]]:
+        """Name patterns of a row with their shapes; equal at all layers and experts."""
+        key = id(place.row)
+        if key not in self._shapes_of_rows:
+            self._shapes_of_rows[key] = place.row.hf_shapes(self.spec)
+        return self._shapes_of_rows[key]
+
+    def _cuts_of(self, row: Row, share: Share) -> tuple[Cut, ...]:
+        """The cuts of a row at a share; equal at all layers and experts."""
+        key = (id(row), share)
+        if key not in self._cuts_of_rows:
+            self._cuts_of_rows[key] = tuple(row.cuts(self.spec, share))
+        return self._cuts_of_rows[key]
+
+    # By identity: rows live as long as their table.
+    @cached_property
+    def _shapes_of_rows(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        return {}
+
+    @cached_property
+    def _cuts_of_rows(self) -> dict[tuple[int, Share], tuple[Cut, ...]]:
+        return {}
 
     @cached_property
     def _by_hf_name(self) -> dict[str, list[RowPlacement]]:
@@ -183,9 +198,10 @@ class TableLayout(ABC):
         holders_of: dict[Piece, list[range]] = {}
         mirrors: set[Piece] = set()
         for place in self._by_hf_name[hf_name]:
+            patterns = {n for n in self._row_shapes(place) if self._hf_name(place, n) == hf_name}
             for placed in place.shares:
-                for cut in place.row.cuts(self.spec, placed.share):
-                    if self._hf_name(place, cut.hf_name) == hf_name:
+                for cut in self._cuts_of(place.row, placed.share):
+                    if cut.hf_name in patterns:
                         piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box, cut.view)
                         holders_of.setdefault(piece, []).append(placed.holders)
                         if place.mirror:
@@ -194,13 +210,38 @@ class TableLayout(ABC):
             for position, holders in enumerate(merge_holders(several)):
                 yield Shard(piece, holders, piece in mirrors or position > 0)
 
+    @cached_property
+    def _held(self) -> dict[range, list[tuple[int, str, Row, Share]]]:
+        """(position in the table, parameter, row, share) by the ranks that hold it."""
+        held: dict[range, list[tuple[int, str, Row, Share]]] = {}
+        for position, place in enumerate(self._placements):
+            for placed in place.shares:
+                entry = (position, place.param, place.row, placed.share)
+                held.setdefault(placed.holders, []).append(entry)
+        return held
+
+    @property
+    def holders(self) -> Iterable[range]:
+        """The distinct sets of ranks that hold a share of some row."""
+        return self._held
+
+    def _parameters(self, rank: int) -> dict[str, tuple[Row, Share]]:
+        """Row and share of every local parameter of a rank, in the order of the table."""
+        mine = [e for holders, entries in self._held.items() if rank in holders for e in entries]
+        return {param: (row, share) for _, param, row, share in sorted(mine, key=itemgetter(0))}
+
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""
         return {
-            place.param: place.row.local_shape(self.spec, placed.share)
-            for place in self._placements
-            for placed in place.shares
-            if rank in placed.holders
+            param: row.local_shape(self.spec, share)
+            for param, (row, share) in self._parameters(rank).items()
+        }
+
+    def local_padding(self, rank: int) -> dict[str, int]:
+        """Declared padding, in elements, of every local parameter of a rank."""
+        return {
+            param: row.padding(self.spec, share)
+            for param, (row, share) in self._parameters(rank).items()
         }
 
     def check_rows(self, rows: Iterable[Row], count: int) -> None:

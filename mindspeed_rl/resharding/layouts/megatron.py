@@ -69,7 +69,7 @@ class MegatronLayout(TableLayout):
                 place = Place(0, 0, 0) if row.stage == "first" else last
                 yield self._dense(row, 0, place, mirror)
                 continue
-            for layer in self.layers_of(row):
+            for layer in row.layers(self.spec):
                 if isinstance(row, ExpertRow):
                     yield from self._experts(row, layer, stages.place_of(layer))
                 else:

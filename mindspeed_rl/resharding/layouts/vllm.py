@@ -68,7 +68,7 @@ class VllmLayout(TableLayout):
         for row in self.rows:
             if self.spec.tie_embeddings and row.tied_to:
                 continue
-            for layer in self.layers_of(row):
+            for layer in row.layers(self.spec):
                 if isinstance(row, ExpertRow):
                     yield from self._experts(row, layer)
                 else:

@@ -1,0 +1,249 @@
+"""Proof that a weight table maps a checkpoint: every key and every element exactly once.
+
+Plain arithmetic over names and shapes; weights are not read, so it takes seconds for any size.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.models.tensors import (
+    TensorGroup,
+    nearest_group,
+    num_parameters,
+    pattern_of,
+    tensor_groups,
+)
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.layouts.base import Piece, Shard, TableLayout
+
+INDEX = "model.safetensors.index.json"
+Shape = tuple[int, ...]
+
+
+# --- a checkpoint against the table ------------------------------------------------------------
+
+
+def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
+    """Names and shapes of a checkpoint, from its index and the headers of its safetensors files.
+
+    A shape is ``None`` when the index names a file that is not there.
+
+    Raises:
+        ValueError: neither an index nor a safetensors file, or an unreadable one.
+    """
+    root = Path(directory)
+    shapes: dict[str, Shape | None] = {}
+    if (root / INDEX).is_file():
+        shapes = dict.fromkeys(json.loads((root / INDEX).read_text())["weight_map"])
+    files = sorted(root.glob("*.safetensors"))
+    if not shapes and not files:
+        raise ValueError(f"--hf-checkpoint {root}: neither {INDEX} nor safetensors files are there")
+    for file in files:
+        shapes |= safetensors_header(file)
+    return shapes
+
+
+def safetensors_header(path: Path) -> dict[str, Shape]:
+    """Names and shapes of one safetensors file.
+
+    Raises:
+        ValueError: no safetensors file, or its data ends too early.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError(f"a header of {length} bytes does not fit")
+            header = json.loads(file.read(length))
+    except (ValueError, struct.error) as error:
+        raise ValueError(f"{path}: unreadable safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != path.stat().st_size:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes, its header implies {end}")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Counter[str]]:
+    """The names that a table must know, and how many others there are by kind.
+
+    Others are tensors that no layout holds and that loading leaves out: multi-token-prediction
+    layers, old buffers of rotary frequencies, and the head of a tied model.
+    """
+    mtp = {f"model.layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)}
+    kept: list[str] = []
+    extras: Counter[str] = Counter()
+    for name in names:
+        if any(name.startswith(prefix) for prefix in mtp):
+            extras["multi-token-prediction layers"] += 1
+        elif name.endswith("rotary_emb.inv_freq"):
+            extras["rotary frequencies"] += 1
+        elif spec.tie_embeddings and name == "lm_head.weight":
+            extras["head of a tied model"] += 1
+        else:
+            kept.append(name)
+    return kept, extras
+
+
+def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape | None]) -> list[str]:
+    """What is wrong between the tensors of a checkpoint and the table of its family.
+
+    One line per kind of tensor: unknown keys with the nearest row, missing keys with their row,
+    and shapes that the config does not imply.
+    """
+    groups = tensor_groups(spec)
+    known = {name: group for group in groups for name in group.names()}
+    unknown = [name for name in without_extras(spec, shapes)[0] if name not in known]
+    findings = [
+        f"{_count(names)}: not in the table; nearest row {_row(nearest_group(pattern, groups))}"
+        for pattern, names in _by_pattern(unknown).items()
+    ]
+    for group in groups:
+        present = [name for name in group.names() if name in shapes]
+        if absent := [name for name in group.names() if name not in shapes]:
+            findings.append(f"{_count(absent)}: missing from the checkpoint; row {_row(group)}")
+        wrong = [name for name in present if shapes[name] not in (None, group.shape)]
+        if wrong:
+            findings.append(
+                f"{_count(wrong)}: shape {shapes[wrong[0]]}, config.json implies {group.shape}; "
+                f"row {_row(group)}"
+            )
+    return findings
+
+
+def _row(group: TensorGroup) -> str:
+    return f"{group.row} <- {group.pattern}"
+
+
+def _count(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(pattern_of(name), []).append(name)
+    return found
+
+
+def check_checkpoint(
+    spec: ModelSpec, directory: str | Path, note: Callable[[str], None]
+) -> list[str]:
+    """:func:`check_tensors` of a directory; ``note`` is told what a reader should know besides.
+
+    Raises:
+        ValueError: unreadable files.
+    """
+    shapes = tensor_shapes(directory)
+    for kind, count in without_extras(spec, shapes)[1].items():
+        note(f"note: {count} tensors are left out: {kind}")
+    if unseen := sum(shape is None for shape in shapes.values()):
+        note(f"note: {unseen} tensors are in files that are not here: only names are checked")
+    return check_tensors(spec, shapes)
+
+
+def summary(spec: ModelSpec) -> Iterator[str]:
+    """A table of the tensors of a model, and their total."""
+    line = "{:<60}{:>8}{:>18}{:>18}".format
+    yield line("HF tensors", "tensors", "parameters", "bytes in bf16")
+    groups = tensor_groups(spec)
+    for group in groups:
+        numbers = (group.num_parameters, group.num_bytes)
+        yield line(group.pattern, group.num_tensors, *(f"{n:,}" for n in numbers))
+    totals = (num_parameters(spec), sum(group.num_bytes for group in groups))
+    yield line("total", sum(g.num_tensors for g in groups), *(f"{n:,}" for n in totals))
+
+
+# --- a layout against the table ----------------------------------------------------------------
+
+
+def check_layout(layout: TableLayout) -> list[str]:
+    """What is wrong with a layout: elements that nobody or two shards hold, on either side.
+
+    Every element of every HF tensor must be held by exactly one shard that is no mirror, and every
+    element of every parameter of every rank filled by exactly one piece, declared padding aside.
+    """
+    side = type(layout).__name__
+    expected = {n: g.shape for g in tensor_groups(layout.spec) for n in g.names()}
+    findings = []
+    if dict(layout.hf_shapes) != expected:
+        differing = sorted(set(layout.hf_shapes.items()) ^ set(expected.items()))
+        findings.append(f"{side}: its tensors are not the table's, first {differing[0]}")
+    pieces_of_ranks: dict[range, list[Piece]] = {}
+    for name, shape in layout.hf_shapes.items():
+        shards = layout.shards(name)
+        boxes = tuple(s.piece.hf_box for s in shards if not s.mirror)
+        if problem := _misfit(shape, boxes, 0):
+            findings.append(f"{side}: {name} {shape} {problem}")
+        for shard in shards:
+            pieces_of_ranks.setdefault(shard.holders, []).append(shard.piece)
+    for rank in representatives(layout):
+        findings += _check_rank(layout, rank, pieces_of_ranks, side)
+    return findings
+
+
+def representatives(layout: TableLayout) -> Iterator[int]:
+    """One rank of each set of ranks that hold exactly the same pieces."""
+    sets = {shard.holders for shard in _all_shards(layout)} | set(layout.holders)
+    seen = set()
+    for rank in range(1 + max(holders[-1] for holders in sets)):
+        held = frozenset(holders for holders in sets if rank in holders)
+        if held not in seen:
+            seen.add(held)
+            yield rank
+
+
+def _all_shards(layout: TableLayout) -> Iterator[Shard]:
+    for name in layout.hf_shapes:
+        yield from layout.shards(name)
+
+
+def _check_rank(
+    layout: TableLayout, rank: int, pieces_of_ranks: Mapping[range, list[Piece]], side: str
+) -> Iterator[str]:
+    boxes: dict[str, list[Box]] = {}
+    for holders, pieces in pieces_of_ranks.items():
+        if rank in holders:
+            for piece in pieces:
+                boxes.setdefault(piece.param, []).append(_stored(piece))
+    padding = layout.local_padding(rank)
+    shapes = layout.local_shapes(rank)
+    for param in boxes.keys() - shapes.keys():
+        yield f"{side}: rank {rank} has no parameter {param}, but pieces of it"
+    for param, shape in shapes.items():
+        if problem := _misfit(shape, tuple(boxes.get(param, ())), padding[param]):
+            yield f"{side}: rank {rank}: parameter {param} {shape} {problem}"
+
+
+def _stored(piece: Piece) -> Box:
+    """The rectangle of a piece in the stored parameter, without its view."""
+    lo, size, index = piece.param_box.lo, piece.param_box.size, piece.view.index
+    if piece.view.transposed:
+        lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
+    return Box((*index, *lo), ((1,) * len(index) + size))
+
+
+@lru_cache(maxsize=65536)
+def _misfit(shape: Shape, boxes: tuple[Box, ...], num_padding: int) -> str:
+    """Why boxes do not fill a tensor exactly once but for ``num_padding`` elements; empty: do."""
+    whole = Box.whole(shape)
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.lo):
+        if len(box.lo) != len(shape) or whole.intersect(box) != box:
+            return f"is left by {box}"
+        open_boxes = [o for o in open_boxes if o.lo[0] + o.size[0] > box.lo[0]]
+        for other in open_boxes:
+            if both := box.intersect(other):
+                return f"is filled twice at {both}"
+        open_boxes.append(box)
+    missing = whole.num_elements - sum(box.num_elements for box in boxes)
+    if missing != num_padding:
+        return f"has {missing} elements that nothing fills; declared padding: {num_padding}"
+    return ""

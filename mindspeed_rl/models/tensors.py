@@ -1,0 +1,94 @@
+"""The Hugging Face tensors of a model, told from its spec and weight table alone."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from mindspeed_rl.models.expert_rules import ExpertRow
+from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.spec import ModelSpec
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """HF tensors that differ in layer and expert only.
+
+    Attributes:
+        pattern: their name, with ``{l}`` for the layer and ``{e}`` for the expert.
+        row: the trainer's parameter that holds them.
+        shape: of one tensor.
+        layers: the layers that have it.
+        num_experts: tensors of one layer; 1 where ``pattern`` has no expert.
+        dtype: element type; empty: that of the model.
+    """
+
+    pattern: str
+    row: str
+    shape: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_experts: int
+    dtype: str
+
+    @property
+    def num_tensors(self) -> int:
+        """How many there are."""
+        return len(self.layers) * self.num_experts
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all."""
+        return self.num_tensors * prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all where the model is bfloat16."""
+        return self.num_parameters * (4 if self.dtype == "float32" else 2)
+
+    def names(self) -> Iterator[str]:
+        """All names."""
+        for layer in self.layers:
+            of_layer = self.pattern.replace("{l}", str(layer))
+            for expert in range(self.num_experts):
+                yield of_layer.replace("{e}", str(expert))
+
+
+def tensor_groups(spec: ModelSpec) -> tuple[TensorGroup, ...]:
+    """All HF tensors of a model in the order of its table; a tied head is the embedding."""
+    groups = []
+    for row in weight_table(spec.family).trainer_rows(spec):
+        if spec.tie_embeddings and row.tied_to:
+            continue
+        experts = spec.num_experts if isinstance(row, ExpertRow) else 1
+        groups += [
+            TensorGroup(pattern, row.param, shape, row.layers(spec), experts, row.dtype)
+            for pattern, shape in row.hf_shapes(spec).items()
+        ]
+    return tuple(groups)
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Elements of all HF tensors of a model, the bias of routers among them.
+
+    Multi-token-prediction layers, which are not built, do not count.
+    """
+    return sum(group.num_parameters for group in tensor_groups(spec))
+
+
+def pattern_of(name: str) -> str:
+    """A name with its layer and expert taken out: ``{l}`` and ``{e}``."""
+    for placeholder in ("{l}", "{e}"):
+        name = _NUMBER.sub(placeholder, name, count=1)
+    return name
+
+
+def nearest_group(name: str, groups: Sequence[TensorGroup]) -> TensorGroup:
+    """The group whose names resemble ``name`` most."""
+    pattern = pattern_of(name)
+    likeness = [difflib.SequenceMatcher(None, pattern, g.pattern).ratio() for g in groups]
+    return groups[likeness.index(max(likeness))]

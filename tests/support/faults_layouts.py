@@ -1,0 +1,82 @@
+"""Named faults of weight tables, layouts of experts and pipelines, and check_mapping."""
+
+from __future__ import annotations
+
+from support.mutation import Mutation
+
+_PLANNER = "tests/simulated/test_planner.py::"
+_ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
+_DECLARED = _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold"
+
+LAYOUT_MUTATIONS = (
+    Mutation(
+        "chunks-of-a-stage-in-a-row",
+        "parallel/stages.py",
+        "return Place(position % self.pp, position // self.pp, layer - first)",
+        "return Place(position // self.vpp, position % self.vpp, layer - first)",
+        _DECLARED,
+    ),
+    Mutation(
+        "empty-slot-removes-the-next-layer",
+        "parallel/stages.py",
+        "if slot not in empty)",
+        "if slot - 1 not in empty)",
+        _DECLARED,
+    ),
+    Mutation(
+        "expert-parallelism-innermost",
+        "parallel/layout.py",
+        "range(first + etp + self.etp * ep,",
+        "range(first + ep + self.ep * etp,",
+        _ARRIVES,
+    ),
+    Mutation(
+        "experts-dealt-out-in-turn",
+        "resharding/layouts/megatron.py",
+        "ep, local = divmod(expert, per_rank)",
+        "local, ep = divmod(expert, parallel.ep)",
+        _ARRIVES,
+    ),
+    Mutation(
+        "padding-of-gate-between-up",
+        "models/rules.py",
+        '(round_up(size, share.multiple), "up")):',
+        '(size, "up")):',
+        _ARRIVES,
+    ),
+    Mutation(
+        "transposed-experts-written-straight",
+        "resharding/boxes.py",
+        "return shown.swapaxes(-1, -2) if self.transposed else shown",
+        "return shown.reshape(shown.shape[::-1]) if self.transposed else shown",
+        _ARRIVES,
+    ),
+    Mutation(
+        "fused-latent-projections-swapped",
+        "models/blocks.py",
+        'parts=((_Q_A, "q_lora_rank"), (_KV_A, "kv_a_size")),',
+        'parts=((_KV_A, "kv_a_size"), (_Q_A, "q_lora_rank")),',
+        _ARRIVES,
+    ),
+    Mutation(
+        "router-bias-travels-in-bf16",
+        "resharding/executor.py",
+        "dtype = wire_dtype(part.dtype, self._dtype)",
+        "dtype = self._dtype",
+        "tests/simulated/test_checkpoint_round_trip.py::test_a_checkpoint_comes_back_bit_for_bit",
+    ),
+    Mutation(
+        "only-gate-of-an-expert-counted",
+        "models/expert_rules.py",
+        "        return self.matrix.hf_shapes(spec)",
+        "        return dict(list(self.matrix.hf_shapes(spec).items())[:1])",
+        "tests/unit/test_published_models.py::test_totals_follow_from_the_config_alone",
+    ),
+    Mutation(
+        "check-mapping-blind-to-overlaps",
+        "checkpoint/mapping.py",
+        "if both := box.intersect(other):",
+        "if both := None:",
+        "tests/unit/test_mapping.py::test_a_wrong_row_is_found",
+    ),
+)

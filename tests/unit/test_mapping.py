@@ -1,0 +1,333 @@
+"""check_mapping: keys and elements exactly once, and every planted fault is found (R6)."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.architecture import ROOT
+from support.family_models import FAMILY_CASES, write_family_model
+from support.published import PUBLISHED, published_config
+
+from mindspeed_rl.checkpoint.mapping import (
+    check_layout,
+    check_tensors,
+    representatives,
+    safetensors_header,
+    tensor_shapes,
+)
+from mindspeed_rl.models import registry
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.rules import Block, Cut, GateUp, Row, Share, Split, Vocab
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.models.tensors import tensor_groups
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.layouts.base import TableLayout
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: write_family_model(case, root / name) for name, case in FAMILY_CASES.items()}
+
+
+def spec_at(folder: Path) -> ModelSpec:
+    return spec_from_hf_config(read_hf_config(folder))
+
+
+# --- keys --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_every_key_of_every_family_is_in_its_table(case: str, checkpoints: dict[str, Path]) -> None:
+    """Names and shapes of what transformers saves (R6)."""
+    folder = checkpoints[case]
+    spec, shapes = spec_at(folder), tensor_shapes(folder)
+    assert check_tensors(spec, shapes) == []
+    expected = {name: group.shape for group in tensor_groups(spec) for name in group.names()}
+    assert expected == shapes
+
+
+def test_headers_are_those_of_safetensors(checkpoints: dict[str, Path]) -> None:
+    file = checkpoints["deepseek"] / "model.safetensors"
+    assert safetensors_header(file) == {n: tuple(t.shape) for n, t in load_file(file).items()}
+
+
+def test_wrong_keys_name_their_rows(checkpoints: dict[str, Path]) -> None:
+    """Unknown ones the nearest row, missing ones and wrong shapes their row, one line per kind."""
+    folder = checkpoints["deepseek"]
+    spec, shapes = spec_at(folder), tensor_shapes(folder)
+    for layer in (1, 2, 3):
+        renamed = f"model.layers.{layer}.mlp.experts.2.down_proj.weight"
+        shapes[renamed.replace("down_proj", "down_project")] = shapes.pop(renamed)
+    shapes["lm_head.weight"] = (66, 32)
+    assert check_tensors(spec, shapes) == [
+        "model.layers.1.mlp.experts.2.down_project.weight and 2 more: not in the table; nearest "
+        "row decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight <- "
+        "model.layers.{l}.mlp.experts.{e}.down_proj.weight",
+        "model.layers.1.mlp.experts.2.down_proj.weight and 2 more: missing from the checkpoint; "
+        "row decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight <- "
+        "model.layers.{l}.mlp.experts.{e}.down_proj.weight",
+        "lm_head.weight: shape (66, 32), config.json implies (67, 32); row output_layer.weight "
+        "<- lm_head.weight",
+    ]
+
+
+def test_what_loading_leaves_out_is_no_finding(checkpoints: dict[str, Path]) -> None:
+    """Layers of MTP, buffers of old transformers, the head of a tied model; only there."""
+    folder = checkpoints["deepseek"]
+    spec, shapes = spec_at(folder), tensor_shapes(folder)
+    extras: dict[str, tuple[int, ...] | None] = {
+        "model.layers.4.eh_proj.weight": (32, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": (2,),
+    }
+    assert check_tensors(replace(spec, num_mtp_layers=1), shapes | extras) == []
+    (finding,) = check_tensors(spec, shapes | extras)
+    assert finding.startswith("model.layers.4.eh_proj.weight: not in the table")
+    tied = checkpoints["qwen2-tied"]
+    head: dict[str, tuple[int, ...] | None] = {"lm_head.weight": (67, 32)}
+    assert check_tensors(spec_at(tied), tensor_shapes(tied) | head) == []
+
+
+def test_an_index_alone_is_enough(tmp_path: Path) -> None:
+    """Names of DeepSeek-V3's 45,395 tensors and no weights; one is lost."""
+    spec = spec_from_hf_config(published_config("deepseek-v3"))
+    names = [name for group in tensor_groups(spec) for name in group.names()]
+    lost = names.pop(40_000)
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00163.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    start = time.process_time()
+    (finding,) = check_tensors(spec, tensor_shapes(tmp_path))
+    assert time.process_time() - start < 5.0
+    assert finding.startswith(f"{lost}: missing from the checkpoint; row decoder.layers.{{l}}.mlp")
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"), [(-1, r"bytes, its header implies"), (40, "unreadable"), (3, "unreadable")]
+)
+def test_truncated_files_are_refused(
+    keep: int, message: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    content = (checkpoints["qwen3"] / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:keep])
+    with pytest.raises(ValueError, match=message):
+        tensor_shapes(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither model\.safetensors\.index\.json nor"):
+        tensor_shapes(tmp_path)
+
+
+# --- elements ----------------------------------------------------------------------------------
+
+
+def published_layouts(model: str) -> Iterator[TableLayout]:
+    """Layouts as real jobs have them."""
+    spec = spec_from_hf_config(published_config(model))
+    stages = even_stages(spec.num_layers, 2, 2)
+    if spec.moe:
+        grid = ParallelLayout.build(world=64, stages=stages, tp=4, cp=2, ep=4, etp=2)
+        yield MegatronLayout(spec, grid)
+        yield VllmLayout(spec, EngineLayout(64, 2, 1), expert_multiple=256)
+        yield VllmLayout(spec, EngineLayout(64, 4, 4, True))
+    else:
+        yield MegatronLayout(spec, ParallelLayout.build(world=32, stages=stages, tp=4, cp=2))
+        yield VllmLayout(spec, EngineLayout(32, 4))
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "llama-3.1-8b", "qwen3-30b-a3b"])
+def test_every_element_of_a_published_model_is_held_once(model: str) -> None:
+    """In seconds; the largest one is the command's test below."""
+    start = time.process_time()
+    for layout in published_layouts(model):
+        assert check_layout(layout) == []
+    assert time.process_time() - start < 15.0
+
+
+def test_one_rank_of_each_kind_is_checked() -> None:
+    """Two data-parallel ranks are the same; so are engines. Experts make more kinds."""
+    spec = spec_from_hf_config(published_config("qwen3-30b-a3b") | {"num_hidden_layers": 2})
+    grid = ParallelLayout.build(world=16, stages=even_stages(2, 2), tp=2, ep=4, etp=1)
+    assert list(representatives(MegatronLayout(spec, grid))) == [*range(4), *range(8, 12)]
+    assert list(representatives(VllmLayout(spec, EngineLayout(16, 2, 2)))) == [0, 1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstShareOnly(Split):
+    """Fault: every rank takes the first share."""
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        yield from super(FirstShareOnly, self).cuts(spec, replace(share, tp=0))
+
+
+@dataclass(frozen=True, slots=True)
+class UpOverGate(GateUp):
+    """Fault: both halves are written to the same place."""
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        for cut in super(UpOverGate, self).cuts(spec, share):
+            yield replace(cut, param_box=Box((0, 0), cut.param_box.size))
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutUp(GateUp):
+    """Fault: one of two tensors is forgotten."""
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        yield next(iter(super(WithoutUp, self).cuts(spec, share)))
+
+
+@dataclass(frozen=True, slots=True)
+class SecretPadding(Vocab):
+    """Fault: padding that is not declared."""
+
+    def padding(self, spec: ModelSpec, share: Share) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class OneRowTooFar(Split):
+    """Fault: the rectangle leaves the parameter."""
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        for cut in super(OneRowTooFar, self).cuts(spec, share):
+            lo = (1, *cut.param_box.lo[1:])
+            yield replace(cut, param_box=Box(lo, cut.param_box.size))
+
+
+def rebuilt(row: Row, kind: type[Row]) -> Row:
+    fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    return kind(**fields)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind", "finding"),
+    [
+        (
+            "mlp.linear_fc2.weight",
+            FirstShareOnly,
+            r"down_proj.weight .* has 768 elements that",
+        ),
+        ("mlp.linear_fc1.weight", UpOverGate, r"parameter .*linear_fc1.weight .* is filled twice"),
+        ("mlp.linear_fc1.weight", WithoutUp, r"up_proj.weight .* has 1536 elements that nothing"),
+        ("word_embeddings.weight", SecretPadding, r"declared padding: 0"),
+        ("mlp.linear_fc2.weight", OneRowTooFar, r"linear_fc2.weight .* is left by Box"),
+    ],
+)
+def test_a_wrong_row_is_found(
+    suffix: str, kind: type[Row], finding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_qwen3()
+    plant(monkeypatch, "trainer", lambda r: rebuilt(r, kind) if r.param.endswith(suffix) else r)
+    grid = ParallelLayout.build(world=2, stages=even_stages(2), tp=2)
+    findings = check_layout(MegatronLayout(spec, grid, 128))
+    assert any(re.search(finding, line) for line in findings), findings
+
+
+def test_a_lost_row_is_found_on_either_side(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["qwen3"]
+    spec = spec_at(folder)
+    engine = VllmLayout(spec, EngineLayout(1, 1))
+    for side in ("trainer", "engine"):
+        with monkeypatch.context() as patch:
+            plant(patch, side, lambda r: None if "k_" in r.param and "norm" in r.param else r)
+            if side == "trainer":
+                (finding,) = check_tensors(spec, tensor_shapes(folder))
+                assert re.search(r"layers.0.self_attn.k_norm.weight and 3 more: not in", finding)
+                assert "nearest row decoder.layers.{l}.self_attention.q_layernorm" in finding
+            else:
+                (finding,) = check_layout(engine)
+                assert re.search(r"VllmLayout: its tensors are not the table's.*k_norm", finding)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, side: str, change: Callable[[Row], Row | None]) -> None:
+    """Qwen3's table with other rows on one side; ``None`` takes a row out."""
+
+    def faulty(block: Block) -> Block:
+        rows = [change(row) for row in getattr(block, side)]
+        return replace(block, **{side: tuple(row for row in rows if row is not None)})
+
+    families = tuple(
+        (replace(t, blocks=tuple(map(faulty, t.blocks))) if t.family == "qwen3" else t, build)
+        for t, build in registry._families()
+    )
+    monkeypatch.setattr(registry, "_families", lambda: families)
+
+
+def small_qwen3() -> ModelSpec:
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 67}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return spec_from_hf_config(published_config("qwen3-8b") | small | heads)
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def check_mapping(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/check_mapping.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_the_command_on_a_config() -> None:
+    done = check_mapping(
+        "--hf-config", str(PUBLISHED["deepseek-v3"]),
+        "--train", "tp=8,pp=8,dp=4,ep=32,etp=1", "--num-layer-list", "7,8,8,8,8,8,8,6",
+        "--rollout", "tp=8,dp=4,ep=32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: weights are quantised" in done.stdout
+    total = done.stdout.splitlines()[-2].split()
+    # 14,848 elements of router bias have 4 bytes
+    assert total == ["total", "45395", "671,026,419,200", f"{2 * 671_026_419_200 + 29_696:,}"]
+    assert done.stdout.endswith("every key and element exactly once\n")
+
+
+def test_the_command_on_a_checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Good, then with a renamed key: status 1, and the row that comes nearest."""
+    good = checkpoints["qwen3-moe"]
+    rollout = ("--rollout", "tp=2,dp=1,pad-experts=32")
+    done = check_mapping("--hf-checkpoint", str(good), "--train", "tp=2,pp=2,ep=2,etp=1", *rollout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = load_file(good / "model.safetensors")
+    weights["model.layers.0.mlp.router.weight"] = weights.pop("model.layers.0.mlp.gate.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    done = check_mapping("--hf-checkpoint", str(tmp_path), "--hf-config", str(good / "config.json"))
+    assert done.returncode == 1
+    assert re.search("FINDING: model.layers.0.mlp.router.weight: not in the table", done.stdout)
+    assert re.search("FINDING: model.layers.0.mlp.gate.weight: missing .*router", done.stdout)
+    assert done.stdout.endswith("2 findings\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --hf-checkpoint DIR, --hf-config FILE, or both"),
+        (("--hf-config", "no.json"), "No such file or directory: 'no.json'"),
+        (("--train", "tp=2,zp=1"), "--train zp=1: give NAME=NUMBER, names are tp, pp, cp"),
+        (("--rollout", "tp=x"), "--rollout tp=x: give NAME=NUMBER, names are tp, dp, ep"),
+        (("--rollout", "tp=2,ep=4"), "--rollout ep=4: allowed are 1 and tp x dp = 2"),
+        (("--train", "pp=5"), "--pipeline-model-parallel-size 5 does not divide the model's 36 la"),
+        (("--train", "tp=16"), "--tensor-model-parallel-size 16 does not divide .* 8 key/value"),
+    ],
+)
+def test_the_command_refuses(arguments: tuple[str, ...], message: str) -> None:
+    config = ("--hf-config", str(PUBLISHED["qwen3-8b"]))
+    given = arguments if not arguments or arguments[0] == "--hf-config" else (*config, *arguments)
+    done = check_mapping(*given)
+    assert done.returncode == 2
+    assert re.search(message, " ".join(done.stderr.split())), done.stderr

@@ -1,0 +1,288 @@
+"""Specs and sizes of published models from their configs alone, in both spellings (R51).
+
+``support/hf_configs`` holds the numbers of each model's ``config.json`` as it was published, in the
+spelling of transformers 4.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.published import PUBLISHED, published_config
+
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.rope import RopeSpec
+from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec, read_hf_config
+from mindspeed_rl.models.tensors import num_parameters
+
+SPECS = {
+    "qwen2.5-7b": ModelSpec(
+        family="qwen2",
+        num_layers=28,
+        hidden_size=3584,
+        ffn_hidden_size=18944,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=152064,
+        norm_eps=1e-6,
+        rope=RopeSpec(1e6),
+        max_position_embeddings=131072,
+        tie_embeddings=False,
+        qkv_bias=True,
+        eos_token_ids=(151643,),
+    ),
+    "qwen3-8b": ModelSpec(
+        family="qwen3",
+        num_layers=36,
+        hidden_size=4096,
+        ffn_hidden_size=12288,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope=RopeSpec(1e6),
+        max_position_embeddings=40960,
+        tie_embeddings=False,
+        qk_norm=True,
+        eos_token_ids=(151645,),
+    ),
+    "qwen3-30b-a3b": ModelSpec(
+        family="qwen3_moe",
+        num_layers=48,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope=RopeSpec(1e6),
+        max_position_embeddings=40960,
+        tie_embeddings=False,
+        qk_norm=True,
+        moe=MoESpec(num_experts=128, top_k=8, ffn_hidden_size=768, layers=(True,) * 48),
+        eos_token_ids=(151645,),
+    ),
+    "qwen3-235b-a22b": ModelSpec(
+        family="qwen3_moe",
+        num_layers=94,
+        hidden_size=4096,
+        ffn_hidden_size=12288,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope=RopeSpec(1e6),
+        max_position_embeddings=40960,
+        tie_embeddings=False,
+        qk_norm=True,
+        moe=MoESpec(num_experts=128, top_k=8, ffn_hidden_size=1536, layers=(True,) * 94),
+        eos_token_ids=(151645,),
+    ),
+    "llama-3.1-8b": ModelSpec(
+        family="llama",
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        norm_eps=1e-5,
+        rope=RopeSpec(5e5, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        max_position_embeddings=131072,
+        tie_embeddings=False,
+        eos_token_ids=(128001,),
+    ),
+    "deepseek-v3": ModelSpec(
+        family="deepseek_v3",
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=192,
+        vocab_size=129280,
+        norm_eps=1e-6,
+        # 0.1 ln(40) + 1, and the ratio of mscale 1 to mscale_all_dim 1
+        rope=RopeSpec(
+            1e4, "yarn", 40.0, 4096, attention_factor=1.0, softmax_mscale=1.3688879454113936
+        ),
+        max_position_embeddings=163840,
+        tie_embeddings=False,
+        moe=MoESpec(
+            num_experts=256,
+            top_k=8,
+            ffn_hidden_size=2048,
+            layers=(False,) * 3 + (True,) * 58,
+            shared_ffn_hidden_size=2048,
+            score_function="sigmoid",
+            router_bias=True,
+            num_groups=8,
+            top_k_groups=4,
+            scaling_factor=2.5,
+        ),
+        latent=LatentAttentionSpec(
+            q_lora_rank=1536, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128
+        ),
+        num_mtp_layers=1,
+        eos_token_ids=(1,),
+    ),
+}
+TOTALS = {
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "llama-3.1-8b": 8_030_261_248,
+    "deepseek-v3": 671_026_419_200,  # the bias of routers is counted, the layer of MTP is not
+}
+
+
+def test_every_published_model_is_tested() -> None:
+    assert set(PUBLISHED) == set(SPECS) == set(TOTALS)
+    families = {spec.family for spec in SPECS.values()}
+    assert families == {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_config_becomes_a_spec(model: str) -> None:
+    assert spec_from_hf_config(published_config(model)) == SPECS[model]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_transformers_5_saves_a_config_that_means_the_same(model: str, tmp_path: Path) -> None:
+    """What ``save_pretrained`` of the installed version makes of the published config."""
+    from transformers import AutoConfig
+
+    config = published_config(model)
+    AutoConfig.for_model(config.pop("model_type"), **config).save_pretrained(tmp_path)
+    saved = read_hf_config(tmp_path)
+    assert "rope_parameters" in saved and "rope_theta" not in saved, "not the newer spelling"
+    assert spec_from_hf_config(saved) == SPECS[model]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_totals_follow_from_the_config_alone(model: str) -> None:
+    spec = spec_from_hf_config(published_config(model))
+    start = time.perf_counter()
+    assert num_parameters(spec) == TOTALS[model]
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_transformers_counts_the_same(model: str) -> None:
+    """Modules built without memory: its parameters, and the bias of routers, a buffer there."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = published_config(model)
+    built = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(built)
+    biases = [b for name, b in module.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(p.numel() for p in (*module.parameters(), *biases)) == TOTALS[model]
+
+
+def test_tied_embeddings_count_once() -> None:
+    config = published_config("qwen2.5-7b")
+    tied = num_parameters(spec_from_hf_config(config | {"tie_word_embeddings": True}))
+    assert TOTALS["qwen2.5-7b"] - tied == 152_064 * 3584
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+DEEPSEEK, MOE, LLAMA = "deepseek-v3", "qwen3-30b-a3b", "llama-3.1-8b"
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax'; allowed: sigmoid"),
+        (DEEPSEEK, {"topk_method": "greedy"}, "topk_method 'greedy'; allowed: noaux_tc"),
+        (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob false is not supported; allowed: tr"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq 2; allowed: 1"),
+        (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05; allowed: 1e-06"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave false is not supported; allowed"),
+        (DEEPSEEK, {"topk_group": 2}, "num_experts_per_tok 8 with topk_group 2: .* 2 experts per"),
+        (DEEPSEEK, {"topk_group": 9}, "topk_group 9 is not between 1 and the 8 groups of n_group"),
+        (DEEPSEEK, {"n_group": 7}, "n_group 7 does not divide the 256 experts"),
+        (DEEPSEEK, {"num_experts_per_tok": 300}, "num_experts_per_tok 300 is not between 1 and .*"),
+        (DEEPSEEK, {"n_routed_experts": None}, "lacks the key 'n_routed_experts' of DeepseekV3"),
+        (DEEPSEEK, {"kv_lora_rank": ...}, "lacks the key 'kv_lora_rank' of DeepseekV3ForCausalLM"),
+        (
+            DEEPSEEK,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weights are quantised; c",
+        ),
+        (MOE, {"num_experts": None}, "lacks the key 'num_experts' of Qwen3MoeForCausalLM"),
+        (MOE, {"moe_intermediate_size": ...}, "lacks the key 'moe_intermediate_size' of Qwen3Moe"),
+        (MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok 0 is not between 1 and the 128 exp"),
+        (MOE, {"use_sliding_window": True}, "use_sliding_window true is not supported; set it to"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias true is not supported; allowed: false"),
+        (LLAMA, {"attention_bias": True}, "attention_bias true is not supported; allowed: false"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu'; allowed: 'silu'"),
+        (LLAMA, {"vocab_size": 0}, "vocab_size is 0, must be positive"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not support"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' lacks 'factor'"),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not supported; allowed: 1",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(model: str, change: dict[str, Any], message: str) -> None:
+    """``...`` takes a key out."""
+    config = published_config(model) | change
+    config = {key: value for key, value in config.items() if value is not ...}
+    with pytest.raises(ValueError, match=message):
+        spec_from_hf_config(config)
+
+
+def test_deepseek_is_published_in_fp8() -> None:
+    """The file as it is on the hub is refused: its weights must be converted first."""
+    config = json.loads(PUBLISHED["deepseek-v3"].read_text())
+    with pytest.raises(ValueError, match="quantised; convert the checkpoint to bfloat16 first"):
+        spec_from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True) * 3),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [5]}, (False, False, True) + (False,) * 3),
+    ],
+)
+def test_which_layers_of_qwen3_moe_have_experts(
+    change: dict[str, Any], layers: tuple[bool, ...]
+) -> None:
+    spec = spec_from_hf_config(published_config(MOE) | {"num_hidden_layers": 6} | change)
+    assert spec.moe is not None
+    assert spec.moe.layers == layers
+
+
+def test_variants_of_deepseek() -> None:
+    """No compressed query, no groups, several shared experts, no scaling."""
+    change = {
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 3,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+    }
+    spec = spec_from_hf_config(published_config(DEEPSEEK) | change)
+    assert spec.latent is not None and spec.moe is not None
+    assert (spec.q_lora_rank, spec.compressed_query, spec.plain_query) == (0, False, True)
+    assert (spec.moe.num_groups, spec.shared_ffn_size) == (1, 3 * 2048)
+    assert all(spec.moe.layers) and spec.num_mtp_layers == 0

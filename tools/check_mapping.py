@@ -1,0 +1,97 @@
+"""Checks a checkpoint, or a config alone, against the weight table of its family.
+
+Every key must be in the table, every element exactly once in the training and the rollout layout,
+declared padding aside. Exit status: 0 all is well, 1 a finding, 2 an input that is not supported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.checkpoint.mapping import check_checkpoint, check_layout, summary
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages, listed_stages
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+
+_TRAIN, _ROLLOUT = ("tp", "pp", "cp", "dp", "vpp", "ep", "etp"), ("tp", "dp", "ep", "pad-experts")
+
+
+def _sizes(flag: str, text: str, allowed: tuple[str, ...]) -> Counter[str]:
+    """NAME=NUMBER pairs; what is not given is missing."""
+    sizes: Counter[str] = Counter()
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in allowed or not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{flag} {part}: give NAME=NUMBER, names are {', '.join(allowed)}")
+        sizes[name] = int(value)
+    return sizes
+
+
+def _training(spec: ModelSpec, args: argparse.Namespace) -> MegatronLayout:
+    given = _sizes("--train", args.train, _TRAIN)
+    tp, pp, cp, dp, vpp, ep = (given[name] or 1 for name in _TRAIN[:6])
+    counts = [int(n) for n in args.num_layer_list.split(",") if n]
+    if counts:
+        stages = listed_stages(spec.num_layers, pp, counts)
+    else:
+        stages = even_stages(spec.num_layers, pp, vpp)
+    world, etp = tp * pp * cp * dp, given["etp"] or None
+    grid = ParallelLayout.build(world=world, stages=stages, tp=tp, cp=cp, ep=ep, etp=etp)
+    return MegatronLayout(spec, grid)
+
+
+def _rollout(spec: ModelSpec, args: argparse.Namespace) -> VllmLayout:
+    given = _sizes("--rollout", args.rollout, _ROLLOUT)
+    tp, dp, ep, multiple = (given[name] or 1 for name in _ROLLOUT)
+    if ep not in (1, tp * dp):
+        raise ValueError(f"--rollout ep={ep}: allowed are 1 and tp x dp = {tp * dp}")
+    return VllmLayout(spec, EngineLayout(tp * dp, tp, dp, ep > 1), multiple)
+
+
+def _read_config(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.hf_config:
+        return read_hf_config(args.hf_checkpoint)
+    config: dict[str, Any] = json.loads(Path(args.hf_config).read_text())
+    if config.pop("quantization_config", None):
+        print("note: weights are quantised; sizes are those of the converted checkpoint")
+    return config
+
+
+def main() -> int:
+    """Parse, check, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="Safetensors or their index.")
+    parser.add_argument("--hf-config", metavar="FILE", help="Instead of DIR/config.json.")
+    parser.add_argument("--train", default="", help=f"tp=2,pp=4,...; names: {', '.join(_TRAIN)}.")
+    parser.add_argument("--num-layer-list", default="", help="Layers of each stage.")
+    parser.add_argument("--rollout", default="", help=f"tp=8,...; names: {', '.join(_ROLLOUT)}.")
+    args = parser.parse_args()
+    if not (args.hf_checkpoint or args.hf_config):
+        parser.error("give --hf-checkpoint DIR, --hf-config FILE, or both")
+    findings: list[str] = []
+    try:
+        spec = spec_from_hf_config(_read_config(args))
+        if args.hf_checkpoint:
+            findings += check_checkpoint(spec, args.hf_checkpoint, print)
+        layouts = (_training(spec, args), _rollout(spec, args))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    for layout in layouts:
+        findings += check_layout(layout)
+    print("\n".join(summary(spec)))
+    for finding in findings:
+        print(f"FINDING: {finding}")
+    print(f"{len(findings)} findings" if findings else "every key and element exactly once")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
