@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.models.tensors import (
     TensorGroup,
@@ -77,13 +78,14 @@ def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Co
     Others are tensors that no layout holds and that loading leaves out: multi-token-prediction
     layers, old buffers of rotary frequencies, and the head of a tied model.
     """
-    mtp = {f"model.layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)}
+    names = list(names)
+    mtp = set(mtp_tensors(spec, names))
     kept: list[str] = []
     extras: Counter[str] = Counter()
     for name in names:
-        if any(name.startswith(prefix) for prefix in mtp):
+        if name in mtp:
             extras["multi-token-prediction layers"] += 1
-        elif name.endswith("rotary_emb.inv_freq"):
+        elif name.endswith(BUFFERS):
             extras["rotary frequencies"] += 1
         elif spec.tie_embeddings and name == "lm_head.weight":
             extras["head of a tied model"] += 1

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from mindspeed_rl.models.spec import ModelSpec
 
 # Buffers that old versions of transformers wrote; every model computes them.
-_BUFFERS = ("rotary_emb.inv_freq",)
+BUFFERS = ("rotary_emb.inv_freq",)
 # Companions of the weights in quantised checkpoints.
 _SCALES = (".weight_scale_inv", ".weight_scale", ".qweight", ".qzeros", ".scales", ".absmax")
 _NUMBER = re.compile(r"\d+")
@@ -42,7 +42,7 @@ def check_names(where: str, found: Collection[str], expected: Collection[str]) -
     missing = sorted(known - set(found))
     # transformers writes the head of a tied model only sometimes; it is the embedding again
     unknown = sorted(
-        name for name in set(found) - known - {"lm_head.weight"} if not name.endswith(_BUFFERS)
+        name for name in set(found) - known - {"lm_head.weight"} if not name.endswith(BUFFERS)
     )
     if scales := [name for name in unknown if name.endswith(_SCALES)]:
         raise ValueError(

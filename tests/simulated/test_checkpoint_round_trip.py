@@ -19,7 +19,8 @@ from support.layout_cases import LATENT, MOE, PLAIN_LATENT, TIED, cases, layouts
 from support.layout_oracle import Case, hf_arrays
 from support.local_transport import LocalTransport, LocalWorld
 
-from mindspeed_rl.checkpoint.hf import HfWriter, load_hf
+from mindspeed_rl.checkpoint.hf import load_hf
+from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.parallel.layout import ParallelLayout
