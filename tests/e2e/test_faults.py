@@ -50,7 +50,7 @@ def flags(phase_timeout_s: float) -> list[str]:
         "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "format",
         "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
         "--rollout-max-response-length", "6", "--output-dir", "out",
-        "--phase-timeout-s", str(phase_timeout_s), "--reward-timeout-s", "5",
+        "--phase-timeout-s", str(phase_timeout_s), "--reward-timeout-s", "3",
         "--overwrite-output-dir",
     ]  # fmt: skip
 
