@@ -48,6 +48,7 @@ NODE_RANK="${NODE_RANK:-0}"
 MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
 MASTER_PORT="${MASTER_PORT:-$(( 20000 + RANDOM % 20000 ))}"
 KV_CACHE_GB=0.0078125
+WARM_ITERS=45
 ROLLOUT_LAYOUT=(--rollout-tp 1)
 case "$FAMILY" in
     qwen2|llama|qwen3)
@@ -58,7 +59,8 @@ case "$FAMILY" in
     deepseek_v3)
         LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel
                 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1)
-        KV_CACHE_GB=0.03125 ;;
+        KV_CACHE_GB=0.03125
+        WARM_ITERS=100 ;;  # with fewer it forgets to end its answers before it learns to sort
     *)
         echo "quickstart: --family $FAMILY: allowed are qwen2, llama, qwen3, qwen3_moe," \
             "deepseek_v3" >&2
@@ -77,7 +79,7 @@ MODEL_PARALLEL_ARGS=(
 )
 TRAIN_ARGS=(--clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.0 --seed "$SEED")
 SFT_ARGS=(
-    --sft-data "$DATA/sft.jsonl" --train-iters 45 --global-batch-size 64 --micro-batch-size 64
+    --sft-data "$DATA/sft.jsonl" --train-iters "$WARM_ITERS" --global-batch-size 64 --micro-batch-size 64
     --lr 2e-3 --lr-warmup-iters 20 --log-interval 15
     --output-dir "$WARM" --overwrite-output-dir --export-hf "$WARM/hf"
 )
