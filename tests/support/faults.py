@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "target-crosses-into-the-next-sequence",
         "data/packing.py",
-        "has_target = position < (real - 1)[owner]",
+        "has_target = position < (real - 1 + goes_on)[owner]",
         "has_target = position < real[owner]",
         _PACKED_ROW,
     ),
