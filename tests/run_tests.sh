@@ -12,11 +12,16 @@ export OMP_NUM_THREADS=1
 if (( $# )); then
     exec "$PYTHON" -m pytest "$@"
 fi
+STATUS=0
+part() {  # one red part does not hide the others
+    "$@" || { STATUS=1; echo "run_tests: failed: ${*:2}" >&2; }
+}
 echo "== style and types"
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy -p mindspeed_rl
+part "$PYTHON" -m ruff check .
+part "$PYTHON" -m ruff format --check .
+part "$PYTHON" -m mypy -p mindspeed_rl
 echo "== planted faults"
-"$PYTHON" tests/mutations.py
+part "$PYTHON" tests/mutations.py
 echo "== tests"
-exec "$PYTHON" -m pytest --durations 15
+part "$PYTHON" -m pytest --durations 15
+exit "$STATUS"
