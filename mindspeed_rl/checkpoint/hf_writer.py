@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mindspeed_rl.checkpoint.hf import INDEX, SINGLE
+from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
 
 # Files of a checkpoint directory that describe the model rather than hold weights.
@@ -122,13 +123,13 @@ class HfWriter:
         self._copy_side_files()
         self._write_record()
         for file in self._work.iterdir():
-            _sync(file)
-        _sync(self._work)
+            sync_path(file)
+        sync_path(self._work)
         old = self._target.with_name(f".{self._target.name}.old{os.getpid()}")
         if self._target.exists():
             os.rename(self._target, old)
         os.rename(self._work, self._target)
-        _sync(self._target.parent)
+        sync_path(self._target.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def _flush(self) -> None:
@@ -163,12 +164,3 @@ class HfWriter:
         for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
             config[key] = str(self._dtype).removeprefix("torch.")
         (self._work / "config.json").write_text(json.dumps(config | self._config_keys, indent=2))
-
-
-def _sync(path: Path) -> None:
-    """Data before names: after a power cut a complete name must not point at unwritten blocks."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

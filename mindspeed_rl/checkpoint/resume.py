@@ -189,7 +189,7 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
         if file.is_file()
     }
     for name in files:
-        _sync(partial / name)
+        sync_path(partial / name)
     text = json.dumps({**asdict(record), "files": files}, indent=1, allow_nan=False)
     write_text_atomic(partial / RECORD, text + "\n")
     if target.exists():
@@ -197,7 +197,7 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
             raise ValueError(f"--save: {target} exists already; choose another folder")
         shutil.rmtree(target)
     partial.rename(target)
-    _sync(target.parent)
+    sync_path(target.parent)
     write_text_atomic(target.parent / TRACKER, f"{record.step}\n")
     return target
 
@@ -210,7 +210,7 @@ def _partial_folders(root: Path) -> list[Path]:
     ]
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Data before names: after a power cut a valid name must not point at unwritten blocks."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

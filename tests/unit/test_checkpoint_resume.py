@@ -80,7 +80,7 @@ def _raise(*args: object) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    ["mindspeed_rl.checkpoint.resume._sync", "mindspeed_rl.checkpoint.resume.write_text_atomic",
+    ["mindspeed_rl.checkpoint.resume.sync_path", "mindspeed_rl.checkpoint.resume.write_text_atomic",
      "pathlib.Path.rename"],
 )  # fmt: skip
 def test_interrupted_commit_leaves_the_previous_one(moment: str, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_missing_metric_is_labelled(title: str, names: list[str]) -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_short_runs_are_drawn(num_steps: int, tmp_path: Path) -> None:
     draw_run(_records(num_steps), "run").savefig(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_equal_engines_are_drawn_on_a_linear_scale(tmp_path: Path) -> None:
