@@ -46,47 +46,43 @@ class Sample:
 def pack_rollouts(
     rollouts: Sequence[Rollout], part_names: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten rollouts to one int64 and one fp32 tensor. Local."""
-    integers: list[int] = []
-    floats: list[float] = []
+    """Flatten rollouts to one int64 and one fp32 tensor: rows of all, then tokens of all. Local."""
+    rows: list[int] = [len(rollouts)]
+    scores: list[float] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
     nan = float("nan")
     for r in rollouts:
         done = r.completion
-        integers += [r.sample_id, r.prompt.index, len(done.token_ids)]
-        integers += [int(not done.truncated), done.weights_version, *done.token_ids]
-        floats += [nan if r.reward is None else r.reward]
-        floats += [r.reward_parts.get(name, nan) for name in part_names]
-        floats += done.logprobs
+        rows += (r.sample_id, r.prompt.index, len(done.token_ids))
+        rows += (int(not done.truncated), done.weights_version)
+        scores.append(nan if r.reward is None else r.reward)
+        scores += [r.reward_parts.get(name, nan) for name in part_names]
+        tokens += done.token_ids
+        logprobs += done.logprobs
     return (
-        torch.tensor(integers, dtype=torch.int64),
-        torch.tensor(floats, dtype=torch.float32),
+        torch.tensor(rows + tokens, dtype=torch.int64),
+        torch.tensor(scores + logprobs, dtype=torch.float32),
     )
 
 
 def unpack_rollouts(integers: torch.Tensor, floats: torch.Tensor, num_parts: int) -> list[Sample]:
     """The inverse of :func:`pack_rollouts`. Local."""
-    samples = []
-    i = f = 0
-    numbers, scores = integers.tolist(), floats.tolist()
-    while i < len(numbers):
-        sample_id, prompt, length, stopped, version = numbers[i : i + _HEADER]
-        i += _HEADER
-        reward, *parts = scores[f : f + 1 + num_parts]
-        f += 1 + num_parts
-        samples.append(
-            Sample(
-                sample_id,
-                prompt,
-                integers[i : i + length],
-                floats[f : f + length],
-                bool(stopped),
-                version,
-                reward,
-                tuple(parts),
-            )
+    count = int(integers[0])
+    rows, tokens = integers[1 : 1 + count * _HEADER], integers[1 + count * _HEADER :]
+    scores, logprobs = floats[: count * (1 + num_parts)], floats[count * (1 + num_parts) :]
+    table = rows.view(count, _HEADER).tolist()
+    lengths = [row[2] for row in table]
+    return [
+        Sample(sample_id, prompt, response, logp, bool(stopped), version, reward, tuple(parts))
+        for (sample_id, prompt, _, stopped, version), (reward, *parts), response, logp in zip(
+            table,
+            scores.view(count, 1 + num_parts).tolist(),
+            tokens.split(lengths),
+            logprobs.split(lengths),
+            strict=True,
         )
-        i, f = i + length, f + length
-    return samples
+    ]
 
 
 def exchange_rollouts(
@@ -102,9 +98,9 @@ def exchange_rollouts(
     Raises:
         RuntimeError: a sample is missing or there twice.
     """
-    packed = pack_rollouts(rollouts, part_names)
-    integers, floats = (_all_gather_ragged(tensor) for tensor in packed)
-    samples = sorted(unpack_rollouts(integers, floats, len(part_names)), key=lambda s: s.sample_id)
+    messages = _all_gather_pairs(*pack_rollouts(rollouts, part_names))
+    samples = [s for pair in messages for s in unpack_rollouts(*pair, len(part_names))]
+    samples.sort(key=lambda s: s.sample_id)
     ids = [s.sample_id for s in samples]
     if ids != list(range(num_samples)):
         missing = sorted(set(range(num_samples)) - set(ids))
@@ -114,15 +110,21 @@ def exchange_rollouts(
     return samples
 
 
-def _all_gather_ragged(mine: torch.Tensor) -> torch.Tensor:
-    """Concatenate 1-d tensors of different lengths over all ranks, in rank order."""
+def _all_gather_pairs(
+    integers: torch.Tensor, floats: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The int64 and the fp32 tensor of every rank, in rank order: two collectives in all."""
     world = dist.get_world_size()
-    size = torch.tensor([mine.numel()])
+    size = torch.tensor([integers.numel(), floats.numel()])
     sizes = [torch.empty_like(size) for _ in range(world)]
     dist.all_gather(sizes, size)
-    lengths = [int(s) for s in sizes]
-    padded = torch.zeros(max(1, *lengths), dtype=mine.dtype)
-    padded[: mine.numel()] = mine
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
+    borders = [(8 * n, 8 * n + 4 * m) for n, m in torch.stack(sizes).tolist()]
+    mine = torch.zeros(max(end for _, end in borders), dtype=torch.uint8)
+    message = torch.cat([integers.view(torch.uint8), floats.view(torch.uint8)])
+    mine[: message.numel()] = message
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine)
+    return [
+        (part[:middle].view(torch.int64), part[middle:end].view(torch.float32))
+        for part, (middle, end) in zip(parts, borders, strict=True)
+    ]

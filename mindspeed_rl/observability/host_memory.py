@@ -31,6 +31,7 @@ class PeakMemory:
         if self._can_reset:
             try:
                 self._clear_refs.write_text(_RESET_PEAK)
+                return
             except OSError:
                 self._can_reset = False
         self._start = self._read()
@@ -47,13 +48,13 @@ class PeakMemory:
 
     def _read(self) -> tuple[int, int] | None:
         """Resident size and its high-water mark, in bytes."""
-        if not self._status.exists():
+        try:
+            text = self._status.read_bytes()
+        except FileNotFoundError:
             return None
-        fields = dict(
-            line.split(":", 1) for line in self._status.read_text().splitlines() if ":" in line
-        )
-        return _kib(fields["VmRSS"]), _kib(fields["VmHWM"])
+        return _bytes_of(b"VmRSS:", text), _bytes_of(b"VmHWM:", text)
 
 
-def _kib(field: str) -> int:
-    return int(field.removesuffix("kB")) * 1024
+def _bytes_of(field: bytes, status: bytes) -> int:
+    """A field of the status file, which is in kB."""
+    return int(status.partition(field)[2].split(None, 1)[0]) * 1024

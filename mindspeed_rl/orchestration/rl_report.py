@@ -131,7 +131,8 @@ class Report:
     ) -> None:
         run = self._run
         values = reduce_metrics(metrics.merge(times.metrics()))
-        values |= rl_step.sample_metrics(run, samples)
+        if self._writer:
+            values |= rl_step.sample_metrics(run, samples)
         tokens = sum(s.response.numel() for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
         values["policy/version"] = float(run.version)

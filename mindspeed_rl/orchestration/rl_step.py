@@ -48,7 +48,7 @@ def collect(run: RLJob, step: int) -> Collected:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
     batch = run.plan.batch
     indices = run.sampler.next(batch.prompts)
-    prompts = [run.prompts[i] for i in indices for _ in range(batch.group_size)]
+    prompts = [p for i in indices for p in [run.prompts[i]] * batch.group_size]
     with run.phase("generate"):
         settings = run.sampling(run.config.rl.rl_default_temperature)
         rollouts = generate(run, prompts, step, settings)
@@ -134,19 +134,17 @@ def as_train_samples(
     run: RLJob, samples: Sequence[Sample], advantages: Sequence[float] | None = None
 ) -> list[TrainSample]:
     """Prompt and response of every sample as one sequence to train on. Local."""
-    result = []
-    for i, sample in enumerate(samples):
-        prompt = torch.tensor(run.prompts[sample.prompt_index].token_ids)
-        result.append(
-            TrainSample(
-                sample.sample_id,
-                torch.cat([prompt, sample.response]),
-                prompt.numel(),
-                sample.logprobs,
-                advantages[i] if advantages is not None else 0.0,
-            )
+    prompts = {i: torch.tensor(run.prompts[i].token_ids) for i in {s.prompt_index for s in samples}}
+    return [
+        TrainSample(
+            sample.sample_id,
+            torch.cat([prompts[sample.prompt_index], sample.response]),
+            prompts[sample.prompt_index].numel(),
+            sample.logprobs,
+            advantages[i] if advantages is not None else 0.0,
         )
-    return result
+        for i, sample in enumerate(samples)
+    ]
 
 
 def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:

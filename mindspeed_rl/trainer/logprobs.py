@@ -65,29 +65,32 @@ class _SelectedLogProbs(torch.autograd.Function):
         entropy = log_z - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, index, owned, top_all + log_z, entropy)
         ctx.settings = (temperature, vocab_end - vocab_start, chunk)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, index, owned, log_z, entropy = ctx.saved_tensors
         temperature, num_rows, chunk = ctx.settings
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         rows = weight[:num_rows]
         if num_rows:
             for span in _spans(hidden.size(0), chunk):
-                logp = _logits(hidden[span], rows, temperature) - log_z[span, None]
-                prob = logp.exp()
+                logp = _logits(hidden[span], rows, temperature).sub_(log_z[span, None])
                 # d logp_t / d x = onehot - p;  d H / d x = -p (log p + H)
-                grad = -prob * (
-                    grad_logprobs[span, None]
-                    + grad_entropy[span, None] * (logp + entropy[span, None])
-                )
+                if grad_entropy is None:
+                    grad = logp.exp_().mul_(-grad_logprobs[span, None])
+                else:
+                    slope = grad_entropy[span, None] * (logp + entropy[span, None])
+                    grad = -logp.exp() * (grad_logprobs[span, None] + slope)
                 own = (grad_logprobs[span] * owned[span])[:, None]
                 grad.scatter_add_(-1, index[span, None], own)
-                grad = (grad / temperature).to(hidden.dtype)
+                grad = grad.div_(temperature).to(hidden.dtype)
                 grad_hidden[span] = grad @ rows
                 grad_weight[:num_rows] += grad.t() @ hidden[span]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None

@@ -158,7 +158,7 @@ MUTATIONS = (
     Mutation(
         "temperature-forgotten-in-the-gradient",
         "trainer/logprobs.py",
-        "grad = (grad / temperature).to(hidden.dtype)",
+        "grad = grad.div_(temperature).to(hidden.dtype)",
         "grad = grad.to(hidden.dtype)",
         _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
