@@ -78,8 +78,8 @@ def unpack_rollouts(integers: torch.Tensor, floats: torch.Tensor, num_parts: int
         for (sample_id, prompt, _, stopped, version), (reward, *parts), response, logp in zip(
             table,
             scores.view(count, 1 + num_parts).tolist(),
-            tokens.split(lengths),
-            logprobs.split(lengths),
+            torch.split(tokens, lengths),
+            torch.split(logprobs, lengths),
             strict=True,
         )
     ]
