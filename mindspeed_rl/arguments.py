@@ -115,7 +115,8 @@ class OwnFlag:
         if limits := self.info.limits:
             parts.append(f"{limits[0].upper()}{limits[1:]}.")
         if isinstance(self.default, tuple):
-            parts.append(f"Default: {' '.join(self.default)}.")
+            if self.default:
+                parts.append(f"Default: {' '.join(self.default)}.")
         elif self._shows_default:
             parts.append(f"Default: {self.default}.")
         return " ".join(parts)

@@ -39,14 +39,6 @@ if (( NNODES > 1 )) && [[ -z "${MASTER_PORT:-}" || -z "${MASTER_ADDR:-}" ]]; the
     exit 2
 fi
 
-PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" | tail -n 1)"
-"$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-
-NPROC_PER_NODE="${NPROC_PER_NODE:-4}"
-NODE_RANK="${NODE_RANK:-0}"
-MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
-MASTER_PORT="${MASTER_PORT:-$(( 20000 + RANDOM % 20000 ))}"
 KV_CACHE_GB=0.0078125
 WARM_ITERS=45
 ROLLOUT_LAYOUT=(--rollout-tp 1)
@@ -67,6 +59,14 @@ case "$FAMILY" in
         exit 2 ;;
 esac
 
+PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" | tail -n 1)"
+"$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+NPROC_PER_NODE="${NPROC_PER_NODE:-4}"
+NODE_RANK="${NODE_RANK:-0}"
+MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+MASTER_PORT="${MASTER_PORT:-$(( 20000 + RANDOM % 20000 ))}"
 DATA="$OUTPUT/data"; MODEL="$OUTPUT/model"; WARM="$OUTPUT/warm_start"; RL="$OUTPUT/rl"
 mkdir -p "$OUTPUT"
 

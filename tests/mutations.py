@@ -98,20 +98,19 @@ class Runners:
         return Ended(None if answer == "hangs" else int(answer), output)
 
 
-def plant(mutation: Mutation, folder: Path) -> None:
-    """Make the fault in a copy.
+def planted_text(mutation: Mutation, folder: Path) -> str:
+    """The file of a tree with the fault in it.
 
     Raises:
         ValueError: the text to replace is not there exactly once.
     """
-    path = folder / "mindspeed_rl" / mutation.file
-    text = path.read_text()
+    text = (folder / "mindspeed_rl" / mutation.file).read_text()
     if (count := text.count(mutation.old)) != 1:
         raise ValueError(
             f"{mutation.file} holds {mutation.old!r} {count} times, must be once; update the row "
             f"{mutation.name!r} of tests/support/faults.py"
         )
-    path.write_text(text.replace(mutation.old, mutation.new))
+    return text.replace(mutation.old, mutation.new)
 
 
 def check(mutation: Mutation, runners: Runners) -> str | None:
@@ -119,10 +118,7 @@ def check(mutation: Mutation, runners: Runners) -> str | None:
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         folder = Path(name)
         copy_tree(folder)
-        try:
-            plant(mutation, folder)
-        except ValueError as error:
-            return str(error)
+        (folder / "mindspeed_rl" / mutation.file).write_text(planted_text(mutation, folder))
         done = runners.run(folder, [mutation.test], TIMEOUT_S)
     if done.status is None:
         return f"{mutation.test} hangs: not finished after {TIMEOUT_S:g} s"
@@ -133,9 +129,19 @@ def check(mutation: Mutation, runners: Runners) -> str | None:
     return f"{mutation.test} did not run (pytest status {done.status}):\n{done.output[-2000:]}"
 
 
-def check_green(mutations: list[Mutation], runners: Runners) -> str | None:
+def shares(mutations: list[Mutation], count: int) -> list[list[str]]:
+    """The tests of some faults in up to ``count`` groups, those of a file together."""
+    files: dict[str, set[str]] = {}
+    for mutation in mutations:
+        files.setdefault(mutation.test.partition("::")[0], set()).add(mutation.test)
+    groups: list[list[str]] = [[] for _ in range(count)]
+    for tests in sorted(files.values(), key=len, reverse=True):
+        min(groups, key=len).extend(sorted(tests))
+    return [group for group in groups if group]
+
+
+def check_green(tests: list[str], runners: Runners) -> str | None:
     """The named tests must pass without a fault, else their red proves nothing."""
-    tests = sorted({mutation.test for mutation in mutations})
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         copy_tree(Path(name))
         done = runners.run(Path(name), tests, GREEN_TIMEOUT_S)
@@ -161,18 +167,23 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         mutations = choose(arguments.only)
+        if arguments.list:
+            for mutation in mutations:
+                print(f"{mutation.name}: {mutation.file} -> {mutation.test}")
+            return 0
+        for mutation in mutations:
+            planted_text(mutation, ROOT)
     except ValueError as error:
         parser.error(str(error))
-    if arguments.list:
-        for mutation in mutations:
-            print(f"{mutation.name}: {mutation.file} -> {mutation.test}")
-        return 0
     start = time.perf_counter()
     num_alive = 0
     with Runners(arguments.jobs) as runners, ThreadPoolExecutor(arguments.jobs) as pool:
-        if problem := check_green(mutations, runners):
-            print(problem)
-            return 1
+        groups = shares(mutations, arguments.jobs)
+        print(f"first {sum(map(len, groups))} tests without a fault (a minute or two)", flush=True)
+        for problem in pool.map(lambda tests: check_green(tests, runners), groups):
+            if problem:
+                print(problem)
+                return 1
         found = pool.map(lambda mutation: check(mutation, runners), mutations)
         for mutation, problem in zip(mutations, found, strict=True):
             num_alive += problem is not None

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutations import ROOT, plant
+from mutations import ROOT, planted_text, shares
 from support.faults import MUTATIONS, Mutation
 
 
@@ -15,15 +15,11 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_row_fits_the_code(mutation: Mutation, tmp_path: Path) -> None:
+def test_a_row_fits_the_code(mutation: Mutation) -> None:
     """The fault can be planted, is still Python, and its test exists."""
-    copy = tmp_path / "mindspeed_rl" / mutation.file
-    copy.parent.mkdir(parents=True)
-    copy.write_text((ROOT / "mindspeed_rl" / mutation.file).read_text())
-    plant(mutation, tmp_path)
-    assert ast.unparse(ast.parse(copy.read_text())) != ast.unparse(
-        ast.parse((ROOT / "mindspeed_rl" / mutation.file).read_text())
-    )
+    before = (ROOT / "mindspeed_rl" / mutation.file).read_text()
+    after = planted_text(mutation, ROOT)
+    assert ast.unparse(ast.parse(after)) != ast.unparse(ast.parse(before))
     file, _, function = mutation.test.partition("::")
     tree = ast.parse((ROOT / file).read_text())
     assert function.partition("[")[0] in {
@@ -37,4 +33,11 @@ def test_text_that_is_gone_is_reported(tmp_path: Path) -> None:
     for old, count in (("y = 1", 0), ("x = 1", 2)):
         row = Mutation("gone", "a.py", old, "x = 2", "t.py::test")
         with pytest.raises(ValueError, match=f"{count} times, must be once; update the row 'gone'"):
-            plant(row, tmp_path)
+            planted_text(row, tmp_path)
+
+
+def test_every_test_is_tried_once_without_a_fault() -> None:
+    groups = shares(list(MUTATIONS), 2)
+    tried = [test for group in groups for test in group]
+    assert sorted(tried) == sorted({mutation.test for mutation in MUTATIONS})
+    assert len(groups) == 2

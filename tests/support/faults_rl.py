@@ -33,8 +33,8 @@ RL_MUTATIONS = (
     Mutation(
         "siblings-grouped-across-prompts",
         "orchestration/rl_step.py",
-        "[run.prompts[i] for i in indices for _ in range(batch.group_size)]",
-        "[run.prompts[i] for _ in range(batch.group_size) for i in indices]",
+        "[p for i in indices for p in [run.prompts[i]] * batch.group_size]",
+        "[run.prompts[i] for i in indices] * batch.group_size",
         _RL_STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
     ),
     Mutation(
@@ -82,22 +82,22 @@ RL_MUTATIONS = (
     Mutation(
         "truncated-counts-as-stopped",
         "experience/exchange.py",
-        "integers += [int(not done.truncated), done.weights_version, *done.token_ids]",
-        "integers += [1, done.weights_version, *done.token_ids]",
+        "rows += (int(not done.truncated), done.weights_version)",
+        "rows += (1, done.weights_version)",
         _EXCHANGE + "test_unpacking_is_the_inverse_of_packing",
     ),
     Mutation(
         "parts-take-the-place-of-the-reward",
         "experience/exchange.py",
-        "reward, *parts = scores[f : f + 1 + num_parts]",
-        "*parts, reward = scores[f : f + 1 + num_parts]",
+        "(sample_id, prompt, _, stopped, version), (reward, *parts), response",
+        "(sample_id, prompt, _, stopped, version), (*parts, reward), response",
         _EXCHANGE + "test_unpacking_is_the_inverse_of_packing",
     ),
     Mutation(
-        "ragged-gather-cuts-the-longest",
+        "ragged-gather-too-short-for-the-longest",
         "experience/exchange.py",
-        "torch.zeros(max(1, *lengths), dtype=mine.dtype)",
-        "torch.zeros(max(mine.numel(), min(lengths)), dtype=mine.dtype)",
+        "max(end for _, end in borders)",
+        "sorted(end for _, end in borders)[-2]",
         "tests/distributed/test_agreement.py::test_all_ranks_know_the_same",
     ),
     Mutation(
