@@ -18,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,6 +66,9 @@ class Rank:
 
 class Server:
     """The forking process, started when the first rank is asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
 
     @cached_property
     def _process(self) -> subprocess.Popen[str]:
