@@ -13,7 +13,7 @@ from bench.wire import Group, TrainerGroups, Wire
 RAW_BYTES = 32 << 20  # of a rank's message to all others
 WORLD = ("exchange", "world")
 # what torch offers for an all-gather; the baselines use the faster spread
-LIBRARY_GATHER = ("all_gather_into_tensor", "tp")
+LIBRARY_GATHER = ("all_gather", "tp")
 
 
 class RawCollectives:
@@ -55,10 +55,9 @@ class RawCollectives:
         self._runs["spread", group.name] = lambda wire: wire.spread(slots, group)
 
     def _library_gather(self, group: Group, wire: Wire) -> None:
-        count = len(group.ranks)
-        out = self._buffer[: count * self._message.numel()]
-        dist.all_gather_into_tensor(out, self._message, group=group.handle)
-        wire.received_bytes += (count - 1) * RAW_BYTES
+        slots = list(self._buffer.view(self._num_slots, -1)[: len(group.ranks)])
+        dist.all_gather(slots, self._message, group=group.handle)
+        wire.received_bytes += (len(group.ranks) - 1) * RAW_BYTES
 
     def measure(self) -> dict[tuple[str, str], float]:
         """Received bytes per second and rank, each collective once. Collective: the world."""

@@ -84,8 +84,8 @@ class Wire:
         """All-gather in place: every rank's own slot reaches the same slot of all. Collective.
 
         Slots may differ in size, and be empty. One broadcast per slot, all at once: over gloo this
-        moves bytes as fast as its all-to-all, where its all_gather_into_tensor copies everything
-        twice more (the first lines of the benchmark show both).
+        moves bytes about as fast as its all-to-all, where its own all_gather copies everything more
+        often (the benchmark prints the bandwidth of each).
 
         Args:
             slots: one contiguous tensor per rank of the group, of equal sizes on all ranks.
