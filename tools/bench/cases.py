@@ -86,6 +86,7 @@ class BenchCase:
         layouts: by number of ranks.
         num_experts: of a layer, unless told otherwise or there is no memory; 0: dense.
         published_experts: of the published model.
+        to_trainer: the target is a trainer without pipeline instead of an engine.
     """
 
     name: str
@@ -93,6 +94,7 @@ class BenchCase:
     layouts: Mapping[int, Sizes]
     num_experts: int = 0
     published_experts: int = 0
+    to_trainer: bool = False
 
 
 _EXPERT_SIZES = {4: Sizes(2, 2, 2, 2, 2), 8: Sizes(4, 2, 4, 2, 4)}
@@ -102,6 +104,12 @@ CASES = {
         BenchCase("qwen2.5-7b", _QWEN25_7B, {4: Sizes(2, 2, 1, 2, 1), 8: Sizes(4, 2, 1, 2, 1)}),
         BenchCase("qwen3-30b-a3b", _QWEN3_30B_A3B, _EXPERT_SIZES, 32, 128),
         BenchCase("deepseek-v3", _DEEPSEEK_V3, _EXPERT_SIZES, 8, 256),
+        BenchCase(
+            "qwen2.5-7b-to-megatron",
+            _QWEN25_7B,
+            {4: Sizes(2, 2, 1, 2, 1), 8: Sizes(4, 2, 1, 2, 1)},
+            to_trainer=True,
+        ),
     )
 }
 
@@ -111,26 +119,16 @@ class BuiltCase:
     """A case as it runs.
 
     Attributes:
-        name: of the published model.
+        name: of the case.
         source: the trainer.
-        target: the engine.
-        note: how it differs from the published model.
+        target: the engine, or another trainer.
+        title: both layouts and how the model differs from the published one.
     """
 
     name: str
     source: MegatronLayout
-    target: VllmLayout
-    note: str
-
-    @property
-    def title(self) -> str:
-        """One line."""
-        parallel, engine = self.source.parallel, self.target.engine
-        experts = self.source.spec.num_experts
-        train = f"TP{parallel.tp} PP{parallel.pp}" + (f" EP{parallel.ep}" if experts else "")
-        rollout = f"TP{engine.tp}" + (f" DP{engine.dp} EP{engine.ep}" if experts else "")
-        replicas = f", {engine.num_replicas} engines" if engine.num_replicas > 1 else ""
-        return f"{self.name}: {train} -> {rollout}{replicas}; {self.note}"
+    target: VllmLayout | MegatronLayout
+    title: str
 
 
 def hf_bytes(layout: ShardLayout) -> int:
@@ -186,11 +184,22 @@ def _build(case: BenchCase, num_ranks: int, experts: int) -> BuiltCase:
         ep=sizes.ep,
         etp=1,
     )
-    engine = EngineLayout(num_ranks, sizes.engine_tp, sizes.engine_dp, experts > 0)
-    note = f"{NUM_LAYERS} layers, vocabulary {VOCAB}"
+    title = f"{case.name}: TP{sizes.tp} PP{sizes.pp}" + (f" EP{sizes.ep}" if experts else "")
+    target: VllmLayout | MegatronLayout
+    if case.to_trainer:
+        stages = even_stages(NUM_LAYERS)
+        grid = ParallelLayout.build(world=num_ranks, stages=stages, tp=sizes.engine_tp)
+        target = MegatronLayout(spec, grid)
+        title += f" -> trainer of TP{grid.tp} DP{grid.dp}"
+    else:
+        engine = EngineLayout(num_ranks, sizes.engine_tp, sizes.engine_dp, experts > 0)
+        target = VllmLayout(spec, engine)
+        title += f" -> engine of TP{engine.tp}" + (f" DP{engine.dp} EP{engine.ep}" * (experts > 0))
+        title += f" x {engine.num_replicas}"
+    title += f"; {NUM_LAYERS} layers, vocabulary {VOCAB}"
     if experts:
-        note += f", {experts} of {case.published_experts} experts per layer"
-    return BuiltCase(case.name, MegatronLayout(spec, parallel), VllmLayout(spec, engine), note)
+        title += f", {experts} of {case.published_experts} experts per layer"
+    return BuiltCase(case.name, MegatronLayout(spec, parallel), target, title)
 
 
 def _needed_bytes(built: BuiltCase) -> int:

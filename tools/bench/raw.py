@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bench.wire import Group, TrainerGroups, Wire
 
-RAW_BYTES = 32 << 20  # of a rank's message to all others
+RAW_BYTES = 64 << 20  # of a rank's message to all others
 WORLD = ("exchange", "world")
 # what torch offers for an all-gather; the baselines use the faster spread
 LIBRARY_GATHER = ("all_gather", "tp")

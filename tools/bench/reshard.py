@@ -8,6 +8,8 @@ direct     the product: every rank receives only what its engine lacks
 stream     the product: whole HF tensors in rounds on every rank, cut into the engine
 gather     the peers' plain way (verl): pipeline broadcast, tensor and expert all-gathers
 two-stage  the CANN recipe: dense tensors as gather, experts by all-to-all-v
+megatron-core  megatron.core.resharding, which knows trainer layouts only: its case is from one to
+           another (left out where megatron-core is not installed)
 
 The ways alternate in one run. After each the engine weights are compared, bit by bit, with slices
 of the HF tensors, and the baselines' bytes with their closed forms; a difference ends the run.
@@ -15,7 +17,8 @@ Columns: seconds (best and median); bytes received by all ranks over the wire; t
 that receives most, and its floor (what its engine lacks); growth of the peak resident memory while
 a way is built and run first, of the rank where it is largest; share of the bandwidth of a bare
 all-to-all of the same run; for the baselines, share of the bandwidth of the bare collectives they
-use; time as a multiple of direct's. The last line is RESULT and a JSON object.
+use; time as a multiple of direct's. Shares and
+multiples are those of medians. The last line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
