@@ -84,7 +84,7 @@ class BenchCase:
         name: of the published model.
         config: keys of its config.json.
         layouts: by number of ranks.
-        num_experts: of a layer, unless told otherwise or there is no memory; 0: dense.
+        experts_per_rank: of a layer and engine rank, unless told otherwise; 0: dense.
         published_experts: of the published model.
         to_trainer: the target is a trainer without pipeline instead of an engine.
     """
@@ -92,7 +92,7 @@ class BenchCase:
     name: str
     config: Mapping[str, Any]
     layouts: Mapping[int, Sizes]
-    num_experts: int = 0
+    experts_per_rank: int = 0
     published_experts: int = 0
     to_trainer: bool = False
 
@@ -102,8 +102,8 @@ CASES = {
     case.name: case
     for case in (
         BenchCase("qwen2.5-7b", _QWEN25_7B, {4: Sizes(2, 2, 1, 2, 1), 8: Sizes(4, 2, 1, 2, 1)}),
-        BenchCase("qwen3-30b-a3b", _QWEN3_30B_A3B, _EXPERT_SIZES, 32, 128),
-        BenchCase("deepseek-v3", _DEEPSEEK_V3, _EXPERT_SIZES, 8, 256),
+        BenchCase("qwen3-30b-a3b", _QWEN3_30B_A3B, _EXPERT_SIZES, 8, 128),
+        BenchCase("deepseek-v3", _DEEPSEEK_V3, _EXPERT_SIZES, 1, 256),
         BenchCase(
             "qwen2.5-7b-to-megatron",
             _QWEN25_7B,
@@ -150,7 +150,8 @@ def build_case(name: str, num_ranks: int, num_experts: int, free_bytes: int) -> 
         ValueError: the smallest number of experts does not fit, or the experts do not divide.
     """
     case = CASES[name]
-    experts = (num_experts or case.num_experts) if case.published_experts else 0
+    default = case.experts_per_rank * num_ranks
+    experts = (num_experts or default) if case.published_experts else 0
     least = num_ranks if experts else 0
     while True:
         built = _build(case, num_ranks, experts)

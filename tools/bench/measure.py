@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,10 @@ def ways_of(case: BuiltCase) -> Mapping[str, Callable[[Setting], Strategy]]:
     """
     if not isinstance(case.target, MegatronLayout):
         return STRATEGIES
-    importlib.import_module("megatron.core.resharding")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that its CUDA extensions are not there
+        for name in ("megatron.core.resharding", "megatron.core.distributed"):
+            importlib.import_module(name)
     return {"direct": DirectReshard, "megatron-core": MegatronCoreReshard}
 
 

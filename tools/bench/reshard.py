@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="experts per layer of models that have them; the default keeps the run short, and "
         "halves until the case fits into memory (the title says what ran)",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way (3)")
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way (2)")
     parser.add_argument(
         "--bucket-mb", type=int, default=128, help="bound of the staging of a round, MiB (128)"
     )
