@@ -185,3 +185,35 @@ def test_large_worlds_cost_no_more() -> None:
     few.append(stream_volumes(source, target, 2, bucket_bytes=512 << 20))
     assert time.perf_counter() - start_s < 10
     assert all(len(volumes.recv_bytes) == 4096 for volumes in few)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--cases", "gpt-2"], "--cases gpt-2: unknown; known: all, qwen2.5-7b"),
+        (["--repeats", "0"], "--repeats 0: must be at least 1"),
+        (["--bucket-mb", "0"], "--bucket-mb 0: must be at least 1"),
+    ],
+)
+def test_mistakes_on_the_command_line_name_flag_and_remedy(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.reshard import parse
+
+    with pytest.raises(SystemExit):
+        parse(flags)
+    assert told in capsys.readouterr().err
+
+
+def test_experts_are_halved_until_a_case_fits() -> None:
+    from bench.cases import build_case
+
+    roomy = build_case("deepseek-v3", 4, 16, 1 << 50)
+    assert roomy.source.spec.num_experts == 16
+    tight = build_case("deepseek-v3", 4, 16, 12 << 30)
+    assert 4 <= tight.source.spec.num_experts < 16
+    assert f"{tight.source.spec.num_experts} of 256 experts" in tight.title
+    with pytest.raises(ValueError, match=r"--cases deepseek-v3: needs .* GB are free"):
+        build_case("deepseek-v3", 4, 16, 1 << 30)
+    with pytest.raises(ValueError, match=r"--num-experts 6: .* multiples of 4"):
+        build_case("deepseek-v3", 4, 6, 1 << 50)

@@ -29,8 +29,9 @@ import os
 import sys
 from pathlib import Path
 
-# the folder of the package `bench` instead of that of this file
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ in ("__main__", "__mp_main__"):
+    # the folder of the package `bench` instead of that of this file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
