@@ -210,7 +210,7 @@ def test_experts_are_halved_until_a_case_fits() -> None:
 
     roomy = build_case("deepseek-v3", 4, 16, 1 << 50)
     assert roomy.source.spec.num_experts == 16
-    tight = build_case("deepseek-v3", 4, 16, 12 << 30)
+    tight = build_case("deepseek-v3", 4, 16, 20 << 30)
     assert 4 <= tight.source.spec.num_experts < 16
     assert f"{tight.source.spec.num_experts} of 256 experts" in tight.title
     with pytest.raises(ValueError, match=r"--cases deepseek-v3: needs .* GB are free"):

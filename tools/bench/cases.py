@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from bench.trainer_tensors import trainer_tensors
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
@@ -20,6 +21,9 @@ NUM_LAYERS = 2
 # rows of embedding and head: the layers are what is measured
 VOCAB = 1024
 _ITEM_BYTES = {"": 2, "float32": 4}
+# a Python process with torch, and the buffers of the bare collectives
+_RANK_BYTES = 512 << 20
+_OTHER_BUFFERS_BYTES = 256 << 20
 
 _COMMON: dict[str, Any] = {
     "num_hidden_layers": NUM_LAYERS,
@@ -204,10 +208,17 @@ def _build(case: BenchCase, num_ranks: int, experts: int) -> BuiltCase:
 
 
 def _needed_bytes(built: BuiltCase) -> int:
-    """Both sides on all ranks, the file, and as much as the file again for buffers."""
-    total = 2 * hf_bytes(built.source)
+    """The file, both sides on all ranks, and on each rank buffers and the interpreter.
+
+    The largest round of a baseline has the largest parameter, whole, of every stage; both baselines
+    keep theirs, and ``stream`` makes as much anew.
+    """
+    parallel = built.source.parallel
+    largest = max(t.group * t.shard_bytes for t in trainer_tensors(built.source, 2))
+    buffers = 3 * (parallel.pp * largest + _OTHER_BUFFERS_BYTES)
+    total = hf_bytes(built.source) + parallel.world * (buffers + _RANK_BYTES)
     for layout in (built.source, built.target):
-        for rank in range(built.source.parallel.world):
+        for rank in range(parallel.world):
             total += sum(2 * prod(shape) for shape in layout.local_shapes(rank).values())
     return total
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bench.wire import Group, TrainerGroups, Wire
 
-RAW_BYTES = 64 << 20  # of a rank's message to all others
+RAW_BYTES = 32 << 20  # of a rank's message to all others
 WORLD = ("exchange", "world")
 # what torch offers for an all-gather; the baselines use the faster spread
 LIBRARY_GATHER = ("all_gather", "tp")
@@ -29,7 +29,7 @@ class RawCollectives:
         everyone = Group("world", tuple(range(world)), rank, None)
         axes = (groups.tp, groups.pp, groups.etp, groups.ep)
         self._runs: dict[tuple[str, str], Callable[[Wire], None]] = {}
-        self._num_slots = max(len(g.ranks) for g in (*axes, groups.block, everyone))
+        self._num_slots = max(len(axis.ranks) for axis in axes)
         self._buffer = torch.ones(self._num_slots * RAW_BYTES // 2, dtype=torch.bfloat16)
         self._message = torch.ones(RAW_BYTES // 2, dtype=torch.bfloat16)
         self._add_exchange(everyone)

@@ -21,7 +21,7 @@ from bench.cases import BuiltCase, available_bytes, build_case
 from bench.measure import Options, run_case
 
 # of what is free when the benchmark starts
-_MEMORY_SHARE = 0.8
+_MEMORY_SHARE = 0.9
 _LIMIT = timedelta(minutes=10)
 
 
