@@ -286,6 +286,23 @@ def _add_row(
         pairs.update((receivers * world + senders).tolist())
 
 
+def _share_with_mirrors(
+    source: MegatronLayout, item_bytes: int, own: _Bytes, sends: npt.NDArray[np.float64]
+) -> None:
+    """Copies of a tied embedding are held, and sent from, as well."""
+    world = source.parallel.world
+    rows = [r for r in source.rows if r.tied_to and source.spec.tie_embeddings]
+    for name in {str(row.tied_to) for row in rows}:
+        shards = source.shards(name)
+        for copy in (shard for shard in shards if shard.mirror):
+            first = next(s for s in shards if s.piece.hf_box == copy.piece.hf_box)
+            size = copy.piece.hf_box.num_elements * item_bytes
+            before, now = len(first.holders), len(first.holders) + len(copy.holders)
+            own[copy.holders] += size
+            sends[copy.holders] += size * (world - now) / now
+            sends[first.holders] += size * ((world - now) / now - (world - before) / before)
+
+
 def stream_volumes(
     source: MegatronLayout, target: ShardLayout, item_bytes: int, bucket_bytes: int
 ) -> Volumes:
@@ -323,7 +340,9 @@ def stream_volumes(
         send[tensor.stage] += tensor.local_bytes * (world - copies) / copies
     of_vocabulary = parallel.ranks_per_stage // parallel.tp
     unsent = padded * (world - of_vocabulary) / of_vocabulary
-    recv, sends = total - own, (np.repeat(send, parallel.ranks_per_stage) - unsent).astype(np.int64)
+    sends = np.repeat(send, parallel.ranks_per_stage) - unsent
+    _share_with_mirrors(source, item_bytes, own, sends)
+    recv, sends = total - own, sends.astype(np.int64)
     rounds = ceil((recv.max() + sends.max()) / bucket_bytes)
     positions = max(parallel.tp, parallel.etp * parallel.ep) * pp
     return _volumes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,10 +14,10 @@ from bench.staging import Model, Overlap
 from bench.two_stage import TwoStageReshard
 from bench.wire import TrainerGroups, Wire
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.executor import Resharder, Round, wire_dtype
-from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, pieces_of
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
-from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.resharding.executor import Resharder, wire_dtype
+from mindspeed_rl.resharding.layouts.base import Piece, Shard, pieces_of
+from mindspeed_rl.resharding.stream import TensorStream
+from mindspeed_rl.resharding.transports import AllToAllTransport, Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +62,32 @@ class CountingTransport(AllToAllTransport):
         super().__init__(world, torch.device("cpu"), None)
         self.received_bytes = 0
 
-    def exchange(
+    def start(
         self,
-        sends: Mapping[int, torch.Tensor],
+        outgoing: torch.Tensor,
+        send_sizes: Mapping[int, int],
+        incoming: torch.Tensor,
         receive_sizes: Mapping[int, int],
-        dtype: torch.dtype,
-    ) -> dict[int, torch.Tensor]:
-        """Send, receive and count."""
-        received = super().exchange(sends, receive_sizes, dtype)
-        self.received_bytes += sum(t.numel() * t.element_size() for t in received.values())
-        return received
+    ) -> Pending:
+        """Post a round and count it."""
+        self.received_bytes += incoming.numel() * incoming.element_size()
+        return super().start(outgoing, send_sizes, incoming, receive_sizes)
 
 
 class _Product:
-    """A :class:`Resharder` to some layout."""
+    """What the product's ways share."""
 
-    def __init__(self, setting: Setting, target: ShardLayout) -> None:
-        world = setting.model.source.parallel.world
-        self._setting = setting
-        self._transport = CountingTransport(world)
-        self._resharder = Resharder(
-            setting.model.source,
-            target,
-            rank=setting.model.rank,
-            ranks_per_node=world,
-            transport=self._transport,
-            dtype=setting.model.dtype,
-            bucket_bytes=setting.bucket_bytes,
-        )
+    def __init__(self, setting: Setting) -> None:
+        self._model = setting.model
+        self._world = setting.model.source.parallel.world
+        self._transport = CountingTransport(self._world)
+        self._common: dict[str, Any] = {
+            "rank": setting.model.rank,
+            "ranks_per_node": self._world,
+            "transport": self._transport,
+            "dtype": setting.model.dtype,
+            "bucket_bytes": setting.bucket_bytes,
+        }
 
     def traffic(self) -> Traffic:
         """Counted in the transport since the beginning."""
@@ -100,51 +98,35 @@ class DirectReshard(_Product):
     """The product's planner, trainer to engine."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, setting.model.target)
+        super().__init__(setting)
+        self._resharder = Resharder(self._model.source, self._model.target, **self._common)
 
     def run(self) -> None:
         """Reshard once. Collective: the world."""
-        model = self._setting.model
-        self._resharder.run(model.read, model.write)
-
-
-class _WholeTensors(dict[str, torch.Tensor]):
-    """HF tensors that exist from their first rectangle until the engine has its pieces."""
-
-    def __init__(self, layout: HfFileLayout, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._layout, self._dtype = layout, dtype
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        dtype = wire_dtype(self._layout.dtype_of(name), self._dtype)
-        self[name] = torch.empty(self._layout.hf_shapes[name], dtype=dtype)
-        return self[name]
+        self._resharder.run(self._model.read, self._model.write)
 
 
 class StreamReshard(_Product):
     """The product's ``stream``: whole HF tensors on every rank, from which the engine's are cut."""
 
     def __init__(self, setting: Setting) -> None:
-        model = setting.model
-        files = HfFileLayout.of(model.source, range(model.source.parallel.world))
-        super().__init__(setting, files)
-        self._whole = _WholeTensors(files, model.dtype)
+        super().__init__(setting)
+        model = self._model
+        self._stream = TensorStream(model.source, range(self._world), **self._common)
         self._cuts: dict[str, list[Overlap]] = {}
         for dst in pieces_of(model.target, model.rank):
             name = dst.piece.hf_name
-            box = Box.whole(files.hf_shapes[name])
+            box = Box.whole(model.source.shape_of(name))
             whole = Shard(Piece(name, box, name, box), range(1))
             self._cuts.setdefault(name, []).append(Overlap(whole, dst.piece, dst.piece.hf_box))
 
     def run(self) -> None:
         """Reshard once. Collective: the world."""
-        self._resharder.run(self._setting.model.read, self._whole, self._cut)
+        self._stream.run(self._model.read, self._cut)
 
-    def _cut(self, part: Round) -> None:
-        for name in part.names:
-            tensor = self._whole.pop(name)
-            for overlap in self._cuts.get(name, ()):
-                overlap.of_target(self._setting.model.write).copy_(overlap.of_source(tensor))
+    def _cut(self, name: str, tensor: torch.Tensor) -> None:
+        for overlap in self._cuts.get(name, ()):
+            overlap.of_target(self._model.write).copy_(overlap.of_source(tensor))
 
 
 class _Baseline:
