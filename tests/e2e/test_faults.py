@@ -25,6 +25,13 @@ pytestmark = pytest.mark.e2e
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0  # R30
 PHASE_TIMEOUT_S = 4
+DIFFERING = """
+import zlib
+
+
+def differing(response, answer, **_):
+    return zlib.crc32(response.encode()) % 8 / 8
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     write_tiny_model(folder / "model")
     write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    (folder / "rewards.py").write_text(DIFFERING)
     return folder
 
 
@@ -140,7 +148,7 @@ def test_nothing_outlives_the_launcher(
     assert len(told) == 1 and cause in told[0], ended.output
 
 
-@pytest.mark.parametrize("fault", ["0:build engine:1", "1:train:2"])
+@pytest.mark.parametrize("fault", ["0:build engine:1", "1:reshard:3", "1:train:2"])
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, _ = fault.split(":")
     before = shared_memory()
@@ -151,6 +159,27 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
         job.wait_for(lambda: not shared_memory() - before, 5.0)
     _only(causes(ended), f"rank {rank} in phase {phase}: process", ended)
     assert "exitcode  : -9" in ended.output, "torchrun's report names the signal"
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("0:reshard:1:flip", r"down_proj\.weight\[3, 5\] on rank 0 "),
+        ("0:reshard:3:drop", r"down_proj\.weight\[\d+, \d+\] on rank 0 "),
+    ],
+)
+def test_wrong_weights_never_generate(world: Path, port: int, fault: str, where: str) -> None:
+    """R5: a flipped bit, a dropped tensor: all ranks end, with tensor, rank and element."""
+    real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
+    learning = [*flags(600), "--reward-function", "rewards.py:differing"]
+    with TorchrunJob(world, [DRIVER], learning, port=port, environment=real) as job:
+        job.wait_for_text("fault planted", START_S)
+        ended = job.end(LIMIT_S)
+    assert all(ended.returncodes), ended.output
+    told = r"in phase reshard: .*engine weights differ from the trainer's in 1 tensors: model\."
+    _only(causes(ended), "the job ends: rank", ended)
+    assert re.search(told + r".*; model\.layers\.1\.mlp\." + where, ended.output), ended.output
+    assert ("grpo 1/2" in ended.output) == (":3:" in fault) and "grpo 2/2" not in ended.output
 
 
 def _only(told: Sequence[str], cause: str, ended: Ended) -> None:

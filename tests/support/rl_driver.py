@@ -44,12 +44,43 @@ def _keep_python_lock() -> None:
     ctypes.PyDLL(None).sleep(3600)  # PyDLL does not release it
 
 
+SPOILED = "model.layers.1.mlp.down_proj.weight"
+
+
+def _spoil_reshard(spoil: Callable[[Any, Any], None]) -> None:
+    """From now on ``spoil(arriving, parameters)`` happens to a tensor of every round."""
+    from mindspeed_rl.resharding import executor
+
+    take = executor._Exchange._take
+
+    def spoiled(self: Any, leg: int, write: Any) -> None:
+        before = write[SPOILED].clone()
+        take(self, leg, write)
+        if any(t.dst_param == SPOILED for part in self._round.legs[leg].receives.values()
+               for t in part):  # fmt: skip
+            spoil(write[SPOILED], before)
+
+    executor._Exchange._take = spoiled  # type: ignore[method-assign]
+
+
+def _flip_bit(param: Any, _before: Any) -> None:
+    import torch
+
+    param.view(torch.int32)[3, 5] ^= 1
+
+
+def _drop_tensor(param: Any, before: Any) -> None:
+    param.copy_(before)
+
+
 ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
     "sleep": lambda: time.sleep(3600),
     "native": _keep_python_lock,
+    "flip": lambda: _spoil_reshard(_flip_bit),
+    "drop": lambda: _spoil_reshard(_drop_tensor),
 }
 
 
