@@ -1,0 +1,191 @@
+"""What a reshard moves, and the least that any reshard could move: counted, not timed.
+
+Floors are sets of elements: what a rank needs and does not hold must arrive there; what no rank of
+a node holds and some rank of it needs must arrive at the node. Units are bytes on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.planner import ReshardPlan, Transfer
+
+# HF tensor -> bytes of one of its elements.
+ElementBytes = Callable[[str], int]
+
+_DECLARED_BYTES = {"float32": 4}
+
+
+def element_bytes_of(layout: ShardLayout, default: int) -> ElementBytes:
+    """Bytes of an element of each HF tensor; ``default`` where it has the model's type."""
+    return lambda name: _DECLARED_BYTES.get(layout.dtype_of(name), default)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Smallest, mean and largest of some ranks."""
+
+    min: int
+    mean: float
+    max: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Spread:
+        """The spread of at least one value."""
+        return cls(min(values), sum(values) / len(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """What one rank moves in a reshard.
+
+    Attributes:
+        rank: whose traffic it is.
+        receive_bytes: from other ranks.
+        send_bytes: to other ranks.
+        copy_bytes: from its own training shard to its own inference shard.
+        inter_node_receive_bytes: the part of ``receive_bytes`` from other nodes.
+        inter_node_send_bytes: the part of ``send_bytes`` to other nodes.
+        num_senders: ranks that it receives from.
+        num_receivers: ranks that it sends to.
+    """
+
+    rank: int
+    receive_bytes: int
+    send_bytes: int
+    copy_bytes: int
+    inter_node_receive_bytes: int
+    inter_node_send_bytes: int
+    num_senders: int
+    num_receivers: int
+
+    @property
+    def busiest_bytes(self) -> int:
+        """The larger direction: links are full duplex."""
+        return max(self.receive_bytes, self.send_bytes)
+
+    def seconds(self, intra_node_gbs: float, inter_node_gbs: float) -> float:
+        """Time on the wire when a rank uses one link after the other, both ways at once.
+
+        Args:
+            intra_node_gbs: 1e9 bytes per second and direction between ranks of a node.
+            inter_node_gbs: the same between nodes.
+        """
+        inter = max(self.inter_node_receive_bytes, self.inter_node_send_bytes)
+        intra = max(
+            self.receive_bytes - self.inter_node_receive_bytes,
+            self.send_bytes - self.inter_node_send_bytes,
+        )
+        return intra / (intra_node_gbs * 1e9) + inter / (inter_node_gbs * 1e9)
+
+
+def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
+    """The traffic of one rank's plan. Local and pure."""
+    node = plan.rank // ranks_per_node
+
+    def size(transfers: Iterable[Transfer]) -> int:
+        return sum(t.hf_box.num_elements * bytes_of(t.hf_name) for t in transfers)
+
+    return RankTraffic(
+        rank=plan.rank,
+        receive_bytes=size(plan.receives),
+        send_bytes=size(plan.sends),
+        copy_bytes=size(plan.copies),
+        inter_node_receive_bytes=size(
+            t for t in plan.receives if t.src_rank // ranks_per_node != node
+        ),
+        inter_node_send_bytes=size(t for t in plan.sends if t.dst_rank // ranks_per_node != node),
+        num_senders=len({t.src_rank for t in plan.receives}),
+        num_receivers=len({t.dst_rank for t in plan.sends}),
+    )
+
+
+# --- floors ------------------------------------------------------------------------------------
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """Disjoint rectangles that cover ``box`` but not ``hole``."""
+    common = box.intersect(hole)
+    if common is None:
+        yield box
+        return
+    rest = box
+    for dim in range(len(box.lo)):
+        lo, end = rest.lo[dim], rest.lo[dim] + rest.size[dim]
+        inner_lo, inner_end = common.lo[dim], common.lo[dim] + common.size[dim]
+        if lo < inner_lo:
+            yield rest.with_dim(dim, lo, inner_lo - lo)
+        if inner_end < end:
+            yield rest.with_dim(dim, inner_end, end - inner_end)
+        rest = rest.with_dim(dim, inner_lo, inner_end - inner_lo)
+
+
+@lru_cache(maxsize=1 << 16)
+def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
+    """Elements in the union of ``wanted`` that no rectangle of ``present`` holds."""
+    holes, count = list(present), 0
+    for box in wanted:
+        parts = [box]
+        for hole in holes:
+            parts = [rest for part in parts for rest in _without(part, hole)]
+        count += sum(part.num_elements for part in parts)
+        holes.append(box)
+    return count
+
+
+def _boxes_by_place(
+    layout: ShardLayout, name: str, ranks: Iterable[int] | None, place_of: Callable[[int], int]
+) -> dict[int, dict[Box, None]]:
+    """The rectangles of an HF tensor at each place (a rank, a node), each once, in order."""
+    boxes: dict[int, dict[Box, None]] = {}
+    for shard in layout.shards(name):
+        holders = shard.holders
+        mine = holders if ranks is None else [rank for rank in ranks if rank in holders]
+        for place in {place_of(rank) for rank in mine}:
+            boxes.setdefault(place, {})[shard.piece.hf_box] = None
+    return boxes
+
+
+def _floors(
+    source: ShardLayout,
+    target: ShardLayout,
+    bytes_of: ElementBytes,
+    ranks: Sequence[int] | None,
+    place_of: Callable[[int], int],
+) -> dict[int, int]:
+    floors: dict[int, int] = {}
+    for name in target.hf_shapes:
+        present = _boxes_by_place(source, name, ranks, place_of)
+        size = bytes_of(name)
+        for place, wanted in _boxes_by_place(target, name, ranks, place_of).items():
+            missing = missing_elements(tuple(wanted), tuple(present.get(place, ())))
+            floors[place] = floors.get(place, 0) + missing * size
+    return floors
+
+
+def rank_floors(
+    source: ShardLayout,
+    target: ShardLayout,
+    bytes_of: ElementBytes,
+    ranks: Sequence[int] | None = None,
+) -> dict[int, int]:
+    """Bytes that each rank needs and does not hold.
+
+    Args:
+        source: the sending layout.
+        target: the receiving layout.
+        bytes_of: bytes of an element of each tensor.
+        ranks: only these; ``None``: every rank that needs something.
+    """
+    return _floors(source, target, bytes_of, ranks, lambda rank: rank)
+
+
+def node_floors(
+    source: ShardLayout, target: ShardLayout, bytes_of: ElementBytes, ranks_per_node: int
+) -> dict[int, int]:
+    """Bytes that each node needs and does not hold, counted once per node."""
+    return _floors(source, target, bytes_of, None, lambda rank: rank // ranks_per_node)
