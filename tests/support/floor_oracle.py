@@ -318,9 +318,7 @@ def needed(config: Config, rollout: Rollout, rank: int) -> Elements:
     elements: Elements = {}
     for layer in range(config["num_hidden_layers"]):
         elements |= _in_layer(layer, _layer(config, layer, share, experts, expert_share))
-    vocabulary = share.vocabulary(
-        config["vocab_size"], config["hidden_size"], VLLM_VOCAB_MULTIPLE
-    )
+    vocabulary = share.vocabulary(config["vocab_size"], config["hidden_size"], VLLM_VOCAB_MULTIPLE)
     elements["model.embed_tokens.weight"] = vocabulary
     elements["model.norm.weight"] = _WHOLE.rows(config["hidden_size"])
     if not config["tie_word_embeddings"]:

@@ -1,0 +1,99 @@
+"""Published models on training and rollout layouts, for the oracle and for the product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from support.floor_oracle import Elements, Rect, Rollout, Training
+from support.published import published_config
+
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.layouts.base import ShardLayout, pieces_of
+from mindspeed_rl.resharding.layouts.from_text import rollout_from_text, training_from_text
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.resharding.planner import Transfer
+
+
+@dataclass(frozen=True)
+class FloorCase:
+    """One model and a pair of layouts; ``changes`` are keys of its config."""
+
+    model: str
+    training: Training
+    rollout: Rollout
+    ranks_per_node: int = 16
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.training.world
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return published_config(self.model) | self.changes
+
+    def with_layers(self, *per_chunk: int, **changes: Any) -> FloorCase:
+        """The same case with other numbers of layers."""
+        training = replace(self.training, layers=per_chunk)
+        changes |= {"num_hidden_layers": sum(per_chunk)}
+        return replace(self, training=training, changes=self.changes | changes)
+
+    def __str__(self) -> str:
+        return f"{self.model} {train_text(self.training)} -> {rollout_text(self.rollout)}"
+
+
+def train_text(training: Training) -> str:
+    """A layout as ``--train`` of tools/inspect_plan.py spells it."""
+    keys = {
+        **{key: key for key in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+        "extend_ep": "moe_tp_extend_ep",
+    }
+    default = Training(training.world)
+    given = {field: getattr(training, field) for field in keys}
+    parts = [f"{keys[f]}={int(v)}" for f, v in given.items() if v != getattr(default, f)]
+    if training.layers:
+        parts.append(f"num_layer_list={'-'.join(map(str, training.layers))}")
+    return ",".join(parts)
+
+
+def rollout_text(rollout: Rollout) -> str:
+    """A layout as ``--rollout`` of tools/inspect_plan.py spells it."""
+    return f"tp={rollout.tp},dp={rollout.dp},ep={rollout.ep}"
+
+
+def layouts_of(case: FloorCase) -> tuple[MegatronLayout, VllmLayout]:
+    """The product's layouts."""
+    spec = spec_from_hf_config(case.config)
+    return (
+        training_from_text(spec, train_text(case.training), case.world),
+        rollout_from_text(spec, rollout_text(case.rollout), case.world),
+    )
+
+
+# --- the product's rectangles as the oracle's --------------------------------------------------
+
+
+def _rect(box: Box) -> Rect:
+    (row, *col), (rows, *cols) = box.lo, box.size
+    lo, size = (col[0], cols[0]) if col else (0, 1)
+    return Rect(row, row + rows, lo, lo + size)
+
+
+def _elements(boxes: list[tuple[str, Box]]) -> Elements:
+    together: dict[str, set[Rect]] = {}
+    for name, box in boxes:
+        together.setdefault(name, set()).add(_rect(box))
+    return {name: tuple(sorted(rects)) for name, rects in together.items()}
+
+
+def elements_held(layout: ShardLayout, rank: int) -> Elements:
+    """What a layout says that a rank holds."""
+    return _elements([(s.piece.hf_name, s.piece.hf_box) for s in pieces_of(layout, rank)])
+
+
+def elements_moved(transfers: tuple[Transfer, ...]) -> Elements:
+    """What some transfers carry."""
+    return _elements([(t.hf_name, t.hf_box) for t in transfers])
