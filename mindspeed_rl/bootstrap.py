@@ -68,6 +68,11 @@ def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> Non
             f"bootstrap: {late[0]} was imported before the environment was prepared; "
             "mindspeed_rl.bootstrap must be the first import of an entry"
         )
+    set_defaults(platform, environ)
+
+
+def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
+    """What :func:`prepare_environment` sets; without its check."""
     for name, value in (_DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})).items():
         environ.setdefault(name, value)
     for name in _REMOVED:

@@ -23,5 +23,6 @@ part "$PYTHON" -m mypy -p mindspeed_rl
 echo "== planted faults"
 part "$PYTHON" tests/mutations.py
 echo "== tests"
-part "$PYTHON" -m pytest --durations 15
+part "$PYTHON" -m pytest -n 2 tests/unit tests/simulated tests/test_*.py
+part "$PYTHON" -m pytest --durations 15 tests/distributed tests/e2e
 exit "$STATUS"

@@ -193,7 +193,7 @@ def check_layout(layout: TableLayout) -> list[str]:
 
 def representatives(layout: TableLayout) -> Iterator[int]:
     """One rank of each set of ranks that hold exactly the same pieces."""
-    sets = {shard.holders for shard in _all_shards(layout)} | set(layout.holders)
+    sets = {shard.holders for shard in _all_shards(layout)}
     seen = set()
     for rank in range(1 + max(holders[-1] for holders in sets)):
         held = frozenset(holders for holders in sets if rank in holders)

@@ -152,16 +152,17 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The rollout layout: an engine is ``tp x dp`` consecutive ranks, tensor parallelism innermost.
+    """The rollout layout: an engine is ``tp x pp x dp`` consecutive ranks, innermost first.
 
-    With ``expert_parallel`` the experts of a layer are spread over all ranks of the engine, whole;
-    without, every expert is cut over all of them. Dense models have ``dp`` 1.
+    With ``expert_parallel`` the experts of a layer are spread over the ``tp x dp`` ranks of a
+    stage, whole; without, every expert is cut over all of them. Dense models have ``dp`` 1.
     """
 
     world: int
     tp: int
     dp: int = 1
     expert_parallel: bool = False
+    pp: int = 1
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.world % self.tp:
@@ -169,27 +170,36 @@ class EngineLayout:
                 f"--rollout-tp {self.tp} does not divide the world size {self.world}; allowed: "
                 f"the divisors of {self.world}"
             )
+        if self.pp < 1 or self.world % (self.tp * self.pp):
+            raise ValueError(
+                f"rollout tp {self.tp} x pp {self.pp} does not divide the world size {self.world}"
+            )
         if self.dp < 1 or self.world % self.size:
             raise ValueError(
                 f"--rollout-tp {self.tp} x --rollout-dp {self.dp} = {self.size} does not divide "
                 f"the world size {self.world}; allowed for --rollout-dp: the divisors of "
-                f"{self.world // self.tp}"
+                f"{self.world // (self.tp * self.pp)}"
             )
 
     @property
     def size(self) -> int:
         """Ranks of one engine."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one engine that share the experts of a layer, whole or cut."""
         return self.tp * self.dp
 
     @property
     def ep(self) -> int:
-        """Ranks that share the experts of a layer."""
-        return self.size if self.expert_parallel else 1
+        """Ranks among which whole experts of a layer are shared out."""
+        return self.expert_ranks if self.expert_parallel else 1
 
     @property
     def expert_tp(self) -> int:
         """Ranks that share one expert."""
-        return 1 if self.expert_parallel else self.size
+        return 1 if self.expert_parallel else self.expert_ranks
 
     @property
     def num_replicas(self) -> int:
@@ -201,22 +211,41 @@ class EngineLayout:
         return rank // self.size
 
     def tp_rank(self, rank: int) -> int:
-        """Position among the ranks that are given the same prompts."""
+        """Position among the tensor-parallel ranks of an engine."""
         return rank % self.tp
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a rank in its engine."""
+        return rank // self.tp % self.pp
+
+    def expert_rank(self, rank: int) -> int:
+        """Position among the ranks of an engine that share the experts of a layer."""
+        return rank // (self.tp * self.pp) % self.dp * self.tp + self.tp_rank(rank)
 
     @property
     def num_groups(self) -> int:
         """Groups of ranks with prompts of their own: data-parallel ranks of all engines."""
-        return self.world // self.tp
+        return self.world // (self.tp * self.pp)
 
     def group_of(self, rank: int) -> int:
         """The group with prompts of its own that a rank belongs to."""
-        return rank // self.tp
+        return rank // (self.tp * self.pp)
 
-    def replicas(self, tp_rank: int) -> range:
+    def layers_of(self, stage: int, num_layers: int) -> range:
+        """The layers of a stage: what is left over goes to the stages before the last, as in vLLM.
+
+        Source: ``vllm.distributed.utils.get_pp_indices``.
+        """
+        each, left = divmod(num_layers, self.pp)
+        counts = [each + (self.pp - 1 - left <= s < self.pp - 1) for s in range(self.pp)]
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
+
+    def replicas(self, tp_rank: int, stage: int = 0) -> range:
         """The ranks that hold the same dense weights."""
-        return range(tp_rank, self.world, self.tp)
+        return range(stage * self.tp + tp_rank, self.world, self.tp * self.pp)
 
-    def expert_replicas(self, position: int) -> range:
+    def expert_replicas(self, position: int, stage: int = 0) -> range:
         """The ranks at one position of their engine: they hold the same expert weights."""
-        return range(position, self.world, self.size)
+        dp, tp = divmod(position, self.tp)
+        return range((dp * self.pp + stage) * self.tp + tp, self.world, self.size)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
 from hypothesis import strategies as st
 from support.layout_oracle import Case, Latent
 
-from mindspeed_rl.models.expert_rules import StackedExperts
 from mindspeed_rl.models.rope import RopeSpec
-from mindspeed_rl.models.rules import Row
 from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.parallel.stages import even_stages, listed_stages
@@ -227,18 +225,6 @@ def spec_of(case: Case) -> ModelSpec:
     )
 
 
-@dataclass(frozen=True)
-class TransposedVllmLayout(VllmLayout):
-    """An engine that stores every expert as [columns, rows]."""
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return tuple(
-            replace(row, transposed=True) if isinstance(row, StackedExperts) else row
-            for row in VllmLayout.rows.fget(self)  # type: ignore[attr-defined]
-        )
-
-
 def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     spec = spec_of(case)
     if case.layer_list:
@@ -248,9 +234,8 @@ def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     parallel = ParallelLayout.build(
         world=case.world, stages=stages, tp=case.tp, cp=case.cp, ep=case.ep, etp=case.etp or None
     )
-    kind = TransposedVllmLayout if case.transposed else VllmLayout
     engine = EngineLayout(case.world, case.engine_tp, case.engine_dp, case.engine_ep)
     return (
         MegatronLayout(spec, parallel, case.vocab_divisor),
-        kind(spec, engine, case.expert_multiple),
+        VllmLayout(spec, engine, case.expert_multiple, transposed_experts=case.transposed),
     )

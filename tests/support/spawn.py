@@ -1,7 +1,8 @@
 """Runs a function on N gloo ranks, each in a process of its own, under a hard time limit.
 
-One call is one world with one parallel layout: megatron-core cannot initialise twice in a process,
-so a rank function should make all checks of its layout. Ranks meet in a file, so no port is used.
+Ranks are forks of a process that has imported the heavy libraries (``support/warm_ranks.py``). One
+call is one world with one parallel layout: megatron-core cannot initialise twice in a process, so a
+rank function should make all checks of its layout. Ranks meet in a file, so no port is used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.warm_ranks import Rank, Server
+
 # How long the peers of a failed rank may take to fail by themselves before they are killed.
 GRACE_S = 5.0
 # A rank that is over its limit dumps its stacks and exits; the parent then waits this long.
 KILL_MARGIN_S = 10.0
 LOG_TAIL_CHARS = 4000
+_SERVER = Server()
 
 
 class RankError(AssertionError):
@@ -94,7 +97,7 @@ def run_ranks(
     return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
 
 
-def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, world: int) -> Rank:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "RANK": str(rank),
@@ -102,17 +105,10 @@ def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
     }
-    with (folder / f"rank{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "support.spawn", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+    return _SERVER.start(folder, environment)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
+def _wait(processes: Sequence[Rank], limit_s: float) -> list[int]:
     """Wait for all ranks; the ranks that failed by themselves, in the order in which they did."""
     deadline = time.monotonic() + limit_s
     failed: list[int] = []
@@ -153,7 +149,7 @@ def _run_task(folder: Path) -> None:
     faulthandler.dump_traceback_later(task.timeout_s, exit=True)
     from mindspeed_rl import bootstrap
 
-    bootstrap.prepare_environment("cpu", os.environ)
+    bootstrap.set_defaults("cpu", os.environ)
     world = bootstrap.World.from_environment()
     import importlib
     from datetime import timedelta
@@ -176,20 +172,13 @@ def _run_task(folder: Path) -> None:
 
 
 def main() -> None:
-    """Entry of a rank: ``python -m support.spawn FOLDER``."""
+    """Body of a rank; its folder is the first argument."""
     folder = Path(sys.argv[1])
-    # the module that __main__ shadows must be the one that pickled the task
-    from support import spawn
-
     try:
-        spawn._run_task(folder)
+        _run_task(folder)
     except BaseException:
         (folder / f"rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
         with contextlib.suppress(ValueError):  # a closed stream has nothing to flush
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)  # peers may be inside a collective that this rank will never join
-
-
-if __name__ == "__main__":
-    main()

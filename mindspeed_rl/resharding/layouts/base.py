@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Protocol
 
+from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Cut, Row, Share
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
@@ -30,8 +31,8 @@ class Shard:
     """A piece together with every rank that holds exactly this piece.
 
     ``holders`` is an arithmetic progression, so that it costs nothing for 4096 ranks. A ``mirror``
-    repeats another shard (tied embeddings, replicated key/value heads): it receives but is never a
-    source, so the shards that are no mirrors hold every element exactly once.
+    repeats another shard (tied embeddings, replicated key/value heads, redundant experts): the
+    shards that are no mirrors hold every element exactly once.
     """
 
     piece: Piece
@@ -39,12 +40,31 @@ class Shard:
     mirror: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """HF tensors that are placed alike: one kind of tensor at one layer, with all its experts.
+
+    Attributes:
+        lane: which ranks hold them: the pipeline stage.
+        layer: the global layer; 0 outside the layers.
+        names: the HF tensors.
+    """
+
+    lane: int
+    layer: int
+    names: tuple[str, ...]
+
+
 class ShardLayout(Protocol):
     """One side of a reshard, as pure functions of (spec, layout, rank)."""
 
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """All HF tensors in a fixed order with their whole shapes."""
+        """All HF tensors in a fixed order with their whole shapes. O(model)."""
+        ...
+
+    def shape_of(self, hf_name: str) -> tuple[int, ...]:
+        """Whole shape of an HF tensor."""
         ...
 
     def dtype_of(self, hf_name: str) -> str:
@@ -55,14 +75,26 @@ class ShardLayout(Protocol):
         """All distinct pieces of an HF tensor with their holders."""
         ...
 
+    def held_names(self, rank: int) -> Iterable[str]:
+        """The HF tensors of which a rank holds something, each once. O(what the rank holds)."""
+        ...
+
+    def units(self) -> Iterable[Unit]:
+        """All HF tensors. O(model)."""
+        ...
+
+    def class_of(self, hf_name: str) -> Hashable:
+        """Equal for tensors of units whose shards differ in names only."""
+        ...
+
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""
         ...
 
 
 def pieces_of(layout: ShardLayout, rank: int) -> Iterator[Shard]:
-    """The shards of ``layout`` that ``rank`` holds, in the order of the HF tensors."""
-    for hf_name in layout.hf_shapes:
+    """The shards of ``layout`` that ``rank`` holds, tensor by tensor."""
+    for hf_name in layout.held_names(rank):
         for shard in layout.shards(hf_name):
             if rank in shard.holders:
                 yield shard
@@ -92,6 +124,19 @@ def expert_name(pattern: str, expert: int) -> str:
     return pattern.replace("{e}", str(expert))
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def locate(hf_name: str) -> tuple[str, int, int]:
+    """Pattern, layer and expert of an HF name: the inverse of filling them in."""
+    numbers = [int(text) for text in _NUMBER.findall(hf_name)]
+    if not numbers:
+        return hf_name, 0, 0
+    blanks = iter(("{l}", "{e}"))
+    pattern = _NUMBER.sub(lambda match: next(blanks, match[0]), hf_name)
+    return pattern, numbers[0], numbers[1] if len(numbers) > 1 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A share of a row and the ranks that hold it."""
@@ -105,8 +150,6 @@ class RowPlacement:
     """One row at one global layer and expert: its local name and who holds which share."""
 
     row: Row
-    layer: int
-    expert: int
     param: str
     shares: tuple[Placed, ...]
     mirror: bool = False
@@ -116,47 +159,96 @@ class RowPlacement:
 class TableLayout(ABC):
     """A layout made of rows: the part that trainer and engine share.
 
-    Subclasses say where each row lives (:meth:`placements`) and how it is padded.
+    Subclasses say which rows exist, where each of them lives (:meth:`places`) and what a rank holds
+    (:meth:`held_by`); both are arithmetic, so that nothing here costs more than what is asked for.
     """
 
     spec: ModelSpec
 
+    @property
     @abstractmethod
-    def placements(self) -> Iterator[RowPlacement]:
-        """Every row at every layer and expert, in the order of the table."""
+    def present_rows(self) -> tuple[Row, ...]:
+        """The rows that have a parameter in this layout, in the order of the table."""
+
+    @abstractmethod
+    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+        """Where one row lives at one layer and expert: one place, or one per redundant copy."""
+
+    @abstractmethod
+    def held_by(self, rank: int) -> Iterator[tuple[Row, int, int]]:
+        """Row, layer and expert of everything that a rank holds, in the order of the table."""
+
+    @abstractmethod
+    def lane_of(self, row: Row, layer: int) -> int:
+        """The pipeline stage that holds a row at a layer."""
+
+    def _experts(self, row: Row) -> range:
+        return range(self.spec.num_experts) if isinstance(row, ExpertRow) else range(1)
+
+    # By identity: rows live as long as their table.
+    @cached_property
+    def _patterns_of_rows(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        """HF name pattern -> shape, for each row; ties resolved."""
+        return {
+            id(row): {
+                row.tied_to if self.spec.tie_embeddings and row.tied_to else pattern: shape
+                for pattern, shape in row.hf_shapes(self.spec).items()
+            }
+            for row in self.present_rows
+        }
 
     @cached_property
-    def _placements(self) -> tuple[RowPlacement, ...]:
-        return tuple(self.placements())
+    def _rows_of_patterns(self) -> dict[str, list[Row]]:
+        index: dict[str, list[Row]] = {}
+        for row in self.present_rows:
+            for pattern in self._patterns_of_rows[id(row)]:
+                index.setdefault(pattern, []).append(row)
+        return index
 
     @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """All HF tensors in table order with their whole shapes."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for place in self._placements:
-            for name, shape in self._hf_shapes(place).items():
-                shapes.setdefault(name, shape)
-        return shapes
+        """All HF tensors in table order with their whole shapes. O(model)."""
+        return {
+            expert_name(layer_name(pattern, layer), expert): shape
+            for row in self.present_rows
+            for layer in row.layers(self.spec)
+            for expert in self._experts(row)
+            for pattern, shape in self._patterns_of_rows[id(row)].items()
+        }
+
+    def shape_of(self, hf_name: str) -> tuple[int, ...]:
+        """Whole shape of an HF tensor."""
+        pattern = locate(hf_name)[0]
+        return self._patterns_of_rows[id(self._rows_of_patterns[pattern][0])][pattern]
 
     def dtype_of(self, hf_name: str) -> str:
         """Element type of an HF tensor on both sides; empty: that of the model."""
-        return self._by_hf_name[hf_name][0].row.dtype
+        return self._rows_of_patterns[locate(hf_name)[0]][0].dtype
 
-    def _hf_name(self, place: RowPlacement, pattern: str) -> str:
-        if self.spec.tie_embeddings and place.row.tied_to:
-            return place.row.tied_to
-        return expert_name(layer_name(pattern, place.layer), place.expert)
+    def held_names(self, rank: int) -> list[str]:
+        """The HF tensors of which a rank holds something, each once, in the order of the table."""
+        return list(
+            dict.fromkeys(
+                expert_name(layer_name(pattern, layer), expert)
+                for row, layer, expert in self.held_by(rank)
+                for pattern in self._patterns_of_rows[id(row)]
+            )
+        )
 
-    def _hf_shapes(self, place: RowPlacement) -> dict[str, tuple[int, ...]]:
-        shapes = self._row_shapes(place)
-        return {self._hf_name(place, name): shape for name, shape in shapes.items()}
+    def units(self) -> Iterator[Unit]:
+        """All HF tensors, in the order of the table. O(model)."""
+        for pattern, rows in self._rows_of_patterns.items():
+            row = rows[0]
+            experts = self._experts(row)
+            for layer in row.layers(self.spec):
+                named = layer_name(pattern, layer)
+                names = tuple(expert_name(named, expert) for expert in experts)
+                yield Unit(self.lane_of(row, layer), layer, names)
 
-    def _row_shapes(self, place: RowPlacement) -> dict[str, tuple[int, ...]]:
-        """Name patterns of a row with their shapes; equal at all layers and experts."""
-        key = id(place.row)
-        if key not in self._shapes_of_rows:
-            self._shapes_of_rows[key] = place.row.hf_shapes(self.spec)
-        return self._shapes_of_rows[key]
+    def class_of(self, hf_name: str) -> Hashable:
+        """Pattern and pipeline stage."""
+        pattern, layer, _ = locate(hf_name)
+        return pattern, self.lane_of(self._rows_of_patterns[pattern][0], layer)
 
     def _cuts_of(self, row: Row, share: Share) -> tuple[Cut, ...]:
         """The cuts of a row at a share; equal at all layers and experts."""
@@ -165,22 +257,9 @@ class TableLayout(ABC):
             self._cuts_of_rows[key] = tuple(row.cuts(self.spec, share))
         return self._cuts_of_rows[key]
 
-    # By identity: rows live as long as their table.
-    @cached_property
-    def _shapes_of_rows(self) -> dict[int, dict[str, tuple[int, ...]]]:
-        return {}
-
     @cached_property
     def _cuts_of_rows(self) -> dict[tuple[int, Share], tuple[Cut, ...]]:
         return {}
-
-    @cached_property
-    def _by_hf_name(self) -> dict[str, list[RowPlacement]]:
-        index: dict[str, list[RowPlacement]] = {}
-        for place in self._placements:
-            for name in self._hf_shapes(place):
-                index.setdefault(name, []).append(place)
-        return index
 
     @cached_property
     def _shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -197,38 +276,30 @@ class TableLayout(ABC):
     def _make_shards(self, hf_name: str) -> Iterator[Shard]:
         holders_of: dict[Piece, list[range]] = {}
         mirrors: set[Piece] = set()
-        for place in self._by_hf_name[hf_name]:
-            patterns = {n for n in self._row_shapes(place) if self._hf_name(place, n) == hf_name}
-            for placed in place.shares:
-                for cut in self._cuts_of(place.row, placed.share):
-                    if cut.hf_name in patterns:
-                        piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box, cut.view)
-                        holders_of.setdefault(piece, []).append(placed.holders)
-                        if place.mirror:
-                            mirrors.add(piece)
+        pattern, layer, expert = locate(hf_name)
+        for row in self._rows_of_patterns[pattern]:
+            tied = self.spec.tie_embeddings and row.tied_to == pattern
+            for place in self.places(row, layer, expert):
+                for placed in place.shares:
+                    for cut in self._cuts_of(row, placed.share):
+                        if tied or cut.hf_name == pattern:
+                            piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box, cut.view)
+                            holders_of.setdefault(piece, []).append(placed.holders)
+                            if place.mirror:
+                                mirrors.add(piece)
         for piece, several in holders_of.items():
             for position, holders in enumerate(merge_holders(several)):
                 yield Shard(piece, holders, piece in mirrors or position > 0)
 
-    @cached_property
-    def _held(self) -> dict[range, list[tuple[int, str, Row, Share]]]:
-        """(position in the table, parameter, row, share) by the ranks that hold it."""
-        held: dict[range, list[tuple[int, str, Row, Share]]] = {}
-        for position, place in enumerate(self._placements):
-            for placed in place.shares:
-                entry = (position, place.param, place.row, placed.share)
-                held.setdefault(placed.holders, []).append(entry)
-        return held
-
-    @property
-    def holders(self) -> Iterable[range]:
-        """The distinct sets of ranks that hold a share of some row."""
-        return self._held
-
     def _parameters(self, rank: int) -> dict[str, tuple[Row, Share]]:
         """Row and share of every local parameter of a rank, in the order of the table."""
-        mine = [e for holders, entries in self._held.items() if rank in holders for e in entries]
-        return {param: (row, share) for _, param, row, share in sorted(mine, key=itemgetter(0))}
+        return {
+            place.param: (row, placed.share)
+            for row, layer, expert in self.held_by(rank)
+            for place in self.places(row, layer, expert)
+            for placed in place.shares
+            if rank in placed.holders
+        }
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout
+from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, Unit
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class HfFileLayout:
         declared = {name: source.dtype_of(name) for name in source.hf_shapes}
         return cls(source.hf_shapes, writers, {n: dtype for n, dtype in declared.items() if dtype})
 
+    def shape_of(self, hf_name: str) -> tuple[int, ...]:
+        """Whole shape of a tensor."""
+        return self.hf_shapes[hf_name]
+
     def dtype_of(self, hf_name: str) -> str:
         """The declared element type of a tensor; empty: that of the model."""
         return self.dtypes.get(hf_name, "")
@@ -37,6 +41,18 @@ class HfFileLayout:
         """One shard: the whole tensor."""
         box = Box.whole(self.hf_shapes[hf_name])
         return (Shard(Piece(hf_name, box, hf_name, box), self.writers),)
+
+    def held_names(self, rank: int) -> Iterable[str]:
+        """Everything on a writer, nothing elsewhere."""
+        return self.hf_shapes if rank in self.writers else ()
+
+    def units(self) -> Iterator[Unit]:
+        """Every tensor by itself."""
+        return (Unit(0, 0, (name,)) for name in self.hf_shapes)
+
+    def class_of(self, hf_name: str) -> Hashable:
+        """The shape."""
+        return self.hf_shapes[hf_name]
 
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
         """Everything on a writer, nothing elsewhere."""

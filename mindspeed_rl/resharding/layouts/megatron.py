@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.registry import weight_table
@@ -57,41 +58,35 @@ class MegatronLayout(TableLayout):
         """``--make-vocab-size-divisible-by`` times the tensor-parallel size."""
         return self.vocab_divisor * self.parallel.tp
 
-    def placements(self) -> Iterator[RowPlacement]:
-        """Every row at every layer and expert."""
+    @cached_property
+    def present_rows(self) -> tuple[Row, ...]:
+        """All rows; on a single stage a tied head is the embedding itself."""
+        single = self.parallel.pp == 1
+        return tuple(r for r in self.rows if not (self._is_tied(r) and single))
+
+    def _is_tied(self, row: Row) -> bool:
+        return bool(self.spec.tie_embeddings and row.tied_to)
+
+    def _place_of(self, row: Row, layer: int) -> Place:
         stages = self.parallel.stages
-        last = Place(stages.pp - 1, stages.vpp - 1, 0)
-        for row in self.rows:
-            mirror = bool(self.spec.tie_embeddings and row.tied_to)
-            if mirror and stages.pp == 1:
-                continue
-            if row.stage in ("first", "last"):
-                place = Place(0, 0, 0) if row.stage == "first" else last
-                yield self._dense(row, 0, place, mirror)
-                continue
-            for layer in row.layers(self.spec):
-                if isinstance(row, ExpertRow):
-                    yield from self._experts(row, layer, stages.place_of(layer))
-                else:
-                    yield self._dense(row, layer, stages.place_of(layer))
+        if row.stage == "first":
+            return Place(0, 0, 0)
+        if row.stage == "last":
+            return Place(stages.pp - 1, stages.vpp - 1, 0)
+        return stages.place_of(layer)
 
-    def _name(self, row: Row, place: Place) -> str:
-        prefix = chunk_prefix(place.chunk, self.parallel.stages.vpp)
-        return prefix + layer_name(row.param, place.local)
+    def lane_of(self, row: Row, layer: int) -> int:
+        """The pipeline stage of a row at a layer."""
+        return self._place_of(row, layer).stage
 
-    def _dense(self, row: Row, layer: int, place: Place, mirror: bool = False) -> RowPlacement:
+    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+        """The one place of a row at a layer and expert."""
         parallel = self.parallel
-        multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
-        shares = tuple(
-            Placed(Share(tp, parallel.tp, multiple=multiple), parallel.replicas(tp, place.stage))
-            for tp in range(parallel.tp)
-        )
-        return RowPlacement(row, layer, 0, self._name(row, place), shares, mirror)
-
-    def _experts(self, row: ExpertRow, layer: int, place: Place) -> Iterator[RowPlacement]:
-        parallel = self.parallel
-        per_rank = self.spec.num_experts // parallel.ep
-        for expert in range(self.spec.num_experts):
+        place = self._place_of(row, layer)
+        prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
+        name = prefix + layer_name(row.param, place.local)
+        if isinstance(row, ExpertRow):
+            per_rank = self.spec.num_experts // parallel.ep
             ep, local = divmod(expert, per_rank)
             shares = tuple(
                 Placed(
@@ -100,5 +95,28 @@ class MegatronLayout(TableLayout):
                 )
                 for etp in range(parallel.etp)
             )
-            name = expert_name(self._name(row, place), local)
-            yield RowPlacement(row, layer, expert, name, shares)
+            yield RowPlacement(row, expert_name(name, local), shares)
+            return
+        multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
+        shares = tuple(
+            Placed(Share(tp, parallel.tp, multiple=multiple), parallel.replicas(tp, place.stage))
+            for tp in range(parallel.tp)
+        )
+        yield RowPlacement(row, name, shares, mirror=self._is_tied(row))
+
+    def held_by(self, rank: int) -> Iterator[tuple[Row, int, int]]:
+        """Row, layer and expert of everything that a rank holds."""
+        parallel, stages = self.parallel, self.parallel.stages
+        stage = parallel.coords(rank).pp
+        per_rank = self.spec.num_experts // parallel.ep
+        first = parallel.expert_coords(rank).ep * per_rank
+        mine = {layer for chunk in range(stages.vpp) for layer in stages.layers_of(stage, chunk)}
+        for row in self.present_rows:
+            if row.stage in ("first", "last"):
+                if self._place_of(row, 0).stage == stage:
+                    yield row, 0, 0
+                continue
+            experts = range(first, first + per_rank) if isinstance(row, ExpertRow) else range(1)
+            for layer in row.layers(self.spec):
+                if layer in mine:
+                    yield from ((row, layer, expert) for expert in experts)

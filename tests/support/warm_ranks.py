@@ -1,0 +1,164 @@
+"""A process that has imported the heavy libraries and forks the ranks of test worlds.
+
+Importing torch and megatron-core takes each rank longer than most tests. A line of standard input
+is a JSON object with ``folder`` and ``environment`` of a rank (see ``support/spawn.py``); the
+answer is a line with its process id. When a rank ends, its exit status is written to
+``rank<RANK>.exit`` in the folder. When standard input ends, what still runs is killed.
+
+The forks share the hash seed of strings, unlike the ranks that torchrun starts in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+LIBRARIES = (
+    "numpy", "safetensors.torch", "torch.distributed", "transformers",
+    "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
+    "megatron.core.pipeline_parallel",
+)  # fmt: skip
+_POLL_S = 0.02
+
+
+@dataclass
+class Rank:
+    """One forked rank; the part of :class:`subprocess.Popen` that is needed here."""
+
+    pid: int
+    exit_file: Path
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; ``None`` while it runs."""
+        return self.returncode
+
+    @property
+    def returncode(self) -> int | None:
+        """See :meth:`poll`."""
+        return self._status if self.exit_file.exists() else None
+
+    @cached_property
+    def _status(self) -> int:
+        return int(self.exit_file.read_text())
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        while self.poll() is None:
+            time.sleep(_POLL_S)
+
+
+class Server:
+    """The forking process, started when the first rank is asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _process(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "support.warm_ranks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        )
+
+    def start(self, folder: Path, environment: dict[str, str]) -> Rank:
+        """Fork a rank."""
+        stdin, stdout = self._pipes
+        print(
+            json.dumps({"folder": str(folder), "environment": environment}), file=stdin, flush=True
+        )
+        return Rank(int(stdout.readline()), folder / f"rank{environment['RANK']}.exit")
+
+    @property
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        return process.stdin, process.stdout
+
+
+def _become_rank(folder: Path, environment: dict[str, str]) -> None:
+    """Body of a fork until the task itself: its own log, environment and path."""
+    log = os.open(
+        folder / f"rank{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
+    )
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv[1:] = [str(folder)]
+
+
+def _reap(running: dict[int, Path], flags: int = os.WNOHANG) -> None:
+    """Write down the exit statuses of the ranks that ended."""
+    while running:
+        pid, status = os.waitpid(-1, flags)
+        if not pid:
+            return
+        file = running.pop(pid)
+        part = file.with_suffix(".part")
+        part.write_text(str(os.waitstatus_to_exitcode(status)))
+        part.replace(file)
+
+
+def _serve() -> dict[str, Any] | None:
+    """Fork ranks until standard input ends; in a fork, its task."""
+    running: dict[int, Path] = {}
+    while True:
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_S)
+        _reap(running)
+        if not ready:
+            continue
+        line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+        if not line:
+            break
+        task: dict[str, Any] = json.loads(line)
+        folder = Path(task["folder"])
+        pid = os.fork()
+        if pid == 0:
+            return task
+        running[pid] = folder / f"rank{task['environment']['RANK']}.exit"
+        print(pid, flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    _reap(running, flags=0)
+    return None
+
+
+def main() -> None:
+    """Serve; a fork leaves through here as well, so that its exit handlers run."""
+    from mindspeed_rl import bootstrap
+
+    bootstrap.prepare_environment("cpu", os.environ)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    task = _serve()
+    if task is not None:
+        _become_rank(Path(task["folder"]), task["environment"])
+        from support import spawn
+
+        spawn.main()
+
+
+if __name__ == "__main__":
+    main()
