@@ -70,6 +70,24 @@ SMALL = (
     FloorCase(
         "qwen3-30b-a3b", Training(16, tp=2, pp=2, ep=4, etp=2), Rollout(16, tp=4, dp=2)
     ).with_layers(1, 1),
+    # redundant experts; engines with two uneven stages
+    FloorCase(
+        "qwen3-30b-a3b",
+        Training(16, tp=2, pp=2, ep=8, etp=1),
+        Rollout(16, tp=2, dp=4, ep=8, slots=(*range(128), *range(0, 128, 8))),
+    ).with_layers(1, 1),
+    FloorCase(
+        "qwen2.5-7b",
+        Training(16, tp=4, pp=2),
+        Rollout(16, tp=2, pp=2),
+        changes={"tie_word_embeddings": True},
+    ).with_layers(2, 3),
+    FloorCase(
+        "deepseek-v3",
+        Training(32, tp=2, pp=4, ep=4, extend_ep=True),
+        Rollout(32, tp=2, pp=2, dp=8, ep=16),
+        8,
+    ).with_layers(1, 1, 2, 1, first_k_dense_replace=3),
     FloorCase(
         "qwen3-235b-a22b",
         Training(64, tp=4, pp=4, cp=4, ep=16, etp=1),
@@ -139,10 +157,8 @@ class _WrongTraining(MegatronLayout):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(
-            replace(r, dim=0) if isinstance(r, HeadSplit) else r
-            for r in MegatronLayout.rows.fget(self)  # type: ignore[attr-defined]
-        )
+        rows = super().rows
+        return tuple(replace(r, dim=0) if isinstance(r, HeadSplit) else r for r in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +175,10 @@ class _WrongRollout(VllmLayout):
 
     @property
     def rows(self) -> tuple[Row, ...]:
+        rows = super().rows
         return tuple(
             _RoundRobinKV(r.param, hf=r.hf, bias=r.bias) if isinstance(r, StackedQKV) else r
-            for r in VllmLayout.rows.fget(self)  # type: ignore[attr-defined]
+            for r in rows
         )
 
 

@@ -42,7 +42,9 @@ class FloorCase:
         return replace(self, training=training, changes=self.changes | changes)
 
     def __str__(self) -> str:
-        return f"{self.model} {train_text(self.training)} -> {rollout_text(self.rollout)}"
+        redundant = f" {len(self.rollout.slots)} experts" if self.rollout.slots else ""
+        layouts = f"{train_text(self.training)} -> {rollout_text(self.rollout)}"
+        return f"{self.model} {layouts}{redundant}"
 
 
 def train_text(training: Training) -> str:
@@ -61,15 +63,17 @@ def train_text(training: Training) -> str:
 
 def rollout_text(rollout: Rollout) -> str:
     """A layout as ``--rollout`` of tools/inspect_plan.py spells it."""
-    return f"tp={rollout.tp},dp={rollout.dp},ep={rollout.ep}"
+    sizes = {key: getattr(rollout, key) for key in ("tp", "pp", "dp", "ep")}
+    return ",".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
 
 
 def layouts_of(case: FloorCase) -> tuple[MegatronLayout, VllmLayout]:
     """The product's layouts."""
     spec = spec_from_hf_config(case.config)
+    target = rollout_from_text(spec, rollout_text(case.rollout), case.world)
     return (
         training_from_text(spec, train_text(case.training), case.world),
-        rollout_from_text(spec, rollout_text(case.rollout), case.world),
+        replace(target, physical_experts=case.rollout.slots),
     )
 
 

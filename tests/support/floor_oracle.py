@@ -53,7 +53,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Rollout:
-    """vLLM engines of ``tp x dp`` neighbouring ranks.
+    """vLLM engines of ``dp x pp x tp`` neighbouring ranks, ``tp`` innermost.
 
     ``ep`` is 1 or ``tp x dp``. ``slots`` is the physical expert map of redundant experts: the
     logical expert of every slot of an engine; empty: each expert once, in order.
@@ -63,6 +63,7 @@ class Rollout:
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    pp: int = 1
     slots: tuple[int, ...] = ()
 
 
@@ -303,26 +304,45 @@ def held(config: Config, training: Training, rank: int) -> Elements:
     return elements
 
 
+def _engine_layers(num_layers: int, pp: int) -> list[list[int]]:
+    """Layers of each stage of an engine: vLLM gives one more to stages from the last but one on."""
+    sizes = [num_layers // pp] * pp
+    for extra in range(num_layers % pp):
+        sizes[-2 - extra] += 1
+    layers = iter(range(num_layers))
+    return [[next(layers) for _ in range(size)] for size in sizes]
+
+
 def needed(config: Config, rollout: Rollout, rank: int) -> Elements:
-    """What a vLLM rank needs: its tensor-parallel share, and whole experts or a slice of each."""
+    """What a vLLM rank needs: its tensor-parallel share, and whole experts or a slice of each.
+
+    The ranks of all ``dp`` at one stage share out its experts. A tied embedding is on the first
+    and on the last stage.
+    """
     share = _Share(rank % rollout.tp, rollout.tp)
+    stage = rank // rollout.tp % rollout.pp
+    replica = rank // (rollout.tp * rollout.pp) % rollout.dp
     size = rollout.tp * rollout.dp
+    position = replica * rollout.tp + share.index
     slots = rollout.slots or tuple(range(_num_experts(config)))
     experts: Iterable[int] = slots
-    expert_share = _Share(rank % size, size)
+    expert_share = _Share(position, size)
     if rollout.ep > 1:
         assert rollout.ep == size
         per_rank = len(slots) // size
-        first = rank % size * per_rank
+        first = position * per_rank
         experts, expert_share = slots[first : first + per_rank], _WHOLE
     elements: Elements = {}
-    for layer in range(config["num_hidden_layers"]):
+    for layer in _engine_layers(config["num_hidden_layers"], rollout.pp)[stage]:
         elements |= _in_layer(layer, _layer(config, layer, share, experts, expert_share))
     vocabulary = share.vocabulary(config["vocab_size"], config["hidden_size"], VLLM_VOCAB_MULTIPLE)
-    elements["model.embed_tokens.weight"] = vocabulary
-    elements["model.norm.weight"] = _WHOLE.rows(config["hidden_size"])
-    if not config["tie_word_embeddings"]:
-        elements["lm_head.weight"] = vocabulary
+    last, tied = stage == rollout.pp - 1, config["tie_word_embeddings"]
+    if stage == 0 or (last and tied):
+        elements["model.embed_tokens.weight"] = vocabulary
+    if last:
+        elements["model.norm.weight"] = _WHOLE.rows(config["hidden_size"])
+        if not tied:
+            elements["lm_head.weight"] = vocabulary
     return elements
 
 

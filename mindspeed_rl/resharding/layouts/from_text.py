@@ -12,7 +12,7 @@ from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
 TRAIN_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "moe_tp_extend_ep", "num_layer_list")
-ROLLOUT_KEYS = ("tp", "dp", "ep")
+ROLLOUT_KEYS = ("tp", "pp", "dp", "ep")
 
 
 def _values(flag: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
@@ -133,12 +133,12 @@ def rollout_from_text(spec: ModelSpec, text: str, world: int) -> VllmLayout:
         ValueError: an unknown key, a bad value, or sizes that do not fit each other or the model.
     """
     values = _values("--rollout", text, ROLLOUT_KEYS)
-    tp, dp, ep = _sizes("--rollout", values, ROLLOUT_KEYS)
-    _check_world("--rollout", "tp x dp", tp * dp, world)
+    tp, pp, dp, ep = _sizes("--rollout", values, ROLLOUT_KEYS)
+    _check_world("--rollout", "tp x pp x dp", tp * pp * dp, world)
     if ep not in (1, tp * dp):
         raise ValueError(
-            f"--rollout ep={ep}: vLLM spreads experts over all ranks of an engine or over none; "
-            f"allowed are 1 and tp x dp = {tp * dp}"
+            f"--rollout ep={ep}: vLLM spreads experts over all ranks of a stage of an engine or "
+            f"over none; allowed are 1 and tp x dp = {tp * dp}"
         )
     with _about("--rollout", text):
-        return VllmLayout(spec, EngineLayout(world, tp, dp, ep > 1))
+        return VllmLayout(spec, EngineLayout(world, tp, dp, ep > 1, pp))
