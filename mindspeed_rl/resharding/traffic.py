@@ -6,7 +6,7 @@ a node holds and some rank of it needs must arrive at the node. Units are bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,19 +68,10 @@ class RankTraffic:
         """The larger direction: links are full duplex."""
         return max(self.receive_bytes, self.send_bytes)
 
-    def seconds(self, intra_node_gbs: float, inter_node_gbs: float) -> float:
-        """Time on the wire when a rank uses one link after the other, both ways at once.
-
-        Args:
-            intra_node_gbs: 1e9 bytes per second and direction between ranks of a node.
-            inter_node_gbs: the same between nodes.
-        """
-        inter = max(self.inter_node_receive_bytes, self.inter_node_send_bytes)
-        intra = max(
-            self.receive_bytes - self.inter_node_receive_bytes,
-            self.send_bytes - self.inter_node_send_bytes,
-        )
-        return intra / (intra_node_gbs * 1e9) + inter / (inter_node_gbs * 1e9)
+    @property
+    def busiest_inter_node_bytes(self) -> int:
+        """The larger direction of what crosses nodes."""
+        return max(self.inter_node_receive_bytes, self.inter_node_send_bytes)
 
 
 def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
@@ -102,6 +93,50 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
         num_senders=len({t.src_rank for t in plan.receives}),
         num_receivers=len({t.dst_rank for t in plan.sends}),
     )
+
+
+# --- rounds ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTraffic:
+    """What one rank moves in each round of a schedule.
+
+    Attributes:
+        receive_bytes: by round.
+        send_bytes: by round.
+        num_messages: received messages of all rounds: one per sender and round.
+    """
+
+    receive_bytes: tuple[int, ...]
+    send_bytes: tuple[int, ...]
+    num_messages: int
+
+
+def round_traffic(
+    plan: ReshardPlan, bytes_of: ElementBytes, round_of: Mapping[str, int], num_rounds: int
+) -> RoundTraffic:
+    """The traffic of one rank's plan by rounds; ``round_of`` gives the round of an HF tensor."""
+
+    def by_round(transfers: Iterable[Transfer]) -> tuple[int, ...]:
+        sizes = [0] * num_rounds
+        for t in transfers:
+            sizes[round_of[t.hf_name]] += t.hf_box.num_elements * bytes_of(t.hf_name)
+        return tuple(sizes)
+
+    return RoundTraffic(
+        by_round(plan.receives),
+        by_round(plan.sends),
+        len({(round_of[t.hf_name], t.src_rank) for t in plan.receives}),
+    )
+
+
+def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
+    """Sum over rounds of the largest max(sent, received) of any of the ranks."""
+    busiest = (
+        [max(pair) for pair in zip(r.receive_bytes, r.send_bytes, strict=True)] for r in ranks
+    )
+    return sum(max(of_round) for of_round in zip(*busiest, strict=True))
 
 
 # --- floors ------------------------------------------------------------------------------------
@@ -137,55 +172,37 @@ def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
     return count
 
 
-def _boxes_by_place(
-    layout: ShardLayout, name: str, ranks: Iterable[int] | None, place_of: Callable[[int], int]
-) -> dict[int, dict[Box, None]]:
-    """The rectangles of an HF tensor at each place (a rank, a node), each once, in order."""
-    boxes: dict[int, dict[Box, None]] = {}
-    for shard in layout.shards(name):
-        holders = shard.holders
-        mine = holders if ranks is None else [rank for rank in ranks if rank in holders]
-        for place in {place_of(rank) for rank in mine}:
-            boxes.setdefault(place, {})[shard.piece.hf_box] = None
-    return boxes
+def rank_floor(source: ShardLayout, target: ShardLayout, rank: int, bytes_of: ElementBytes) -> int:
+    """Bytes that a rank needs and does not hold. Local, pure, O(what the rank needs)."""
 
+    def boxes(layout: ShardLayout, name: str) -> tuple[Box, ...]:
+        return tuple(s.piece.hf_box for s in layout.shards(name) if rank in s.holders)
 
-def _floors(
-    source: ShardLayout,
-    target: ShardLayout,
-    bytes_of: ElementBytes,
-    ranks: Sequence[int] | None,
-    place_of: Callable[[int], int],
-) -> dict[int, int]:
-    floors: dict[int, int] = {}
-    for name in target.hf_shapes:
-        present = _boxes_by_place(source, name, ranks, place_of)
-        size = bytes_of(name)
-        for place, wanted in _boxes_by_place(target, name, ranks, place_of).items():
-            missing = missing_elements(tuple(wanted), tuple(present.get(place, ())))
-            floors[place] = floors.get(place, 0) + missing * size
-    return floors
-
-
-def rank_floors(
-    source: ShardLayout,
-    target: ShardLayout,
-    bytes_of: ElementBytes,
-    ranks: Sequence[int] | None = None,
-) -> dict[int, int]:
-    """Bytes that each rank needs and does not hold.
-
-    Args:
-        source: the sending layout.
-        target: the receiving layout.
-        bytes_of: bytes of an element of each tensor.
-        ranks: only these; ``None``: every rank that needs something.
-    """
-    return _floors(source, target, bytes_of, ranks, lambda rank: rank)
+    return sum(
+        missing_elements(boxes(target, name), boxes(source, name)) * bytes_of(name)
+        for name in target.held_names(rank)
+    )
 
 
 def node_floors(
-    source: ShardLayout, target: ShardLayout, bytes_of: ElementBytes, ranks_per_node: int
+    source: ShardLayout,
+    target: ShardLayout,
+    bytes_of: ElementBytes,
+    ranks_per_node: int,
 ) -> dict[int, int]:
-    """Bytes that each node needs and does not hold, counted once per node."""
-    return _floors(source, target, bytes_of, None, lambda rank: rank // ranks_per_node)
+    """Bytes that each node needs and does not hold, counted once per node. O(model x nodes)."""
+
+    def boxes(layout: ShardLayout, name: str) -> dict[int, dict[Box, None]]:
+        of_nodes: dict[int, dict[Box, None]] = {}
+        for shard in layout.shards(name):
+            for node in {rank // ranks_per_node for rank in shard.holders}:
+                of_nodes.setdefault(node, {})[shard.piece.hf_box] = None
+        return of_nodes
+
+    floors: dict[int, int] = {}
+    for name in target.hf_shapes:
+        present, size = boxes(source, name), bytes_of(name)
+        for node, wanted in boxes(target, name).items():
+            missing = missing_elements(tuple(wanted), tuple(present.get(node, ())))
+            floors[node] = floors.get(node, 0) + missing * size
+    return floors

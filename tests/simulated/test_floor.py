@@ -27,7 +27,7 @@ from mindspeed_rl.resharding.traffic import (
     element_bytes_of,
     missing_elements,
     node_floors,
-    rank_floors,
+    rank_floor,
     rank_traffic,
 )
 
@@ -108,9 +108,9 @@ def test_floors_of_published_models_equal_the_oracle(case: FloorCase) -> None:
     bytes_of = element_bytes_of(source, BF16)
     num_nodes = case.world // case.ranks_per_node
     problem = (case.config, case.training, case.rollout)
-    assert rank_floors(source, target, bytes_of) == {
-        rank: oracle.receive_floor(*problem, rank) for rank in range(case.world)
-    }
+    for rank in range(case.world):
+        floor = rank_floor(source, target, rank, bytes_of)
+        assert floor == oracle.receive_floor(*problem, rank), rank
     nodes = node_floors(source, target, bytes_of, case.ranks_per_node)
     assert nodes == {
         node: oracle.node_floor(*problem, node, case.ranks_per_node) for node in range(num_nodes)
@@ -195,9 +195,10 @@ def test_a_planted_wrong_row_makes_the_floor_differ(wrong: str) -> None:
         planted = (source, _WrongRollout(target.spec, target.engine))
     bytes_of = element_bytes_of(source, BF16)
     problem = (KV_REPLICAS.config, KV_REPLICAS.training, KV_REPLICAS.rollout)
-    floors = {rank: oracle.receive_floor(*problem, rank) for rank in range(KV_REPLICAS.world)}
-    assert rank_floors(source, target, bytes_of) == floors
-    assert rank_floors(*planted, bytes_of) != floors
+    ranks = range(KV_REPLICAS.world)
+    floors = [oracle.receive_floor(*problem, rank) for rank in ranks]
+    assert [rank_floor(source, target, rank, bytes_of) for rank in ranks] == floors
+    assert [rank_floor(*planted, rank, bytes_of) for rank in ranks] != floors
 
 
 # --- who sends ---------------------------------------------------------------------------------
