@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.optimize import linprog
 from support import floor_oracle as oracle
-from support.floor_cases import FloorCase, elements_held, elements_moved, layouts_of
+from support.floor_cases import (
+    FloorCase,
+    elements_held,
+    elements_moved,
+    floor_cases,
+    layouts_of,
+)
 from support.floor_oracle import Rollout, Training
 
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
@@ -129,23 +138,37 @@ def test_received_bytes_of_published_models_equal_the_floor(case: FloorCase) -> 
         assert traffic.receive_bytes == floor > 0, rank
 
 
+def check_rank(case: FloorCase, source: ShardLayout, target: ShardLayout, rank: int) -> None:
+    """Element sets, not only their sizes: held, needed and moved."""
+    bytes_of = element_bytes_of(source, BF16)
+    held = oracle.held(case.config, case.training, rank)
+    needed = oracle.needed(case.config, case.rollout, rank)
+    assert not oracle.differing(held, elements_held(source, rank)), rank
+    assert not oracle.differing(needed, elements_held(target, rank)), rank
+    plan = plan_reshard(source, target, rank, case.ranks_per_node)
+    received, copied = elements_moved(plan.receives), elements_moved(plan.copies)
+    assert not oracle.differing(needed, oracle.union((received, copied))), rank
+    assert oracle.bytes_missing(copied, held) == 0, rank
+    floor = oracle.bytes_missing(needed, held)
+    assert oracle.bytes_missing(received, held) == floor, rank
+    assert rank_traffic(plan, bytes_of, case.ranks_per_node).receive_bytes == floor, rank
+
+
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_every_rank_receives_exactly_what_it_lacks(case: FloorCase) -> None:
-    """Element sets, not only their sizes: held, needed and moved, on every rank."""
     source, target = layouts_of(case)
-    bytes_of = element_bytes_of(source, BF16)
     for rank in range(case.world):
-        held = oracle.held(case.config, case.training, rank)
-        needed = oracle.needed(case.config, case.rollout, rank)
-        assert not oracle.differing(held, elements_held(source, rank)), rank
-        assert not oracle.differing(needed, elements_held(target, rank)), rank
-        plan = plan_reshard(source, target, rank, case.ranks_per_node)
-        received, copied = elements_moved(plan.receives), elements_moved(plan.copies)
-        assert not oracle.differing(needed, oracle.union((received, copied))), rank
-        assert oracle.bytes_missing(copied, held) == 0, rank
-        floor = oracle.bytes_missing(needed, held)
-        assert oracle.bytes_missing(received, held) == floor, rank
-        assert rank_traffic(plan, bytes_of, case.ranks_per_node).receive_bytes == floor, rank
+        check_rank(case, source, target, rank)
+
+
+@given(floor_cases(), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_ranks_of_any_layouts_receive_exactly_what_they_lack(
+    case: FloorCase, random: Random
+) -> None:
+    source, target = layouts_of(case)
+    for rank in random.sample(range(case.world), min(case.world, 4)):
+        check_rank(case, source, target, rank)
 
 
 # --- planted faults ----------------------------------------------------------------------------

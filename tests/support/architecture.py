@@ -47,6 +47,7 @@ LAYER_0 = (
     "resharding.layouts",
     "resharding.planner",
     "resharding.schedule",
+    "resharding.traffic",
     "rollout.vllm_versions",
 )
 # Files and text only, so that rewards and data may write logs without torch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hypothesis import strategies as st
 from support.floor_oracle import Elements, Rect, Rollout, Training
 from support.published import published_config
 
@@ -101,3 +102,50 @@ def elements_held(layout: ShardLayout, rank: int) -> Elements:
 def elements_moved(transfers: tuple[Transfer, ...]) -> Elements:
     """What some transfers carry."""
     return _elements([(t.hf_name, t.hf_box) for t in transfers])
+
+
+# --- any layouts -------------------------------------------------------------------------------
+
+MAX_WORLD = 64
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
+# few experts, so that a plan of many ranks takes no time
+_MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen2.5-7b", {}),
+    ("qwen3-8b", {"tie_word_embeddings": True}),
+    ("qwen3-30b-a3b", {"num_experts": 64}),
+    ("deepseek-v3", {"n_routed_experts": 64}),
+)
+
+
+def _up_to(limit: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([n for n in _POWERS if n <= limit])
+
+
+@st.composite
+def floor_cases(draw: st.DrawFn) -> FloorCase:
+    """Real matrices, few layers, any pair of layouts up to ``MAX_WORLD`` ranks."""
+    model, changes = draw(st.sampled_from(_MODELS))
+    moe = "experts" in "".join(changes)
+    tp, pp = draw(_up_to(4)), draw(_up_to(4))
+    cp = draw(_up_to(2))
+    world = tp * pp * cp * draw(_up_to(MAX_WORLD // (tp * pp * cp)))
+    vpp = draw(_up_to(2)) if pp > 1 else 1
+    layers = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp).filter(any))
+    training = Training(world, tp, pp, vpp, cp)
+    rollout_tp = draw(_up_to(min(world, 4 if model == "qwen2.5-7b" else 16)))
+    rollout_pp = draw(_up_to(min(world // rollout_tp, sum(layers), 2)))
+    rollout = Rollout(world, rollout_tp, pp=rollout_pp)
+    if moe:
+        stage = world // pp
+        if extend := draw(st.booleans()):
+            etp, ep = 0, draw(_up_to(stage // tp))
+        else:
+            etp = draw(_up_to(min(stage, 4)))
+            ep = draw(_up_to(stage // etp))
+        training = replace(training, ep=ep, etp=etp, extend_ep=extend)
+        dp = draw(_up_to(world // (rollout_tp * rollout_pp)))
+        rollout = replace(rollout, dp=dp, ep=draw(st.sampled_from([1, rollout_tp * dp])))
+    if model == "deepseek-v3":
+        changes = changes | {"first_k_dense_replace": draw(st.integers(0, sum(layers)))}
+    case = FloorCase(model, training, rollout, draw(_up_to(MAX_WORLD)), changes)
+    return case.with_layers(*layers)
