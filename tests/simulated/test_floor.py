@@ -162,7 +162,7 @@ def test_every_rank_receives_exactly_what_it_lacks(case: FloorCase) -> None:
 
 
 @given(floor_cases(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_ranks_of_any_layouts_receive_exactly_what_they_lack(
     case: FloorCase, random: Random
 ) -> None:

@@ -106,14 +106,14 @@ def elements_moved(transfers: tuple[Transfer, ...]) -> Elements:
 
 # --- any layouts -------------------------------------------------------------------------------
 
-MAX_WORLD = 64
+MAX_WORLD, EXPERTS = 64, 16
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
 # few experts, so that a plan of many ranks takes no time
 _MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen2.5-7b", {}),
     ("qwen3-8b", {"tie_word_embeddings": True}),
-    ("qwen3-30b-a3b", {"num_experts": 64}),
-    ("deepseek-v3", {"n_routed_experts": 64}),
+    ("qwen3-30b-a3b", {"num_experts": EXPERTS}),
+    ("deepseek-v3", {"n_routed_experts": EXPERTS}),
 )
 
 
@@ -138,12 +138,12 @@ def floor_cases(draw: st.DrawFn) -> FloorCase:
     if moe:
         stage = world // pp
         if extend := draw(st.booleans()):
-            etp, ep = 0, draw(_up_to(stage // tp))
+            etp, ep = 0, draw(_up_to(min(stage, EXPERTS) // tp))
         else:
             etp = draw(_up_to(min(stage, 4)))
-            ep = draw(_up_to(stage // etp))
+            ep = draw(_up_to(min(stage // etp, EXPERTS)))
         training = replace(training, ep=ep, etp=etp, extend_ep=extend)
-        dp = draw(_up_to(world // (rollout_tp * rollout_pp)))
+        dp = draw(_up_to(min(world // rollout_pp, EXPERTS) // rollout_tp))
         rollout = replace(rollout, dp=dp, ep=draw(st.sampled_from([1, rollout_tp * dp])))
     if model == "deepseek-v3":
         changes = changes | {"first_k_dense_replace": draw(st.integers(0, sum(layers)))}
