@@ -183,6 +183,11 @@ STRATEGIES: Mapping[str, Callable[[Setting], Strategy]] = {
 }
 
 
+def wire_of(way: Strategy) -> Wire | None:
+    """The counter of a baseline; ``None`` for the product's ways."""
+    return way.wire if isinstance(way, _Baseline) else None
+
+
 def closed_form(name: str, model: Model) -> Volumes | None:
     """What a baseline must move; ``None`` for the product's ways, whose plans say it."""
     if name == "gather":

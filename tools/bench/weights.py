@@ -17,8 +17,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # clears the highest exponent bit of bfloat16, float16 and float32: no infinity, no NaN
 _FINITE = 0xBFFF
 _CHUNK = 1 << 24
-# bit patterns that no weight has: an element that nothing wrote is found
-UNTOUCHED = {torch.bfloat16: -1, torch.float32: -1}
 
 
 class HfWeights:

@@ -1,0 +1,210 @@
+"""Models of the benchmark: two layers of real shape each, with layouts for 4 and 8 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+
+NUM_LAYERS = 2
+# rows of embedding and head: the layers are what is measured
+VOCAB = 1024
+_ITEM_BYTES = {"": 2, "float32": 4}
+
+_COMMON: dict[str, Any] = {
+    "num_hidden_layers": NUM_LAYERS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+_QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+_DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parallel sizes of both sides for one number of ranks."""
+
+    tp: int
+    pp: int
+    ep: int
+    engine_tp: int
+    engine_dp: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """A model with its layouts.
+
+    Attributes:
+        name: of the published model.
+        config: keys of its config.json.
+        layouts: by number of ranks.
+        num_experts: of a layer, unless told otherwise or there is no memory; 0: dense.
+        published_experts: of the published model.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    layouts: Mapping[int, Sizes]
+    num_experts: int = 0
+    published_experts: int = 0
+
+
+_EXPERT_SIZES = {4: Sizes(2, 2, 2, 2, 2), 8: Sizes(4, 2, 4, 2, 4)}
+CASES = {
+    case.name: case
+    for case in (
+        BenchCase("qwen2.5-7b", _QWEN25_7B, {4: Sizes(2, 2, 1, 2, 1), 8: Sizes(4, 2, 1, 2, 1)}),
+        BenchCase("qwen3-30b-a3b", _QWEN3_30B_A3B, _EXPERT_SIZES, 32, 128),
+        BenchCase("deepseek-v3", _DEEPSEEK_V3, _EXPERT_SIZES, 8, 256),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltCase:
+    """A case as it runs.
+
+    Attributes:
+        name: of the published model.
+        source: the trainer.
+        target: the engine.
+        note: how it differs from the published model.
+    """
+
+    name: str
+    source: MegatronLayout
+    target: VllmLayout
+    note: str
+
+    @property
+    def title(self) -> str:
+        """One line."""
+        parallel, engine = self.source.parallel, self.target.engine
+        experts = self.source.spec.num_experts
+        train = f"TP{parallel.tp} PP{parallel.pp}" + (f" EP{parallel.ep}" if experts else "")
+        rollout = f"TP{engine.tp}" + (f" DP{engine.dp} EP{engine.ep}" if experts else "")
+        replicas = f", {engine.num_replicas} engines" if engine.num_replicas > 1 else ""
+        return f"{self.name}: {train} -> {rollout}{replicas}; {self.note}"
+
+
+def hf_bytes(layout: ShardLayout) -> int:
+    """Size of the HF tensors in bfloat16."""
+    shapes = layout.hf_shapes
+    return sum(prod(s) * _ITEM_BYTES[layout.dtype_of(name)] for name, s in shapes.items())
+
+
+def build_case(name: str, num_ranks: int, num_experts: int, free_bytes: int) -> BuiltCase:
+    """The layouts of a case; experts are halved until everything fits.
+
+    Args:
+        name: a key of ``CASES``.
+        num_ranks: 4 or 8.
+        num_experts: of a layer; 0: the case's own.
+        free_bytes: memory that all ranks together may take.
+
+    Raises:
+        ValueError: the smallest number of experts does not fit, or the experts do not divide.
+    """
+    case = CASES[name]
+    experts = (num_experts or case.num_experts) if case.published_experts else 0
+    least = num_ranks if experts else 0
+    while True:
+        built = _build(case, num_ranks, experts)
+        needed = _needed_bytes(built)
+        if needed <= free_bytes:
+            return built
+        if experts // 2 < max(1, least):
+            raise ValueError(
+                f"--cases {name}: needs {needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free; "
+                "choose a smaller case, fewer --ranks, or free memory"
+            )
+        experts //= 2
+
+
+def _build(case: BenchCase, num_ranks: int, experts: int) -> BuiltCase:
+    sizes = case.layouts[num_ranks]
+    config = {**_COMMON, **case.config}
+    if experts:
+        if experts % num_ranks:
+            raise ValueError(
+                f"--num-experts {experts}: the engine's {num_ranks} ranks cannot share them; "
+                f"allowed: multiples of {num_ranks}"
+            )
+        top_k = min(int(config["num_experts_per_tok"]), experts)
+        config |= {"num_experts": experts, "num_experts_per_tok": top_k}
+    spec: ModelSpec = spec_from_hf_config(config)
+    parallel = ParallelLayout.build(
+        world=num_ranks,
+        stages=even_stages(NUM_LAYERS, sizes.pp),
+        tp=sizes.tp,
+        ep=sizes.ep,
+        etp=1,
+    )
+    engine = EngineLayout(num_ranks, sizes.engine_tp, sizes.engine_dp, experts > 0)
+    note = f"{NUM_LAYERS} layers, vocabulary {VOCAB}"
+    if experts:
+        note += f", {experts} of {case.published_experts} experts per layer"
+    return BuiltCase(case.name, MegatronLayout(spec, parallel), VllmLayout(spec, engine), note)
+
+
+def _needed_bytes(built: BuiltCase) -> int:
+    """Both sides on all ranks, the file, and as much as the file again for buffers."""
+    total = 2 * hf_bytes(built.source)
+    for layout in (built.source, built.target):
+        for rank in range(built.source.parallel.world):
+            total += sum(2 * prod(shape) for shape in layout.local_shapes(rank).values())
+    return total
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping (Linux)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
