@@ -47,6 +47,15 @@ class Box:
             return None
         return Box(lo, tuple(h - low for low, h in zip(lo, hi, strict=True)))
 
+    def slice(self, index: int, count: int) -> Box:
+        """One of ``count`` consecutive slices along the longest dimension; it may be empty.
+
+        Rectangles of equal size are sliced alike, wherever they lie.
+        """
+        dim = max(range(len(self.size)), key=lambda d: self.size[d])
+        first, last = (self.size[dim] * i // count for i in (index, index + 1))
+        return self.with_dim(dim, self.lo[dim] + first, last - first)
+
     def moved(self, origin: Box, target: Box) -> Box:
         """This rectangle, given relative to ``origin``, at the same offset inside ``target``."""
         lo = tuple(t + a - o for t, a, o in zip(target.lo, self.lo, origin.lo, strict=True))

@@ -1,26 +1,61 @@
-"""Carries out reshard plans: pack, exchange, unpack, round by round."""
+"""Carries out reshard plans: pack, exchange, unpack, round by round, two rounds on their way."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from mindspeed_rl.resharding.boxes import Box, ParamView
 from mindspeed_rl.resharding.layouts.base import ShardLayout
-from mindspeed_rl.resharding.planner import ReshardPlan, Transfer, plan_reshard
-from mindspeed_rl.resharding.schedule import plan_rounds
-from mindspeed_rl.resharding.transports import Transport
+from mindspeed_rl.resharding.planner import (
+    ReshardPlan,
+    Transfer,
+    check_same_tensors,
+    plan_reshard,
+)
+from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
+from mindspeed_rl.resharding.transports import Pending, Transport
+
+ROUNDS_IN_FLIGHT = 2
+_ALIGNMENT = 16  # bytes between what is sent and what is received
+
+Messages = Mapping[int, tuple[Transfer, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One rank's messages of one exchange, by ascending peer."""
+
+    sends: Messages
+    receives: Messages
+
+    @property
+    def send_sizes(self) -> dict[int, int]:
+        """Elements for each peer."""
+        return _sizes(self.sends)
+
+    @property
+    def receive_sizes(self) -> dict[int, int]:
+        """Elements from each peer."""
+        return _sizes(self.receives)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One rank's part of one round, grouped by peer; its tensors have one element type."""
+    """One rank's part of one round; its tensors have one element type.
 
-    sends: Mapping[int, tuple[Transfer, ...]]
-    receives: Mapping[int, tuple[Transfer, ...]]
+    Attributes:
+        legs: one exchange, or two with a relay.
+        copies: what the rank has itself.
+        names: the HF tensors that are complete after this round.
+        dtype: declared element type; empty: that of the model.
+    """
+
+    legs: tuple[Leg, ...]
     copies: tuple[Transfer, ...]
     names: tuple[str, ...]
     dtype: str
@@ -34,31 +69,49 @@ def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def _sizes(messages: Messages) -> dict[int, int]:
+    return {peer: sum(t.num_elements for t in part) for peer, part in messages.items()}
+
+
 def split_rounds(
-    plan: ReshardPlan, rounds: Iterable[tuple[str, ...]], source: ShardLayout
+    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_legs: int
 ) -> tuple[Round, ...]:
-    """Distribute a plan over rounds of tensor names. Both ends keep the plan's order."""
-    result = []
-    for names in rounds:
-        member = set(names)
-        result.append(
-            Round(
-                _by_peer((t for t in plan.sends if t.hf_name in member), lambda t: t.dst_rank),
-                _by_peer((t for t in plan.receives if t.hf_name in member), lambda t: t.src_rank),
-                tuple(t for t in plan.copies if t.hf_name in member),
-                names,
-                source.dtype_of(names[0]),
-            )
+    """Distribute a plan over the rounds of a schedule. Both ends keep the plan's order."""
+    count = schedule.num_rounds
+
+    def by_round(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+        rounds: list[list[Transfer]] = [[] for _ in range(count)]
+        for transfer in transfers:
+            for slot in schedule.slots[source.unit_of(transfer.hf_name)]:
+                if part := transfer.part(slot.part, slot.parts):
+                    rounds[slot.round].append(part)
+        return rounds
+
+    sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
+    return tuple(
+        Round(
+            tuple(
+                Leg(
+                    _by_peer(sends[i], leg, lambda t: t.dst_rank),
+                    _by_peer(receives[i], leg, lambda t: t.src_rank),
+                )
+                for leg in range(1, num_legs + 1)
+            ),
+            tuple(copies[i]),
+            schedule.completed[i],
+            schedule.dtypes[i],
         )
-    return tuple(result)
+        for i in range(count)
+    )
 
 
 def _by_peer(
-    transfers: Iterable[Transfer], peer: Callable[[Transfer], int]
+    transfers: Iterable[Transfer], leg: int, peer: Callable[[Transfer], int]
 ) -> dict[int, tuple[Transfer, ...]]:
     groups: dict[int, list[Transfer]] = {}
     for transfer in transfers:
-        groups.setdefault(peer(transfer), []).append(transfer)
+        if transfer.leg == leg:
+            groups.setdefault(peer(transfer), []).append(transfer)
     return {p: tuple(group) for p, group in sorted(groups.items())}
 
 
@@ -74,7 +127,13 @@ class Resharder:
         ranks_per_node: for the choice of near sources.
         transport: moves the messages.
         dtype: element type on the wire of tensors that have none of their own: the target's.
-        bucket_bytes: bound of the staging of one round.
+        bucket_bytes: bound of all staging of this rank: what is sent and received of the rounds on
+            their way.
+        relay: send each rectangle once to a node and pass it on there.
+
+    Raises:
+        RuntimeError: the layouts speak of different tensors.
+        ValueError: the budget is too small.
     """
 
     def __init__(
@@ -87,12 +146,22 @@ class Resharder:
         transport: Transport,
         dtype: torch.dtype,
         bucket_bytes: int,
+        relay: bool = False,
     ) -> None:
-        self.plan = plan_reshard(source, target, rank, ranks_per_node)
-        names = plan_rounds(source, target, bucket_bytes, dtype.itemsize, ranks_per_node)
-        self.rounds = split_rounds(self.plan, names, source)
+        check_same_tensors(source, target)
+        self.plan = plan_reshard(source, target, rank, ranks_per_node, relay=relay)
+        self.schedule = plan_schedule(
+            source,
+            target,
+            bucket_bytes=max(0, bucket_bytes // ROUNDS_IN_FLIGHT - _ALIGNMENT),
+            item_bytes=dtype.itemsize,
+            ranks_per_node=ranks_per_node,
+            relay=relay,
+        )
+        self.rounds = split_rounds(self.plan, self.schedule, source, 2 if relay else 1)
         self._transport = transport
         self._dtype = dtype
+        self._budget = bucket_bytes
         self._compared = False
 
     @torch.no_grad()
@@ -115,15 +184,45 @@ class Resharder:
         """
         if not self._compared:
             self._compare_plans()
+        staging = [self._new_staging() for _ in range(self._num_slots)]
+        on_the_way: _Exchange | None = None
+        for i, part in enumerate(self.rounds):
+            started = _Exchange(part, staging[i % len(staging)], self._dtype, self._transport)
+            started.post(0, read)
+            for t in part.copies:
+                _view(write, t.dst_param, t.dst_view, t.dst_box).copy_(
+                    _view(read, t.src_param, t.src_view, t.src_box)
+                )
+            if on_the_way is not None:
+                on_the_way.finish(write, after_round)
+            on_the_way = started
+        if on_the_way is not None:
+            on_the_way.finish(write, after_round)
+
+    def staging_bytes(self) -> int:
+        """What :meth:`run` allocates besides the parameters."""
+        return self._slot_bytes() * self._num_slots
+
+    @property
+    def _num_slots(self) -> int:
+        return min(ROUNDS_IN_FLIGHT, len(self.rounds))
+
+    def _slot_bytes(self) -> int:
+        most = 0
         for part in self.rounds:
-            self._run_round(part, read, write)
-            if after_round is not None:
-                after_round(part)
+            item = wire_dtype(part.dtype, self._dtype).itemsize
+            for leg in part.legs:
+                sent, received = (sum(s.values()) for s in (leg.send_sizes, leg.receive_sizes))
+                most = max(most, _aligned(sent * item) + received * item)
+        return most
+
+    def _new_staging(self) -> torch.Tensor:
+        return torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
 
     def _compare_plans(self) -> None:
         """32 bytes per rank, once: messages that do not fit together would hang or mix tensors."""
         state = hashlib.blake2b(self.plan.digest.encode(), digest_size=32)
-        state.update(repr((self._dtype, [part.names for part in self.rounds])).encode())
+        state.update(repr((self._dtype, self._budget)).encode())
         digests = self._transport.all_gather(state.digest())
         usual, _ = Counter(digests).most_common(1)[0]
         if odd := [rank for rank, digest in enumerate(digests) if digest != usual]:
@@ -134,34 +233,68 @@ class Resharder:
             )
         self._compared = True
 
-    def _run_round(
-        self, part: Round, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+
+class _Exchange:
+    """One round on its way, with the staging it lives in."""
+
+    def __init__(
+        self, part: Round, staging: torch.Tensor, dtype: torch.dtype, transport: Transport
     ) -> None:
-        dtype = wire_dtype(part.dtype, self._dtype)
-        sends = {
-            peer: torch.cat([_flat(read[t.src_param], t, dtype) for t in transfers])
-            for peer, transfers in part.sends.items()
-        }
-        sizes = {
-            peer: sum(t.dst_box.num_elements for t in transfers)
-            for peer, transfers in part.receives.items()
-        }
-        received = self._transport.exchange(sends, sizes, dtype)
-        for t in part.copies:
-            _target(write, t).copy_(t.src_view.of(read[t.src_param])[t.src_box.slices])
-        for peer, transfers in part.receives.items():
-            start = 0
-            for t in transfers:
-                flat = received[peer][start : start + t.dst_box.num_elements]
-                _target(write, t).copy_(flat.reshape(t.dst_box.size))
-                start += t.dst_box.num_elements
+        self._round = part
+        self._staging = staging
+        self._dtype = wire_dtype(part.dtype, dtype)
+        self._transport = transport
+        self._pending: Pending | None = None
+        self._incoming = staging[:0]
+
+    def post(self, leg: int, read: Mapping[str, torch.Tensor]) -> None:
+        """Pack the messages of a leg and send them."""
+        part = self._round.legs[leg]
+        sends, receives = part.send_sizes, part.receive_sizes
+        sent, received = (sum(s.values()) * self._dtype.itemsize for s in (sends, receives))
+        start = _aligned(sent)
+        outgoing = self._staging[:sent].view(self._dtype)
+        self._incoming = self._staging[start : start + received].view(self._dtype)
+        for t, flat in _spans(outgoing, part.sends.values()):
+            flat.copy_(_view(read, t.src_param, t.src_view, t.src_box))
+        self._pending = self._transport.start(outgoing, sends, self._incoming, receives)
+
+    def finish(
+        self,
+        write: Mapping[str, torch.Tensor],
+        after_round: Callable[[Round], None] | None,
+    ) -> None:
+        """Take what arrives; with a relay pass it on and take that, too."""
+        self._take(0, write)
+        for leg in range(1, len(self._round.legs)):
+            self.post(leg, write)
+            self._take(leg, write)
+        if after_round is not None:
+            after_round(self._round)
+
+    def _take(self, leg: int, write: Mapping[str, torch.Tensor]) -> None:
+        assert self._pending is not None
+        self._pending.wait()
+        for t, flat in _spans(self._incoming, self._round.legs[leg].receives.values()):
+            _view(write, t.dst_param, t.dst_view, t.dst_box).copy_(flat)
 
 
-def _flat(param: torch.Tensor, transfer: Transfer, dtype: torch.dtype) -> torch.Tensor:
-    source: torch.Tensor = transfer.src_view.of(param)[transfer.src_box.slices]
-    return source.to(dtype).flatten()
+def _spans(
+    buffer: torch.Tensor, messages: Iterable[Sequence[Transfer]]
+) -> Iterable[tuple[Transfer, torch.Tensor]]:
+    """Every transfer with its part of a buffer, in its shape."""
+    start = 0
+    for transfers in messages:
+        for t in transfers:
+            yield t, buffer[start : start + t.num_elements].view(t.hf_box.size)
+            start += t.num_elements
 
 
-def _target(write: Mapping[str, torch.Tensor], transfer: Transfer) -> torch.Tensor:
-    target: torch.Tensor = transfer.dst_view.of(write[transfer.dst_param])
-    return target[transfer.dst_box.slices]
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(params: Mapping[str, torch.Tensor], name: str, view: ParamView, box: Box) -> torch.Tensor:
+    """A rectangle of a parameter (shares its memory)."""
+    shown: torch.Tensor = view.of(params[name])
+    return shown[box.slices]

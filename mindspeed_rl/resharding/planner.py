@@ -1,25 +1,31 @@
 """Which rank sends which rectangle to whom: pure arithmetic, each rank alone.
 
-HF tensors are the common coordinates. A destination rank needs the intersection of its own piece
-with each source shard; among the ranks that hold that source shard exactly one sends, chosen by
-:func:`choose_source`. The choice has a closed-form inverse (:func:`destinations_of`), so a rank
-computes what it receives and what it sends without looking at any other rank, at a cost of
-O(own transfers).
+HF tensors are the common coordinates. A destination needs the intersection of its own piece with
+each rectangle that the source layout cuts a tensor into; among the ranks that hold that rectangle
+exactly one sends (:mod:`~mindspeed_rl.resharding.sources`). A rank looks only at tensors of which
+it holds something on either side, so a plan costs O(own transfers).
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mindspeed_rl.resharding.boxes import Box, ParamView
-from mindspeed_rl.resharding.layouts.base import Shard, ShardLayout
+from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, locate
+from mindspeed_rl.resharding.sources import Assignment, assign_sources
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One rectangle from one rank's parameter to another's (or the same rank's)."""
+    """One rectangle from one rank's parameter to another's (or the same rank's).
+
+    ``leg`` 1 reads the source layout; leg 2 passes on, after it, what the sender itself received in
+    leg 1: ``src_param`` is then a parameter of the target layout.
+    """
 
     src_rank: int
     dst_rank: int
@@ -31,14 +37,29 @@ class Transfer:
     dst_param: str
     dst_box: Box
     dst_view: ParamView
+    leg: int = 1
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that travel."""
+        return self.hf_box.num_elements
+
+    def part(self, index: int, count: int) -> Transfer | None:
+        """One of ``count`` slices along the longest dimension; ``None`` when it is empty."""
+        if count == 1:
+            return self
+        boxes = [b.slice(index, count) for b in (self.hf_box, self.src_box, self.dst_box)]
+        if not boxes[0].num_elements:
+            return None
+        return replace(self, hf_box=boxes[0], src_box=boxes[1], dst_box=boxes[2])
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
     """Everything that one rank does in a reshard.
 
-    ``sends``, ``receives`` and ``copies`` are sorted by (tensor, position), so that both ends of a
-    message list its rectangles in the same order. ``digest`` is equal on all ranks of a reshard.
+    ``sends``, ``receives`` and ``copies`` are in one order on all ranks, so that both ends of a
+    message list its rectangles alike. ``digest`` is equal on all ranks of a reshard.
     """
 
     rank: int
@@ -48,121 +69,146 @@ class ReshardPlan:
     digest: str
 
 
-def _in_range(values: range, lo: int, hi: int) -> range:
-    """The members of an arithmetic progression that lie in ``[lo, hi)``."""
-    step = values.step
-    first = max(0, -(-(lo - values.start) // step))
-    last = min(len(values), -(-(hi - values.start) // step))
-    return values[first : max(first, last)]
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A rectangle that the source layout cuts a tensor into, and everyone who holds it."""
+
+    box: Box
+    shards: tuple[Shard, ...]
+
+    @property
+    def sources(self) -> tuple[range, ...]:
+        """The ranks that hold it, mirrors included."""
+        return tuple(shard.holders for shard in self.shards)
+
+    def piece_of(self, rank: int) -> Piece:
+        """Where ``rank`` holds it."""
+        return next(shard.piece for shard in self.shards if rank in shard.holders)
 
 
-def _node(rank: int, ranks_per_node: int) -> tuple[int, int]:
-    start = rank // ranks_per_node * ranks_per_node
-    return start, start + ranks_per_node
+def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
+    """The rectangles of a tensor that hold every element exactly once, with all their holders."""
+    shards = source.shards(hf_name)
+    return [
+        Cell(s.piece.hf_box, tuple(o for o in shards if o.piece.hf_box == s.piece.hf_box))
+        for s in shards
+        if not s.mirror
+    ]
 
 
-def choose_source(sources: range, destinations: range, dst: int, ranks_per_node: int) -> int:
-    """The rank of ``sources`` that serves ``dst``.
+@lru_cache(maxsize=4096)
+def _turn_of_pattern(pattern: str) -> int:
+    return zlib.crc32(pattern.encode()) & 0xFFFF
 
-    Itself when it holds the shard, else a rank of its node (spread by position within the node),
-    else replica ``floor(i S / D)`` for the ``i``-th of ``D`` destinations and ``S`` sources.
+
+def turn_of(hf_name: str) -> int:
+    """Whose turn it is among equal sources: neighbouring layers and experts follow each other."""
+    pattern, layer, expert = locate(hf_name)
+    return _turn_of_pattern(pattern) + layer + expert
+
+
+def overlaps(
+    source: ShardLayout, target: ShardLayout, hf_name: str, ranks_per_node: int, relay: bool
+) -> Iterator[tuple[Cell, Shard, Box, Assignment]]:
+    """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
+
+    With ``relay`` rectangles are sliced so that every destination on a node without a holder
+    receives one slice from afar and passes it on to the others.
     """
-    if dst in sources:
-        return dst
-    lo, hi = _node(dst, ranks_per_node)
-    near = _in_range(sources, lo, hi)
-    if near:
-        return near[(dst - lo) * len(near) // ranks_per_node]
-    return sources[destinations.index(dst) * len(sources) // len(destinations)]
+    turn = turn_of(hf_name)
+    cells = cells_of(source, hf_name)
+    for dst in target.shards(hf_name):
+        for cell in cells:
+            if not (box := cell.box.intersect(dst.piece.hf_box)):
+                continue
+            sources, holders = cell.sources, dst.holders
+            assigned = assign_sources(sources, holders, ranks_per_node, turn)
+            if not relay or assigned.fan_out < 2:
+                yield cell, dst, box, assigned
+                continue
+            for i in range(assigned.fan_out):
+                assigned = assign_sources(sources, holders, ranks_per_node, turn + i, relay=True)
+                if (part := box.slice(i, assigned.fan_out)).num_elements:
+                    yield cell, dst, part, assigned
 
 
-def destinations_of(
-    sources: range, destinations: range, src: int, ranks_per_node: int
-) -> Iterator[int]:
-    """The ranks whose :func:`choose_source` is ``src``: its inverse, in ascending order."""
-    found = set()
-    if src in destinations:
-        found.add(src)
-    lo, hi = _node(src, ranks_per_node)
-    near = _in_range(sources, lo, hi)
-    for dst in _in_range(destinations, lo, hi):
-        if dst not in sources and near[(dst - lo) * len(near) // ranks_per_node] == src:
-            found.add(dst)
-    position, num_sources, num_dst = sources.index(src), len(sources), len(destinations)
-    first = -(-position * num_dst // num_sources)
-    last = -(-(position + 1) * num_dst // num_sources)
-    for dst in destinations[first:last]:
-        if dst not in sources and not _in_range(sources, *_node(dst, ranks_per_node)):
-            found.add(dst)
-    yield from sorted(found)
-
-
-def _transfer(src: Shard, dst: Shard, box: Box, src_rank: int, dst_rank: int) -> Transfer:
+def _transfer(
+    piece: Piece, dst: Shard, box: Box, src_rank: int, dst_rank: int, leg: int
+) -> Transfer:
     return Transfer(
         src_rank,
         dst_rank,
-        src.piece.hf_name,
+        piece.hf_name,
         box,
-        src.piece.param,
-        box.moved(src.piece.hf_box, src.piece.param_box),
-        src.piece.view,
+        piece.param,
+        box.moved(piece.hf_box, piece.param_box),
+        piece.view,
         dst.piece.param,
         box.moved(dst.piece.hf_box, dst.piece.param_box),
         dst.piece.view,
+        leg,
     )
 
 
-def _overlaps(source: ShardLayout, target: ShardLayout) -> Iterator[tuple[Shard, Shard, Box]]:
-    for name in target.hf_shapes:
-        for dst in target.shards(name):
-            for src in source.shards(name):
-                if not src.mirror and (box := src.piece.hf_box.intersect(dst.piece.hf_box)):
-                    yield src, dst, box
-
-
 def plan_reshard(
-    source: ShardLayout, target: ShardLayout, rank: int, ranks_per_node: int
+    source: ShardLayout,
+    target: ShardLayout,
+    rank: int,
+    ranks_per_node: int,
+    *,
+    relay: bool = False,
 ) -> ReshardPlan:
     """The plan of one rank. Local and pure: every rank may call it alone.
 
-    Raises:
-        RuntimeError: the two layouts disagree on the names or shapes of the HF tensors.
+    Args:
+        source: the layout that is read.
+        target: the layout that is written; it has the source's HF tensors
+            (:func:`check_same_tensors`).
+        rank: whose plan.
+        ranks_per_node: size of a node: near sources are preferred.
+        relay: send each rectangle once to a node and pass it on there (two legs).
     """
-    check_same_tensors(source, target)
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     copies: list[Transfer] = []
-    for src, dst, box in _overlaps(source, target):
-        if rank in dst.holders:
-            sender = choose_source(src.holders, dst.holders, rank, ranks_per_node)
-            where = copies if sender == rank else receives
-            where.append(_transfer(src, dst, box, sender, rank))
-        if rank in src.holders:
-            for receiver in destinations_of(src.holders, dst.holders, rank, ranks_per_node):
-                if receiver != rank:
-                    sends.append(_transfer(src, dst, box, rank, receiver))
-    digest = layout_digest(source, target, ranks_per_node)
+    for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
+        for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
+            if rank in dst.holders:
+                sender, leg = assigned.source_of(rank)
+                piece = dst.piece if leg == 2 else cell.piece_of(sender)
+                where = copies if sender == rank else receives
+                where.append(_transfer(piece, dst, box, sender, rank, max(1, leg)))
+            if any(rank in ranks for ranks in (*cell.sources, dst.holders)):
+                for receiver, leg in assigned.served_by(rank):
+                    piece = dst.piece if leg == 2 else cell.piece_of(rank)
+                    sends.append(_transfer(piece, dst, box, rank, receiver, leg))
+    digest = layout_digest(source, target, ranks_per_node, relay)
     return ReshardPlan(rank, tuple(sends), tuple(receives), tuple(copies), digest)
 
 
 def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:
-    """Both sides must speak of the same HF tensors."""
-    if dict(source.hf_shapes) == dict(target.hf_shapes):
+    """Both sides must speak of the same HF tensors. O(model).
+
+    Raises:
+        RuntimeError: naming those that differ.
+    """
+    if source.hf_shapes == target.hf_shapes:
         return
     differing = [
         f"{name}: {source.hf_shapes.get(name)} -> {target.hf_shapes.get(name)}"
         for name in sorted({*source.hf_shapes, *target.hf_shapes})
         if source.hf_shapes.get(name) != target.hf_shapes.get(name)
     ]
-    raise RuntimeError("reshard: source and target disagree on " + "; ".join(differing[:5]))
+    if differing:
+        raise RuntimeError("reshard: source and target disagree on " + "; ".join(differing[:5]))
 
 
-def layout_digest(source: ShardLayout, target: ShardLayout, ranks_per_node: int) -> str:
+def layout_digest(
+    source: ShardLayout, target: ShardLayout, ranks_per_node: int, relay: bool = False
+) -> str:
     """A hex digest of everything that a plan depends on; equal on all ranks or nobody sends."""
-    state = hashlib.blake2b(digest_size=32)
-    state.update(str(ranks_per_node).encode())
+    state = hashlib.blake2b(repr((ranks_per_node, relay)).encode(), digest_size=32)
     for layout in (source, target):
-        for name in layout.hf_shapes:
-            for shard in layout.shards(name):
-                state.update(repr(shard).encode())
+        for text in layout.fingerprint():
+            state.update(text.encode())
     return state.hexdigest()

@@ -1,103 +1,244 @@
-"""Rounds of a reshard: which tensors travel together, under a byte budget.
+"""Rounds of a reshard: which slices of which tensors travel together, under a byte budget.
 
-The assignment is a pure function of the two layouts, so all ranks agree without talking. Every
-round takes tensors of every pipeline stage in turn, so that the ranks of all stages send at once.
+A pure function of the two layouts, so all ranks agree without talking. Tensors queue up by pipeline
+stage of the source, and every round takes the next slice of every queue, each in proportion to its
+length: all stages send from the first round to the last, and the sum over rounds of the busiest
+rank stays close to what the busiest rank moves in all.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 
-from mindspeed_rl.resharding.layouts.base import ShardLayout
-from mindspeed_rl.resharding.planner import choose_source
+import numpy as np
+from numpy.typing import NDArray
+
+from mindspeed_rl.resharding.layouts.base import ShardLayout, Unit
+from mindspeed_rl.resharding.planner import overlaps
 
 _ITEM_BYTES = {"float32": 4}
+_MAX_PARTS = 1 << 16
+
+Loads = NDArray[np.float64]
 
 
-@lru_cache(maxsize=4096)
-def _most_served(sources: range, destinations: range, ranks_per_node: int) -> int:
-    """The largest number of other ranks that one source sends a shard to."""
-    load = Counter(
-        choose_source(sources, destinations, dst, ranks_per_node)
-        for dst in destinations
-        if dst not in sources
-    )
-    return max(load.values(), default=0)
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slice of a tensor's rectangles: ``part`` of ``parts`` travels in ``round``."""
+
+    round: int
+    part: int
+    parts: int
 
 
-def _largest_staging(
-    source: ShardLayout, target: ShardLayout, name: str, ranks_per_node: int
-) -> int:
-    """Upper bound, in elements, of what one rank sends plus receives for a tensor.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When everything travels.
 
-    Shards with the same holders lie on the same ranks, so their shares add up.
+    Attributes:
+        slots: by unit (:meth:`~...layouts.base.ShardLayout.unit_of` of the source), in order.
+        completed: by round, the tensors that are whole after it.
+        dtypes: by round, the declared element type of its tensors; empty: that of the model.
+        staging_bytes: bound of what one rank sends plus receives in one leg of one round.
     """
-    sends: Counter[range] = Counter()
-    receives: Counter[range] = Counter()
-    for dst in target.shards(name):
-        receives[dst.holders] += dst.piece.hf_box.num_elements
-    for src in source.shards(name):
-        if src.mirror:
-            continue
-        for dst in target.shards(name):
-            if box := src.piece.hf_box.intersect(dst.piece.hf_box):
-                served = _most_served(src.holders, dst.holders, ranks_per_node)
-                sends[src.holders] += box.num_elements * served
-    return max(receives.values()) + max(sends.values())
+
+    slots: Mapping[str, tuple[Slot, ...]]
+    completed: tuple[tuple[str, ...], ...]
+    dtypes: tuple[str, ...]
+    staging_bytes: int
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds."""
+        return len(self.completed)
 
 
-def plan_rounds(
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Bounds of one unit.
+
+    Attributes:
+        loads: [legs, world] bytes that each rank sends plus receives, if all of the unit travels.
+        narrowest: the smallest longest dimension of its rectangles: into more parts they do not go.
+    """
+
+    loads: Loads
+    narrowest: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One slice of a unit."""
+
+    unit: Unit
+    cost: _Cost
+    part: int
+    parts: int
+
+    @property
+    def loads(self) -> Loads:
+        """Bound of the slice: slices of n rows into k parts have at most n / k + 1 of them."""
+        if self.parts == 1:
+            return self.cost.loads
+        return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
+
+
+def plan_schedule(
     source: ShardLayout,
     target: ShardLayout,
+    *,
     bucket_bytes: int,
     item_bytes: int,
     ranks_per_node: int,
-) -> tuple[tuple[str, ...], ...]:
-    """HF tensor names of each round, the same on every rank. A round has one element type.
+    relay: bool = False,
+) -> Schedule:
+    """The rounds of a reshard, the same on every rank. A round has one element type.
 
     Args:
         source: the sending layout.
         target: the receiving layout.
-        bucket_bytes: bound of send plus receive staging of one round on one rank. A single tensor
-            whose shards exceed it makes a round of its own.
+        bucket_bytes: bound of send plus receive staging of one round on one rank.
         item_bytes: bytes of one element on the wire, for tensors without a type of their own.
         ranks_per_node: as in the plans.
+        relay: as in the plans.
+
+    Raises:
+        ValueError: the budget is too small for the narrowest slices.
     """
     if bucket_bytes < 1:
         raise ValueError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
-    rounds: list[tuple[str, ...]] = []
-    current: list[str] = []
-    used = 0
-    for name in _interleave_stages(source):
-        dtype = source.dtype_of(name)
-        size = _ITEM_BYTES.get(dtype, item_bytes)
-        cost = _largest_staging(source, target, name, ranks_per_node) * size
-        other = bool(current) and source.dtype_of(current[0]) != dtype
-        if current and (other or used + cost > bucket_bytes):
-            rounds.append(tuple(current))
-            current, used = [], 0
-        current.append(name)
-        used += cost
-    if current:
-        rounds.append(tuple(current))
-    return tuple(rounds)
+    costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
+    lanes_of: dict[str, dict[int, list[Unit]]] = {}
+    for unit in sorted(source.units(), key=lambda unit: unit.layer):
+        lanes = lanes_of.setdefault(source.dtype_of(unit.names[0]), {})
+        lanes.setdefault(unit.lane, []).append(unit)
+    slots: dict[str, list[Slot]] = {}
+    completed: list[tuple[str, ...]] = []
+    dtypes: list[str] = []
+    staging = 0.0
+    for dtype in sorted(lanes_of):
+        rounds, largest = _fill(list(lanes_of[dtype].values()), costs, bucket_bytes)
+        staging = max(staging, largest)
+        for items in rounds:
+            for item in items:
+                slot = Slot(len(completed), item.part, item.parts)
+                slots.setdefault(item.unit.key, []).append(slot)
+            whole = (i.unit.names for i in items if i.part == i.parts - 1)
+            completed.append(tuple(name for names in whole for name in names))
+        dtypes += [dtype] * len(rounds)
+    return Schedule(
+        {key: tuple(several) for key, several in slots.items()},
+        tuple(completed),
+        tuple(dtypes),
+        int(staging),
+    )
 
 
-def _interleave_stages(source: ShardLayout) -> Sequence[str]:
-    """Tensor names ordered so that the holders of neighbours differ: one of each stage in turn.
+class _Costs:
+    """Bounds of units, computed once for units that are placed alike."""
 
-    Tensors with an element type of their own come last.
-    """
-    by_dtype: dict[str, dict[int, list[str]]] = {}
-    for name in source.hf_shapes:
-        first = next(shard for shard in source.shards(name) if not shard.mirror)
-        by_holder = by_dtype.setdefault(source.dtype_of(name), {})
-        by_holder.setdefault(first.holders.start, []).append(name)
-    order: list[str] = []
-    for dtype in sorted(by_dtype):
-        queues = list(by_dtype[dtype].values())
-        longest = max(len(queue) for queue in queues)
-        order += [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
-    return order
+    def __init__(
+        self,
+        source: ShardLayout,
+        target: ShardLayout,
+        item_bytes: int,
+        ranks_per_node: int,
+        relay: bool,
+    ) -> None:
+        self._source, self._target = source, target
+        self._item_bytes = item_bytes
+        self._ranks_per_node, self._relay = ranks_per_node, relay
+        self._known: dict[Hashable, _Cost] = {}
+
+    def of(self, unit: Unit) -> _Cost:
+        """The bounds of a unit."""
+        first = unit.names[0]
+        key = self._source.class_of(first), self._target.class_of(first)
+        if key not in self._known:
+            self._known[key] = self._measure(unit)
+        return self._known[key]
+
+    def _measure(self, unit: Unit) -> _Cost:
+        """Every source is charged with what the busiest of its peers sends, every destination with
+        all that it needs: both whatever the turn of the tensor is. In leg 2 of n destinations each
+        receives what it needs and sends less than that, n - 1 copies of one slice of n; where nodes
+        differ in n, less than twice that.
+        """
+        loads: dict[tuple[int, range], float] = {}
+        narrowest = _MAX_PARTS
+        dtype = self._source.dtype_of(unit.names[0])
+        size = _ITEM_BYTES.get(dtype, self._item_bytes)
+        for name in unit.names:
+            found = overlaps(self._source, self._target, name, self._ranks_per_node, self._relay)
+            for cell, dst, box, assigned in found:
+                narrowest = min(narrowest, max(box.size))
+                num_bytes = float(box.num_elements * size)
+                charges = [(1, ranks, assigned.most_sent) for ranks in cell.sources]
+                charges.append((1, dst.holders, 1))
+                if assigned.leg.max(initial=0) == 2:
+                    charges.append((2, dst.holders, 2 if assigned.even else 3))
+                for leg, ranks, times in charges:
+                    loads[leg, ranks] = loads.get((leg, ranks), 0.0) + num_bytes * times
+        world = 1 + max((ranks[-1] for _, ranks in loads), default=0)
+        table = np.zeros((2 if self._relay else 1, world))
+        for (leg, ranks), load in loads.items():
+            table[leg - 1, ranks.start : ranks.stop : ranks.step] += load
+        return _Cost(table, narrowest)
+
+
+def _fill(
+    lanes: list[list[Unit]], costs: _Costs, bucket_bytes: int
+) -> tuple[list[list[_Item]], float]:
+    """The items of every round, and the largest load of a rank in one of them."""
+    quantum = bucket_bytes / (2 * len(lanes))
+    queues = [[item for unit in lane for item in _slices(unit, costs, quantum)] for lane in lanes]
+    world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
+    most = max(len(queue) for queue in queues)
+    total = np.sum([_total(queue, world) for queue in queues], axis=0)
+    count = max(1, int(np.ceil(total.max() / bucket_bytes)))
+    while True:
+        rounds = _spread(queues, min(count, most))
+        largest = max(float(_total(items, world).max(initial=0.0)) for items in rounds)
+        if largest <= bucket_bytes:
+            return [items for items in rounds if items], largest
+        if count >= most:
+            raise ValueError(
+                f"--reshard-bucket-mb gives {bucket_bytes} bytes for one round; the smallest "
+                f"slices of this model and these layouts need {int(largest)}: raise it to at least "
+                f"{2 * largest / 2**20:.3g}"
+            )
+        count = min(most, max(count + 1, int(count * 1.1)))
+
+
+def _slices(unit: Unit, costs: _Costs, quantum: float) -> list[_Item]:
+    cost = costs.of(unit)
+    parts = int(np.ceil(cost.loads.max(initial=0.0) / quantum))
+    parts = max(1, min(parts, cost.narrowest))
+    return [_Item(unit, cost, part, parts) for part in range(parts)]
+
+
+def _total(items: list[_Item], world: int) -> Loads:
+    """[world] load of every rank in the busier leg."""
+    amounts: dict[tuple[int, int], tuple[_Item, int]] = {}
+    for item in items:
+        key = (id(item.cost), item.parts)
+        amounts[key] = (item, amounts.get(key, (item, 0))[1] + 1)
+    table = np.zeros((2, world))
+    for item, times in amounts.values():
+        legs, ranks = item.cost.loads.shape
+        table[:legs, :ranks] += item.loads * times
+    result: Loads = table.max(axis=0)
+    return result
+
+
+def _spread(queues: list[list[_Item]], count: int) -> list[list[_Item]]:
+    """Every queue over ``count`` rounds, in proportion to the bytes before each item's middle."""
+    rounds: list[list[_Item]] = [[] for _ in range(count)]
+    for queue in queues:
+        weights = np.array([item.cost.loads.max(initial=0.0) / item.parts for item in queue])
+        middles = np.cumsum(weights) - weights / 2
+        whole = max(weights.sum(), 1e-300)
+        for item, position in zip(queue, middles / whole * count, strict=True):
+            rounds[min(count - 1, int(position))].append(item)
+    return rounds

@@ -1,37 +1,51 @@
 """How the flat messages of a round travel.
 
-A message is one contiguous 1-d tensor per peer. Transports count what they put on the wire.
+A rank's messages of a round are one contiguous buffer, in the order of its peers; so is what it
+receives. Transports count what they put on the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+TRANSPORTS = ("all-to-all", "p2p")
+
+
+class Pending(Protocol):
+    """A round on its way."""
+
+    def wait(self) -> None:
+        """Return when what is received may be read and what was sent may be overwritten."""
+        ...
+
 
 class Transport(Protocol):
-    """Moves one round of messages."""
+    """Moves the messages of rounds. ``device`` is where buffers must be."""
 
     sent_bytes: int
+    device: torch.device
 
-    def exchange(
+    def start(
         self,
-        sends: Mapping[int, torch.Tensor],
+        outgoing: torch.Tensor,
+        send_sizes: Mapping[int, int],
+        incoming: torch.Tensor,
         receive_sizes: Mapping[int, int],
-        dtype: torch.dtype,
-    ) -> dict[int, torch.Tensor]:
-        """Send flat tensors to peers and receive flat tensors from peers.
+    ) -> Pending:
+        """Post one round; several may be on their way, in the same order on all ranks.
+
+        Collective over the transport's ranks, including those that move nothing.
 
         Args:
-            sends: peer -> [elements].
-            receive_sizes: peer -> number of elements that it sends to this rank.
-            dtype: of all messages; equal on all ranks.
-
-        Returns:
-            peer -> [elements].
+            outgoing: [elements] messages by ascending peer.
+            send_sizes: elements for each peer, ascending.
+            incoming: [elements] to be filled; of the same element type as ``outgoing``.
+            receive_sizes: elements from each peer, ascending.
         """
         ...
 
@@ -40,38 +54,83 @@ class Transport(Protocol):
         ...
 
 
-class AllToAllTransport:
-    """One all-to-all-v per round over a process group that holds all ranks. Collective."""
+class _GroupTransport:
+    """What transports over a process group share."""
 
     def __init__(self, world: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._world = world
-        self._device = device
+        self.device = device
         self._group = group
         self.sent_bytes = 0
 
-    def exchange(
-        self,
-        sends: Mapping[int, torch.Tensor],
-        receive_sizes: Mapping[int, int],
-        dtype: torch.dtype,
-    ) -> dict[int, torch.Tensor]:
-        """Send and receive in rank order. Collective."""
-        in_sizes = [sends[p].numel() if p in sends else 0 for p in range(self._world)]
-        out_sizes = [receive_sizes.get(p, 0) for p in range(self._world)]
-        outgoing = torch.empty(sum(in_sizes), dtype=dtype, device=self._device)
-        incoming = torch.empty(sum(out_sizes), dtype=dtype, device=self._device)
-        start = 0
-        for peer in sorted(sends):
-            outgoing[start : start + sends[peer].numel()] = sends[peer]
-            start += sends[peer].numel()
-        dist.all_to_all_single(incoming, outgoing, out_sizes, in_sizes, group=self._group)
-        self.sent_bytes += outgoing.numel() * outgoing.element_size()
-        parts = torch.split(incoming, out_sizes)
-        return {peer: parts[peer] for peer in receive_sizes}
-
     def all_gather(self, message: bytes) -> list[bytes]:
         """Every rank's message in rank order. Collective."""
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
         everyone = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(everyone, mine, group=self._group)
         return [bytes(other.tolist()) for other in everyone]
+
+
+class AllToAllTransport(_GroupTransport):
+    """One all-to-all-v per round over a process group that holds all ranks. Collective."""
+
+    def start(
+        self,
+        outgoing: torch.Tensor,
+        send_sizes: Mapping[int, int],
+        incoming: torch.Tensor,
+        receive_sizes: Mapping[int, int],
+    ) -> Pending:
+        """Post the collective."""
+        self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        received, sent = (
+            [sizes.get(p, 0) for p in range(self._world)] for sizes in (receive_sizes, send_sizes)
+        )
+        work: Pending = dist.all_to_all_single(
+            incoming, outgoing, received, sent, group=self._group, async_op=True
+        )
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class _All:
+    """Several operations on their way."""
+
+    works: Sequence[Pending]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class PointToPointTransport(_GroupTransport):
+    """Sends and receives between the ranks that have something for each other, and no others."""
+
+    def start(
+        self,
+        outgoing: torch.Tensor,
+        send_sizes: Mapping[int, int],
+        incoming: torch.Tensor,
+        receive_sizes: Mapping[int, int],
+    ) -> Pending:
+        """Post one send or receive per peer."""
+        self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        operations = [
+            dist.P2POp(kind, part, peer, self._group)
+            for kind, buffer, sizes in (
+                (dist.irecv, incoming, receive_sizes),
+                (dist.isend, outgoing, send_sizes),
+            )
+            for peer, part in zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)
+        ]
+        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        return _All(works)
+
+
+def make_transport(
+    name: str, world: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Transport:
+    """The transport of ``--reshard-transport``."""
+    if name == "p2p":
+        return PointToPointTransport(world, device, group)
+    return AllToAllTransport(world, device, group)

@@ -55,7 +55,7 @@ def through_megatron(folder: Path, layout: MegatronLayout, dtype: torch.dtype) -
             ranks_per_node=4,
             transport=transport,
             dtype=dtype,
-            bucket_bytes=1000,
+            bucket_bytes=1 << 16,
         ).run(params, whole)
         return whole
 

@@ -46,7 +46,14 @@ def _experts(draw: st.DrawFn, ranks_per_stage: int, world: int, num_layers: int)
     ep = draw(st.sampled_from(_divisors(ranks_per_stage // etp, (1, 2, 4))))
     engine_tp = draw(st.sampled_from(_divisors(world, (1, 2, 4))))
     engine_dp = draw(st.sampled_from(_divisors(world // engine_tp, (1, 2, 4))))
+    stages = world // (engine_tp * engine_dp)
+    engine_pp = draw(st.sampled_from([n for n in (1, 2, 3) if not stages % n and n <= num_layers]))
     engine_ep, size = draw(st.booleans()), engine_tp * engine_dp
+    experts = lcm(ep, size if engine_ep else 1) * draw(st.sampled_from([1, 2]))
+    physical: list[int] = []
+    if engine_ep and draw(st.booleans()):
+        extra = draw(st.lists(st.integers(0, experts - 1), min_size=size, max_size=size))
+        physical = draw(st.permutations([*range(experts), *extra]))
     dense_first = draw(st.integers(0, num_layers - 1))
     return {
         "etp": etp,
@@ -54,7 +61,9 @@ def _experts(draw: st.DrawFn, ranks_per_stage: int, world: int, num_layers: int)
         "engine_tp": engine_tp,
         "engine_dp": engine_dp,
         "engine_ep": engine_ep,
-        "experts": lcm(ep, size if engine_ep else 1) * draw(st.sampled_from([1, 2])),
+        "engine_pp": engine_pp,
+        "physical_experts": tuple(physical),
+        "experts": experts,
         "expert_ffn": lcm(etp, 1 if engine_ep else size) * draw(st.integers(1, 3)),
         "moe_layers": tuple(layer >= dense_first for layer in range(num_layers)),
         "shared_ffn": draw(st.sampled_from([0, 8])),
@@ -99,7 +108,10 @@ def cases(draw: st.DrawFn) -> Case:
     if experts:
         fields |= draw(_experts(world // pp, world, fields["num_layers"]))
     else:
-        fields["engine_tp"] = draw(st.sampled_from(_divisors(world, (1, 2, 4, 8))))
+        fields["engine_tp"] = engine_tp = draw(st.sampled_from(_divisors(world, (1, 2, 4, 8))))
+        num_layers = fields["num_layers"]
+        stages = [n for n in (1, 2, 3) if not world // engine_tp % n and n <= num_layers]
+        fields["engine_pp"] = draw(st.sampled_from(stages))
     engine_tp = fields["engine_tp"]
     fields |= draw(_attention(tp, engine_tp, experts and draw(st.booleans())))
     return Case(
@@ -182,6 +194,10 @@ PLAIN_LATENT = replace(
     moe_layers=(False, True, True),
     tied=True,
 )
+# engines with stages of their own, tied
+PIPELINED_ENGINE = replace(TIED, engine_tp=2, engine_pp=4, num_layers=6, ranks_per_node=2)
+# one expert three times, on ranks of its own and beside others
+REDUNDANT = replace(LATENT, physical_experts=(1, 0, 2, 3, 7, 6, 5, 4, 1, 1, 0, 2))
 FIXED = (GQA, TIED, MOE, LATENT, PLAIN_LATENT)
 
 
@@ -234,8 +250,10 @@ def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     parallel = ParallelLayout.build(
         world=case.world, stages=stages, tp=case.tp, cp=case.cp, ep=case.ep, etp=case.etp or None
     )
-    engine = EngineLayout(case.world, case.engine_tp, case.engine_dp, case.engine_ep)
+    engine = EngineLayout(
+        case.world, case.engine_tp, case.engine_dp, case.engine_ep, case.engine_pp
+    )
     return (
         MegatronLayout(spec, parallel, case.vocab_divisor),
-        VllmLayout(spec, engine, case.expert_multiple, transposed_experts=case.transposed),
+        VllmLayout(spec, engine, case.expert_multiple, case.physical_experts, case.transposed),
     )

@@ -33,7 +33,8 @@ class Case:
 
     The defaults are those of a dense model with biases, even stages and engines of one kind of
     parallelism. ``moe_layers`` says which layers have experts; ``noop`` lists empty slots among all
-    layers, ``layer_list`` the layers of each chunk; ``etp`` 0 is ``tp``.
+    layers, ``layer_list`` the layers of each chunk; ``etp`` 0 is ``tp``; ``physical_experts`` the
+    expert in each slot of an engine with redundant experts.
     """
 
     num_layers: int
@@ -66,6 +67,8 @@ class Case:
     etp: int = 0
     engine_dp: int = 1
     engine_ep: bool = False
+    engine_pp: int = 1
+    physical_experts: tuple[int, ...] = ()
     expert_multiple: int = 1
     transposed: bool = False
 
@@ -351,9 +354,9 @@ def _vllm_experts(case: Case, layer: _Layer, rank: int) -> dict[str, Array]:
     params = {"gate.weight": layer["mlp.gate.weight"]}
     if case.router_bias:
         params["gate.e_score_correction_bias"] = layer["mlp.gate.e_score_correction_bias"]
-    size = case.engine_tp * case.engine_dp
-    mine = _Cut(rank % size, size)
-    experts = np.arange(case.experts, dtype=np.int32)
+    dp_rank = rank // (case.engine_tp * case.engine_pp) % case.engine_dp
+    mine = _Cut(dp_rank * case.engine_tp + rank % case.engine_tp, case.engine_tp * case.engine_dp)
+    experts = np.array(case.physical_experts or range(case.experts), dtype=np.int32)
     share = _Cut(0, 1) if case.engine_ep else mine
     w13, w2 = [], []
     for expert in (mine(experts) if case.engine_ep else experts).tolist():
@@ -377,8 +380,16 @@ def _vllm_experts(case: Case, layer: _Layer, rank: int) -> dict[str, Array]:
 def vllm_params(case: Case, hf: dict[str, Array], rank: int) -> dict[str, Array]:
     """The parameters of a vLLM rank: engines are runs of neighbouring ranks."""
     share = _Cut(rank % case.engine_tp, case.engine_tp)
-    params = {"model.embed_tokens.weight": share(_padded(hf["model.embed_tokens.weight"], 64))}
-    for number in range(case.num_layers):
+    stage, last = rank // case.engine_tp % case.engine_pp, case.engine_pp - 1
+    # what does not divide goes to the stages before the last
+    counts = [case.num_layers // case.engine_pp] * case.engine_pp
+    for extra in range(case.num_layers % case.engine_pp):
+        counts[-2 - extra] += 1
+    params = {}
+    if stage == 0 or (case.tied and stage == last):
+        embedding = share(_padded(hf["model.embed_tokens.weight"], 64))
+        params["model.embed_tokens.weight"] = embedding
+    for number in range(sum(counts[:stage]), sum(counts[: stage + 1])):
         name = f"model.layers.{number}."
         layer = _Layer(hf, name)
         if case.has_experts(number):
@@ -392,7 +403,8 @@ def vllm_params(case: Case, hf: dict[str, Array], rank: int) -> dict[str, Array]
             **{f"{name}self_attn.{n}": array for n, array in attention.items()},
             **{f"{name}mlp.{n}": array for n, array in mlp.items()},
         }
-    params["model.norm.weight"] = hf["model.norm.weight"]
-    if not case.tied:
+    if stage == last:
+        params["model.norm.weight"] = hf["model.norm.weight"]
+    if stage == last and not case.tied:
         params["lm_head.weight"] = share(_padded(hf["lm_head.weight"], 64))
     return params

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -22,7 +23,7 @@ class LocalWorld:
     def __init__(self, size: int, timeout_s: float = 30.0) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
-        self.messages: dict[tuple[int, int], torch.Tensor] = {}
+        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # exchange, from, to
         self.gathered: dict[int, bytes] = {}
 
     def run(self, function: Callable[[int, LocalTransport], Result]) -> list[Result]:
@@ -48,6 +49,37 @@ class LocalWorld:
             raise
 
 
+@dataclass
+class LocalPending:
+    """One exchange of one rank on its way."""
+
+    world: LocalWorld
+    rank: int
+    number: int
+    incoming: torch.Tensor
+    sizes: Mapping[int, int]
+
+    def wait(self) -> None:
+        """Wait for all ranks, take the own messages. Collective."""
+        world = self.world
+        world.barrier.wait()
+        posted = {f for n, f, to in list(world.messages) if (n, to) == (self.number, self.rank)}
+        assert posted == set(self.sizes), (
+            f"rank {self.rank} expects messages from {sorted(self.sizes)}, "
+            f"but {sorted(posted)} sent some"
+        )
+        # Nobody may change the table while others still look for their senders.
+        world.barrier.wait()
+        parts = torch.split(self.incoming, list(self.sizes.values()))
+        for (peer, size), part in zip(self.sizes.items(), parts, strict=True):
+            message = world.messages.pop((self.number, peer, self.rank))
+            assert message.numel() == size, (
+                f"rank {self.rank} expects {size} elements from {peer}, got {message.numel()}"
+            )
+            part.copy_(message)
+        world.barrier.wait()
+
+
 class LocalTransport:
     """One rank's end of a :class:`LocalWorld`; counts what it sends and how often it gathers."""
 
@@ -56,35 +88,25 @@ class LocalTransport:
         self._rank = rank
         self.sent_bytes = 0
         self.num_gathers = 0
+        self.device = torch.device("cpu")
+        self._started = 0
 
-    def exchange(
+    def start(
         self,
-        sends: Mapping[int, torch.Tensor],
+        outgoing: torch.Tensor,
+        send_sizes: Mapping[int, int],
+        incoming: torch.Tensor,
         receive_sizes: Mapping[int, int],
-        dtype: torch.dtype,
-    ) -> dict[int, torch.Tensor]:
-        """Post this rank's messages, wait for all ranks, take the own ones. Collective."""
-        world = self._world
-        for peer, message in sends.items():
-            assert peer != self._rank, f"rank {peer} sends to itself"
-            world.messages[self._rank, peer] = message.clone()
-            self.sent_bytes += message.numel() * message.element_size()
-        world.barrier.wait()
-        posted = {src for src, dst in list(world.messages) if dst == self._rank}
-        assert posted == set(receive_sizes), (
-            f"rank {self._rank} expects messages from {sorted(receive_sizes)}, "
-            f"but {sorted(posted)} sent some"
-        )
-        # Nobody may change the table while others still look for their senders.
-        world.barrier.wait()
-        received = {peer: world.messages.pop((peer, self._rank)) for peer in receive_sizes}
-        for peer, size in receive_sizes.items():
-            assert received[peer].numel() == size, (
-                f"rank {self._rank} expects {size} elements from {peer}, got "
-                f"{received[peer].numel()}"
-            )
-        world.barrier.wait()
-        return received
+    ) -> LocalPending:
+        """Post this rank's messages."""
+        world, self._started = self._world, self._started + 1
+        for peer, message in zip(
+            send_sizes, torch.split(outgoing, list(send_sizes.values())), strict=True
+        ):
+            assert peer != self._rank, f"rank {self._rank} sends to itself"
+            world.messages[self._started, self._rank, peer] = message.clone()
+        self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        return LocalPending(world, self._rank, self._started, incoming, receive_sizes)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Post this rank's message, wait for all ranks, read all. Collective."""

@@ -45,11 +45,13 @@ class Unit:
     """HF tensors that are placed alike: one kind of tensor at one layer, with all its experts.
 
     Attributes:
+        key: :meth:`ShardLayout.unit_of` of each of them.
         lane: which ranks hold them: the pipeline stage.
         layer: the global layer; 0 outside the layers.
         names: the HF tensors.
     """
 
+    key: str
     lane: int
     layer: int
     names: tuple[str, ...]
@@ -83,12 +85,20 @@ class ShardLayout(Protocol):
         """All HF tensors. O(model)."""
         ...
 
+    def unit_of(self, hf_name: str) -> str:
+        """Key of the unit that a tensor belongs to."""
+        ...
+
     def class_of(self, hf_name: str) -> Hashable:
         """Equal for tensors of units whose shards differ in names only."""
         ...
 
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""
+        ...
+
+    def fingerprint(self) -> Iterable[str]:
+        """Texts that differ between layouts that place anything differently."""
         ...
 
 
@@ -243,7 +253,12 @@ class TableLayout(ABC):
             for layer in row.layers(self.spec):
                 named = layer_name(pattern, layer)
                 names = tuple(expert_name(named, expert) for expert in experts)
-                yield Unit(self.lane_of(row, layer), layer, names)
+                yield Unit(named, self.lane_of(row, layer), layer, names)
+
+    def unit_of(self, hf_name: str) -> str:
+        """The name with its expert left open."""
+        pattern, layer, _ = locate(hf_name)
+        return layer_name(pattern, layer)
 
     def class_of(self, hf_name: str) -> Hashable:
         """Pattern and pipeline stage."""
@@ -274,8 +289,7 @@ class TableLayout(ABC):
         return known
 
     def _make_shards(self, hf_name: str) -> Iterator[Shard]:
-        holders_of: dict[Piece, list[range]] = {}
-        mirrors: set[Piece] = set()
+        holders_of: dict[tuple[Piece, bool], list[range]] = {}
         pattern, layer, expert = locate(hf_name)
         for row in self._rows_of_patterns[pattern]:
             tied = self.spec.tie_embeddings and row.tied_to == pattern
@@ -284,12 +298,11 @@ class TableLayout(ABC):
                     for cut in self._cuts_of(row, placed.share):
                         if tied or cut.hf_name == pattern:
                             piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box, cut.view)
-                            holders_of.setdefault(piece, []).append(placed.holders)
-                            if place.mirror:
-                                mirrors.add(piece)
-        for piece, several in holders_of.items():
+                            key = (piece, place.mirror)
+                            holders_of.setdefault(key, []).append(placed.holders)
+        for (piece, mirror), several in holders_of.items():
             for position, holders in enumerate(merge_holders(several)):
-                yield Shard(piece, holders, piece in mirrors or position > 0)
+                yield Shard(piece, holders, mirror or position > 0)
 
     def _parameters(self, rank: int) -> dict[str, tuple[Row, Share]]:
         """Row and share of every local parameter of a rank, in the order of the table."""
@@ -314,6 +327,11 @@ class TableLayout(ABC):
             param: row.padding(self.spec, share)
             for param, (row, share) in self._parameters(rank).items()
         }
+
+    def fingerprint(self) -> Iterator[str]:
+        """The layout's own fields, and the rows of the table."""
+        yield repr(self)
+        yield from map(repr, self.present_rows)
 
     def check_rows(self, rows: Iterable[Row], count: int) -> None:
         """Refuse a number of tensor-parallel ranks that some row cannot be cut into."""

@@ -48,7 +48,11 @@ class HfFileLayout:
 
     def units(self) -> Iterator[Unit]:
         """Every tensor by itself."""
-        return (Unit(0, 0, (name,)) for name in self.hf_shapes)
+        return (Unit(name, 0, 0, (name,)) for name in self.hf_shapes)
+
+    def unit_of(self, hf_name: str) -> str:
+        """The name itself."""
+        return hf_name
 
     def class_of(self, hf_name: str) -> Hashable:
         """The shape."""
@@ -57,3 +61,7 @@ class HfFileLayout:
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
         """Everything on a writer, nothing elsewhere."""
         return dict(self.hf_shapes) if rank in self.writers else {}
+
+    def fingerprint(self) -> Iterator[str]:
+        """Writers, tensors and their types."""
+        yield repr((self.writers, list(self.hf_shapes.items()), sorted(self.dtypes.items())))

@@ -1,0 +1,156 @@
+"""Who serves whom: the choice of a source for every destination of a rectangle.
+
+Pure arithmetic on the ranks that hold a rectangle and the ranks that need it. Every rank evaluates
+the whole (small) assignment of the rectangles that concern it, so the sender's view is the inverse
+of the receiver's by construction; it never looks at another rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Assignment:
+    """The sources of one rectangle.
+
+    Attributes:
+        destinations: [D] ranks that need it, ascending.
+        source: [D] who serves each; itself where it holds the rectangle.
+        leg: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
+            node passes on what it received in leg 1.
+        most_sent: the largest number of destinations that one rank serves in leg 1.
+        fan_out: the largest number of destinations on a node without a holder.
+        even: all such nodes have equally many.
+        level: no other turn gives any source another load.
+    """
+
+    destinations: Ranks
+    source: Ranks
+    leg: NDArray[np.int8]
+    most_sent: int
+    fan_out: int
+    even: bool
+    level: bool
+
+    def served_by(self, rank: int) -> list[tuple[int, int]]:
+        """(destination, leg) of everything that ``rank`` sends, ascending."""
+        found = np.flatnonzero((self.source == rank) & (self.leg > 0))
+        return [(int(self.destinations[i]), int(self.leg[i])) for i in found]
+
+    def source_of(self, rank: int) -> tuple[int, int]:
+        """(source, leg) of a destination."""
+        i = int(np.searchsorted(self.destinations, rank))
+        return int(self.source[i]), int(self.leg[i])
+
+
+def assign_sources(
+    sources: tuple[range, ...],
+    destinations: range,
+    ranks_per_node: int,
+    turn: int = 0,
+    relay: bool = False,
+) -> Assignment:
+    """Choose a source for every destination.
+
+    A destination that holds the rectangle takes its own. Others take a holder of their node, in
+    turns. What is left is spread over the holders so that the largest load is as small as it can be
+    after the first two rules.
+
+    Args:
+        sources: the ranks that hold the rectangle.
+        destinations: the ranks that need it.
+        ranks_per_node: size of a node.
+        turn: rotates every choice between equals; give neighbouring tensors different turns, or
+            the first of several holders serves them all.
+        relay: let one rank of each node without a holder receive for the others of its node.
+    """
+    usual = _assign(sources, destinations, ranks_per_node, 0, relay)
+    if usual.level:
+        return usual
+    period = sum(map(len, sources)) * (ranks_per_node if relay else 1)
+    return _assign(sources, destinations, ranks_per_node, turn % period, relay)
+
+
+@lru_cache(maxsize=1 << 16)
+def _assign(
+    sources: tuple[range, ...], destinations: range, ranks_per_node: int, turn: int, relay: bool
+) -> Assignment:
+    """:func:`assign_sources`, once for every turn that matters."""
+    src = _ranks(sources[0])
+    if len(sources) > 1:
+        src = np.unique(np.concatenate([_ranks(several) for several in sources]))
+    dst = _ranks(destinations)
+    found = np.minimum(np.searchsorted(src, dst), src.size - 1)
+    source = np.where(src[found] == dst, dst, -1)
+    leg = np.where(source >= 0, 0, 1).astype(np.int8)
+    src_node, dst_node = src // ranks_per_node, dst // ranks_per_node
+    first = np.searchsorted(src_node, dst_node, "left")
+    count = np.searchsorted(src_node, dst_node, "right") - first
+    near = np.flatnonzero((source < 0) & (count > 0))
+    position, length = _runs(dst_node[near])
+    choice = first[near] + (position + turn) % count[near]
+    level = not relay and not (length % count[near]).any()
+    source[near] = src[choice]
+    far = np.flatnonzero(source < 0)
+    fan_out = _runs(dst_node[far])[1]
+    if relay and far.size:
+        leaders = _leaders(dst_node[far], turn)
+        passed_on = np.flatnonzero(leaders != np.arange(far.size))
+        source[far[passed_on]] = dst[far[leaders[passed_on]]]
+        leg[far[passed_on]] = 2
+        far = np.flatnonzero(source < 0)
+    loads = np.bincount(choice, minlength=src.size)
+    shares, surplus = _level(loads, far.size, turn)
+    source[far] = np.repeat(src, shares)
+    most = int((loads + shares).max())
+    even = bool((fan_out == fan_out[:1]).all())
+    most_far = int(fan_out.max(initial=0))
+    return Assignment(dst, source, leg, most, most_far, even, level and not surplus)
+
+
+def _ranks(several: range) -> Ranks:
+    return np.arange(several.start, several.stop, several.step)
+
+
+def _runs(values: Ranks) -> tuple[Ranks, Ranks]:
+    """Of every entry of sorted values: how many equal ones are before it, and how many in all."""
+    first = np.searchsorted(values, values, "left")
+    length = np.searchsorted(values, values, "right") - first
+    return np.arange(values.size) - first, length
+
+
+def _leaders(nodes: Ranks, turn: int) -> Ranks:
+    """For every entry of sorted ``nodes`` the index of the entry that leads its node."""
+    position, length = _runs(nodes)
+    return np.arange(nodes.size) - position + (turn + nodes) % length
+
+
+def _level(loads: Ranks, extra: int, turn: int) -> tuple[Ranks, int]:
+    """How much of ``extra`` each source takes on top of its load so that the largest is least.
+
+    Returns:
+        The shares, and how many sources take one less than others could.
+    """
+    if not extra:
+        return np.zeros_like(loads), 0
+    low, high = 0, int(loads.max()) + extra
+    while low < high:
+        middle = (low + high) // 2
+        if np.maximum(middle - loads, 0).sum() >= extra:
+            high = middle
+        else:
+            low = middle + 1
+    shares = np.maximum(low - loads, 0)
+    surplus = int(shares.sum()) - extra
+    takers = np.flatnonzero(shares)
+    if surplus:
+        spared = takers[(np.arange(surplus) + turn) % takers.size]
+        shares[spared] -= 1
+    return shares, surplus

@@ -1,0 +1,155 @@
+"""Rounds of a reshard: everything once, within the budget, all stages busy (R22, R26)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.layout_cases import GQA, LATENT, MOE, PIPELINED_ENGINE, REDUNDANT, cases, layouts_of
+from support.layout_oracle import Case
+from support.local_transport import LocalTransport, LocalWorld
+
+from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, Resharder
+from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.planner import plan_reshard
+from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
+
+ITEM_BYTES = 4
+ROOM = 3.0  # times the smallest budget
+
+
+def schedule_of(
+    case: Case, source: ShardLayout, target: ShardLayout, bucket_bytes: int, relay: bool = False
+) -> Schedule:
+    return plan_schedule(
+        source,
+        target,
+        bucket_bytes=bucket_bytes,
+        item_bytes=ITEM_BYTES,
+        ranks_per_node=case.ranks_per_node,
+        relay=relay,
+    )
+
+
+def smallest_budget(case: Case, source: ShardLayout, target: ShardLayout, relay: bool) -> int:
+    """At most twice the smallest budget that is accepted."""
+    bucket_bytes = 16
+    while True:
+        try:
+            schedule_of(case, source, target, bucket_bytes, relay)
+        except ValueError:
+            bucket_bytes *= 2
+        else:
+            return bucket_bytes
+
+
+def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
+    """[rounds, ranks] bytes that each rank sends plus receives in the busier leg."""
+    source, target = layouts_of(case)
+    table = np.zeros((2, schedule.num_rounds, case.world), int)
+    for rank in range(case.world):
+        plan = plan_reshard(source, target, rank, case.ranks_per_node, relay=relay)
+        for transfer in (*plan.sends, *plan.receives):
+            for slot in schedule.slots[source.unit_of(transfer.hf_name)]:
+                if part := transfer.part(slot.part, slot.parts):
+                    table[transfer.leg - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
+    return table.max(axis=0)
+
+
+@given(cases(), st.booleans())
+@settings(max_examples=25, deadline=None)
+@example(GQA, False)
+@example(MOE, True)
+@example(LATENT, False)
+@example(PIPELINED_ENGINE, True)
+@example(REDUNDANT, False)
+@example(replace(GQA, tp=1, pp=1, dp=8, kv_heads=4, engine_tp=8, heads_per_group=2), False)
+def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
+    source, target = layouts_of(case)
+    for room in (1.0, ROOM):
+        bucket_bytes = int(room * smallest_budget(case, source, target, relay))
+        schedule = schedule_of(case, source, target, bucket_bytes, relay)
+        assert staged_bytes(schedule, case, relay).max() <= schedule.staging_bytes <= bucket_bytes
+
+
+@given(cases(), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_every_slice_travels_once(case: Case, relay: bool) -> None:
+    source, target = layouts_of(case)
+    bucket_bytes = int(ROOM * smallest_budget(case, source, target, relay))
+    schedule = schedule_of(case, source, target, bucket_bytes, relay)
+    names = [name for round_ in schedule.completed for name in round_]
+    assert Counter(names) == Counter(list(source.hf_shapes))
+    for number, completed in enumerate(schedule.completed):
+        for name in completed:
+            slots = schedule.slots[source.unit_of(name)]
+            assert [s.part for s in slots] == list(range(slots[0].parts))
+            assert [s.round for s in slots] == sorted(s.round for s in slots)
+            assert slots[-1].round == number
+            assert {schedule.dtypes[s.round] for s in slots} == {source.dtype_of(name)}
+
+
+def test_a_large_bucket_makes_one_round() -> None:
+    assert schedule_of(GQA, *layouts_of(GQA), 10**9).num_rounds == 1
+
+
+def test_all_stages_send_in_all_rounds() -> None:
+    """The busiest rank of every round, summed, stays close to the busiest rank of the whole."""
+    case = replace(
+        GQA, num_layers=14, pp=4, tp=1, dp=2, engine_tp=2, layer_list=(3, 4, 4, 3), hidden=8
+    )
+    source, target = layouts_of(case)
+    schedule = schedule_of(case, source, target, 12_000)
+    assert schedule.num_rounds > 4
+    sent = np.zeros((schedule.num_rounds, case.world), int)
+    received = np.zeros_like(sent)
+    for rank in range(case.world):
+        plan = plan_reshard(source, target, rank, case.ranks_per_node)
+        for table, transfers in ((sent, plan.sends), (received, plan.receives)):
+            for transfer in transfers:
+                for slot in schedule.slots[source.unit_of(transfer.hf_name)]:
+                    if part := transfer.part(slot.part, slot.parts):
+                        table[slot.round, rank] += part.num_elements
+    stages = sent.reshape(schedule.num_rounds, 4, 2).sum(axis=2)
+    assert (stages > 0).all()
+    critical = np.maximum(sent, received).max(axis=1).sum()
+    assert critical <= 1.25 * np.maximum(sent.sum(axis=0), received.sum(axis=0)).max()
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1])
+def test_a_bucket_without_room_is_refused(bucket_bytes: int) -> None:
+    with pytest.raises(ValueError, match=r"--reshard-bucket-mb .* must be positive"):
+        schedule_of(GQA, *layouts_of(GQA), bucket_bytes)
+
+
+def test_a_bucket_too_small_names_one_that_fits() -> None:
+    with pytest.raises(ValueError, match=r"--reshard-bucket-mb gives 8 bytes") as error:
+        schedule_of(GQA, *layouts_of(GQA), 8)
+    megabytes = float(str(error.value).rpartition(" ")[2])
+    schedule_of(GQA, *layouts_of(GQA), int(megabytes * 2**20 / ROUNDS_IN_FLIGHT))
+
+
+def test_staging_is_allocated_once_and_within_the_budget() -> None:
+    """Two rounds on their way live in two buffers, whatever the number of rounds."""
+    source, target = layouts_of(MOE)
+    bucket_bytes = 2 * (smallest_budget(MOE, source, target, relay=False) + 16)
+
+    def staging(rank: int, transport: LocalTransport) -> tuple[int, int]:
+        resharder = Resharder(
+            source,
+            target,
+            rank=rank,
+            ranks_per_node=MOE.ranks_per_node,
+            transport=transport,
+            dtype=torch.float32,
+            bucket_bytes=bucket_bytes,
+        )
+        return resharder.staging_bytes(), resharder.schedule.num_rounds
+
+    for staged, rounds in LocalWorld(MOE.world).run(staging):
+        assert 0 < staged <= bucket_bytes and rounds > 2

@@ -1,0 +1,106 @@
+"""Who serves whom: every destination once, near before far, loads as level as they can be (R6)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.resharding.sources import assign_sources
+
+
+@st.composite
+def progressions(draw: st.DrawFn) -> range:
+    """Ranks as an arithmetic progression."""
+    start, step, count = (draw(st.integers(*b)) for b in ((0, 30), (1, 9), (1, 24)))
+    return range(start, start + step * count, step)
+
+
+SEVERAL = st.lists(progressions(), min_size=1, max_size=3).map(tuple)
+NODES, TURNS = st.integers(1, 40), st.integers(0, 1000)
+
+
+@given(SEVERAL, progressions(), NODES, TURNS, st.booleans())
+@settings(max_examples=600, deadline=None)
+@example((range(2),), range(32), 8, 0, True)  # most destinations have no source on their node
+@example((range(0, 32, 4),), range(32), 8, 3, False)
+@example((range(3),), range(7), 100, 1, False)  # everything on one node, sizes that do not divide
+def test_both_views_tell_the_same(
+    sources: tuple[range, ...], destinations: range, node: int, turn: int, relay: bool
+) -> None:
+    """What a sender serves is the inverse of what the receivers chose."""
+    assigned = assign_sources(sources, destinations, node, turn, relay)
+    chosen = {d: assigned.source_of(d) for d in destinations}
+    for src in {rank for ranks in sources for rank in ranks} | set(destinations):
+        served = [(d, leg) for d, (s, leg) in chosen.items() if s == src and leg]
+        assert assigned.served_by(src) == served
+    counts = Counter(s for s, leg in chosen.values() if leg == 1)
+    assert assigned.most_sent == max(counts.values(), default=0)
+
+
+@given(SEVERAL, progressions(), NODES, TURNS, st.booleans())
+@settings(max_examples=600, deadline=None)
+def test_the_choice_prefers_itself_then_its_node(
+    sources: tuple[range, ...], destinations: range, node: int, turn: int, relay: bool
+) -> None:
+    holders = {rank for ranks in sources for rank in ranks}
+    nodes = {rank // node for rank in holders}
+    assigned = assign_sources(sources, destinations, node, turn, relay)
+    entering: Counter[int] = Counter()
+    for dst in destinations:
+        src, leg = assigned.source_of(dst)
+        if dst in holders:
+            assert (src, leg) == (dst, 0)
+        elif dst // node in nodes:
+            assert src in holders and src // node == dst // node and leg == 1
+        elif leg == 2:
+            assert src // node == dst // node and assigned.source_of(src)[1] == 1
+        else:
+            assert src in holders and leg == 1
+            entering[dst // node] += 1
+    if relay:
+        assert set(entering.values()) <= {1}, "a rectangle enters a node once"
+
+
+@given(SEVERAL, progressions(), NODES, TURNS)
+@settings(max_examples=300, deadline=None)
+def test_the_largest_load_is_the_least_possible(
+    sources: tuple[range, ...], destinations: range, node: int, turn: int
+) -> None:
+    """After each node has served its own in turns, far destinations fill up the smallest loads."""
+    holders = sorted({rank for ranks in sources for rank in ranks})
+    near = {h: 0 for h in holders}
+    far = 0
+    for number in {d // node for d in destinations}:
+        local = [h for h in holders if h // node == number]
+        needing = [d for d in destinations if d // node == number and d not in holders]
+        far += 0 if local else len(needing)
+        for i, h in enumerate(local):
+            near[h] = len(needing) // len(local) + (i < len(needing) % len(local))
+    level = max(near.values())
+    while sum(max(0, level - load) for load in near.values()) < far:
+        level += 1
+    assigned = assign_sources(sources, destinations, node, turn)
+    if far or level:
+        assert assigned.most_sent <= level
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_turns_share_what_does_not_divide(relay: bool) -> None:
+    """Two destinations of four sources: over four tensors everybody sends equally often."""
+    load: Counter[int] = Counter()
+    for turn in range(4):
+        assigned = assign_sources((range(4),), range(64, 66), 8, turn, relay)
+        load.update(s for d in (64, 65) for s, leg in [assigned.source_of(d)] if leg == 1)
+    assert len(load) == 4 and len(set(load.values())) == 1
+
+
+def test_leaders_of_a_node_take_turns() -> None:
+    leaders = set()
+    for turn in range(8):
+        assigned = assign_sources((range(2),), range(8, 16), 8, turn, relay=True)
+        assert assigned.fan_out == 8
+        leaders |= {d for d in range(8, 16) if assigned.source_of(d)[1] == 1}
+    assert leaders == set(range(8, 16))
