@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plan_strategies import Findings, Problem, Strategy, inspect
+from plan_strategies import MIB, Findings, Problem, Strategy, inspect
 
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -27,7 +27,6 @@ EXAMPLE = """example:
       --rollout tp=2,dp=128,ep=256 --ranks 0,17,255 \\
       --intra-node-gbs 150 --inter-node-gbs 25 --json plan.json
 """
-MIB = 2**20
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         "--reshard-bucket-mb",
         type=float,
         default=512.0,
-        help="send plus receive staging of a round on a rank, in MiB; default: 512",
+        help="send plus receive staging of a rank, in MiB; default: 512",
+    )
+    parser.add_argument(
+        "--reshard-relay",
+        action="store_true",
+        help="also direct with a relay: each node receives what it lacks once and passes it on",
     )
     parser.add_argument(
         "--intra-node-gbs", type=float, help="GB/s and direction of a rank within its node"
@@ -111,7 +115,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         ValueError: a flag that is not possible; the message names what is.
     """
     _positive(args)
-    problem = Problem(
+    return Problem(
         spec=_read_spec(Path(args.hf_config)),
         train=args.train,
         rollout=args.rollout,
@@ -119,9 +123,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
         ranks=_ranks(args.ranks, args.world),
         ranks_per_node=args.ranks_per_node,
         bucket_bytes=int(args.reshard_bucket_mb * MIB),
+        relay=args.reshard_relay,
     )
-    problem.layouts()
-    return problem
 
 
 def _seconds(strategy: Strategy, args: argparse.Namespace) -> float | None:
@@ -209,10 +212,9 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     try:
-        problem = problem_of(args)
+        findings = inspect(problem_of(args))
     except ValueError as error:
         parser.error(str(error))
-    findings = inspect(problem)
     print(table(findings, args))
     if args.json:
         Path(args.json).write_text(json.dumps(as_json(findings, args), indent=1) + "\n")

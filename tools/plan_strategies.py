@@ -11,12 +11,13 @@ from bench.peer_volumes import Volumes, gather_volumes, stream_volumes, two_stag
 
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.progress import RunProgress
+from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT
 from mindspeed_rl.resharding.layouts.from_text import rollout_from_text, training_from_text
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.resharding.planner import plan_reshard
-from mindspeed_rl.resharding.schedule import plan_rounds
+from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
 from mindspeed_rl.resharding.traffic import (
     RankTraffic,
     RoundTraffic,
@@ -29,7 +30,7 @@ from mindspeed_rl.resharding.traffic import (
     round_traffic,
 )
 
-BF16_BYTES = 2
+BF16_BYTES, MIB = 2, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Problem:
         world: all ranks.
         ranks: those that are looked at.
         ranks_per_node: neighbouring ranks with fast links.
-        bucket_bytes: send plus receive staging of one round on one rank.
+        bucket_bytes: bound of all staging of a rank: of the rounds on their way.
+        relay: look at ``direct`` with a relay, too.
     """
 
     spec: ModelSpec
@@ -53,6 +55,7 @@ class Problem:
     ranks: Sequence[int]
     ranks_per_node: int
     bucket_bytes: int
+    relay: bool = False
 
     def layouts(self) -> tuple[MegatronLayout, VllmLayout]:
         """Both layouts, with nothing looked up yet: what a rank begins with."""
@@ -67,7 +70,7 @@ class Strategy:
     """What one way of resharding costs the ranks that are looked at.
 
     Attributes:
-        name: ``direct``, ``stream``, ``gather`` or ``two-stage``.
+        name: ``direct``, ``relay``, ``stream``, ``gather`` or ``two-stage``.
         recv_bytes: from other ranks.
         send_bytes: to other ranks.
         critical_bytes: sum over rounds of the largest max(sent, received) of a rank.
@@ -115,7 +118,11 @@ def inspect(problem: Problem) -> Findings:
     return Findings(
         {rank: rank_floor(source, target, rank, bytes_of) for rank in problem.ranks},
         node_floors(source, target, bytes_of, problem.ranks_per_node),
-        (_direct(problem), *_others(problem, source, target)),
+        (
+            _direct(problem),
+            *([_direct(problem, relay=True)] if problem.relay else []),
+            *_others(problem, source, target),
+        ),
     )
 
 
@@ -125,41 +132,55 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _direct(problem: Problem) -> Strategy:
+def _direct(problem: Problem, relay: bool = False) -> Strategy:
     """Count the plans of the ranks."""
     per_node = problem.ranks_per_node
-    plan_s = _seconds(lambda: plan_reshard(*problem.layouts(), problem.ranks[0], per_node))
+
+    def plan_one() -> object:
+        return plan_reshard(*problem.layouts(), problem.ranks[0], per_node, relay=relay)
+
+    plan_s = _seconds(plan_one)
     source, target = problem.layouts()
     bytes_of = element_bytes_of(source, BF16_BYTES)
-    rounds = plan_rounds(source, target, problem.bucket_bytes, BF16_BYTES, per_node)
-    round_of = {name: number for number, names in enumerate(rounds) for name in names}
+    schedule = _schedule(problem, source, target, relay)
     totals: list[RankTraffic] = []
     by_round: list[RoundTraffic] = []
     count = len(problem.ranks)
-    progress = RunProgress(count, 0, "planning ranks", count > 1, max(1, count // 4))
+    name = "relay" if relay else "direct"
+    progress = RunProgress(count, 0, f"{name}: planning ranks", count > 1, max(1, count // 4))
     for number, rank in enumerate(problem.ranks, start=1):
-        plan = plan_reshard(source, target, rank, per_node)
+        plan = plan_reshard(source, target, rank, per_node, relay=relay)
         totals.append(rank_traffic(plan, bytes_of, per_node))
-        by_round.append(round_traffic(plan, bytes_of, round_of, len(rounds)))
+        by_round.append(round_traffic(plan, schedule, source, bytes_of))
         progress.update(number, {})
     progress.close()
     critical = critical_bytes(by_round)
+    in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
     return Strategy(
-        name="direct",
+        name=name,
         recv_bytes=Spread.of([t.receive_bytes for t in totals]),
         send_bytes=Spread.of([t.send_bytes for t in totals]),
         critical_bytes=critical,
         link_bytes=_direct_links(totals, critical),
-        peak_staging_bytes=max(map(_peak_staging, by_round)),
+        peak_staging_bytes=in_flight * max(r.peak_bytes for r in by_round),
         messages_per_rank=sum(r.num_messages for r in by_round) / count,
-        rounds=len(rounds),
+        rounds=schedule.num_rounds,
         plan_s=plan_s,
     )
 
 
-def _peak_staging(rank: RoundTraffic) -> int:
-    """Messages sent and received of the largest round."""
-    return max(map(sum, zip(rank.receive_bytes, rank.send_bytes, strict=True)))
+def _schedule(
+    problem: Problem, source: MegatronLayout, target: VllmLayout, relay: bool
+) -> Schedule:
+    """The rounds as the executor asks for them: as many on their way share the bucket."""
+    return plan_schedule(
+        source,
+        target,
+        bucket_bytes=problem.bucket_bytes // ROUNDS_IN_FLIGHT,
+        item_bytes=BF16_BYTES,
+        ranks_per_node=problem.ranks_per_node,
+        relay=relay,
+    )
 
 
 def _direct_links(totals: Sequence[RankTraffic], critical: int) -> LinkBytes:

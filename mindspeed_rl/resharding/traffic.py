@@ -6,13 +6,14 @@ a node holds and some rank of it needs must arrive at the node. Units are bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.planner import ReshardPlan, Transfer
+from mindspeed_rl.resharding.schedule import Schedule
 
 # HF tensor -> bytes of one of its elements.
 ElementBytes = Callable[[str], int]
@@ -100,43 +101,63 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
 
 @dataclass(frozen=True, slots=True)
 class RoundTraffic:
-    """What one rank moves in each round of a schedule.
+    """What one rank moves in each exchange of a schedule: the legs of round 0, of round 1, ...
 
     Attributes:
-        receive_bytes: by round.
-        send_bytes: by round.
-        num_messages: received messages of all rounds: one per sender and round.
+        receive_bytes: by exchange.
+        send_bytes: by exchange.
+        num_messages: received messages of all exchanges: one per sender and exchange.
     """
 
     receive_bytes: tuple[int, ...]
     send_bytes: tuple[int, ...]
     num_messages: int
 
+    @property
+    def peak_bytes(self) -> int:
+        """Sent plus received in the largest exchange: its staging."""
+        return max(map(sum, zip(self.receive_bytes, self.send_bytes, strict=True)))
+
 
 def round_traffic(
-    plan: ReshardPlan, bytes_of: ElementBytes, round_of: Mapping[str, int], num_rounds: int
+    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, bytes_of: ElementBytes
 ) -> RoundTraffic:
-    """The traffic of one rank's plan by rounds; ``round_of`` gives the round of an HF tensor."""
+    """The traffic of one rank's plan by exchanges. Local and pure.
 
-    def by_round(transfers: Iterable[Transfer]) -> tuple[int, ...]:
-        sizes = [0] * num_rounds
+    Args:
+        plan: of one rank, with a relay or without.
+        schedule: of the same reshard.
+        source: its sending layout.
+        bytes_of: bytes of an element of each tensor.
+    """
+    num_legs = max((t.leg for t in (*plan.sends, *plan.receives)), default=1)
+    num_exchanges = num_legs * schedule.num_rounds
+
+    def parts(transfers: Iterable[Transfer]) -> Iterator[tuple[int, int, int]]:
+        """(exchange, bytes, sender)."""
         for t in transfers:
-            sizes[round_of[t.hf_name]] += t.hf_box.num_elements * bytes_of(t.hf_name)
-        return tuple(sizes)
+            size = bytes_of(t.hf_name)
+            for slot in schedule.slots[source.unit_of(t.hf_name)]:
+                elements = t.hf_box.slice(slot.part, slot.parts).num_elements
+                if elements:
+                    yield slot.round * num_legs + t.leg - 1, elements * size, t.src_rank
 
-    return RoundTraffic(
-        by_round(plan.receives),
-        by_round(plan.sends),
-        len({(round_of[t.hf_name], t.src_rank) for t in plan.receives}),
-    )
+    received, sent = [0] * num_exchanges, [0] * num_exchanges
+    messages = set()
+    for exchange, size, sender in parts(plan.receives):
+        received[exchange] += size
+        messages.add((exchange, sender))
+    for exchange, size, _ in parts(plan.sends):
+        sent[exchange] += size
+    return RoundTraffic(tuple(received), tuple(sent), len(messages))
 
 
 def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
-    """Sum over rounds of the largest max(sent, received) of any of the ranks."""
+    """Sum over exchanges of the largest max(sent, received) of any of the ranks."""
     busiest = (
         [max(pair) for pair in zip(r.receive_bytes, r.send_bytes, strict=True)] for r in ranks
     )
-    return sum(max(of_round) for of_round in zip(*busiest, strict=True))
+    return sum(max(exchange) for exchange in zip(*busiest, strict=True))
 
 
 # --- floors ------------------------------------------------------------------------------------

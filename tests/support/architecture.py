@@ -47,6 +47,7 @@ LAYER_0 = (
     "resharding.layouts",
     "resharding.planner",
     "resharding.schedule",
+    "resharding.sources",
     "resharding.traffic",
     "rollout.vllm_versions",
 )

@@ -19,6 +19,7 @@ from support.floor_oracle import Rollout, Training
 from support.published import PUBLISHED
 
 from mindspeed_rl.resharding.planner import plan_reshard
+from mindspeed_rl.resharding.schedule import plan_schedule
 from mindspeed_rl.resharding.traffic import (
     RoundTraffic,
     Spread,
@@ -160,7 +161,7 @@ def test_gathers_over_tensor_parallel_neighbours_stay_in_a_node() -> None:
 
 
 def test_critical_bytes_by_hand() -> None:
-    """Round 0: 7 (sent by the second rank); round 1: 5 (received by the first)."""
+    """Exchange 0: 7 (sent by the second rank); exchange 1: 5 (received by the first)."""
     first = RoundTraffic(receive_bytes=(3, 5), send_bytes=(1, 0), num_messages=2)
     second = RoundTraffic(receive_bytes=(0, 2), send_bytes=(7, 4), num_messages=1)
     assert critical_bytes([first, second]) == 7 + 5
@@ -170,25 +171,32 @@ def test_spread_by_hand() -> None:
     assert Spread.of([4, 1, 4]) == Spread(1, 3.0, 4)
 
 
-def test_traffic_of_all_ranks_is_consistent() -> None:
+@pytest.mark.parametrize("relay", [False, True])
+def test_traffic_of_all_ranks_is_consistent(relay: bool) -> None:
     """Sends equal receives, in all and between nodes; rounds add up to the whole."""
     case = replace(QWEN_30B, ranks_per_node=4).with_layers(1, 1)
     source, target = layouts_of(case)
     bytes_of = element_bytes_of(source, 2)
-    plans = [plan_reshard(source, target, rank, 4) for rank in range(case.world)]
+    plans = [plan_reshard(source, target, rank, 4, relay=relay) for rank in range(case.world)]
     traffic = [rank_traffic(plan, bytes_of, 4) for plan in plans]
     assert sum(t.send_bytes for t in traffic) == sum(t.receive_bytes for t in traffic)
     inter = sum(t.inter_node_receive_bytes for t in traffic)
     assert 0 < inter == sum(t.inter_node_send_bytes for t in traffic)
     assert inter < sum(t.receive_bytes for t in traffic)
-    round_of = {name: number % 3 for number, name in enumerate(source.hf_shapes)}
-    for plan, whole in zip(plans, traffic, strict=True):
-        parts = round_traffic(plan, bytes_of, round_of, 3)
-        assert sum(parts.receive_bytes) == whole.receive_bytes
-        assert sum(parts.send_bytes) == whole.send_bytes
-        assert whole.num_senders <= parts.num_messages <= 3 * whole.num_senders
+    schedule = plan_schedule(
+        source, target, bucket_bytes=2**28, item_bytes=2, ranks_per_node=4, relay=relay
+    )
+    assert schedule.num_rounds > 2
+    parts = [round_traffic(plan, schedule, source, bytes_of) for plan in plans]
+    for plan, whole, rounds in zip(plans, traffic, parts, strict=True):
+        assert sum(rounds.receive_bytes) == whole.receive_bytes
+        assert sum(rounds.send_bytes) == whole.send_bytes
+        assert rounds.peak_bytes <= schedule.staging_bytes <= 2**28
+        assert whole.num_senders <= rounds.num_messages
         needed = oracle.bytes_missing(oracle.needed(case.config, case.rollout, plan.rank), {})
         assert whole.receive_bytes + whole.copy_bytes == needed
+    received, sent = (r.receive_bytes for r in parts), (r.send_bytes for r in parts)
+    assert list(map(sum, zip(*received, strict=True))) == list(map(sum, zip(*sent, strict=True)))
 
 
 def test_float32_tensors_count_four_bytes() -> None:
