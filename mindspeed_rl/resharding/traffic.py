@@ -6,12 +6,13 @@ a node holds and some rank of it needs must arrive at the node. Units are bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.layouts.base import ShardLayout, Unit
 from mindspeed_rl.resharding.planner import ReshardPlan, Transfer
 from mindspeed_rl.resharding.schedule import Schedule
 
@@ -211,7 +212,10 @@ def node_floors(
     bytes_of: ElementBytes,
     ranks_per_node: int,
 ) -> dict[int, int]:
-    """Bytes that each node needs and does not hold, counted once per node. O(model x nodes)."""
+    """Bytes that each node needs and does not hold, counted once per node.
+
+    Tensors that are placed alike are looked at once.
+    """
 
     def boxes(layout: ShardLayout, name: str) -> dict[int, dict[Box, None]]:
         of_nodes: dict[int, dict[Box, None]] = {}
@@ -220,10 +224,21 @@ def node_floors(
                 of_nodes.setdefault(node, {})[shard.piece.hf_box] = None
         return of_nodes
 
-    floors: dict[int, int] = {}
-    for name in target.hf_shapes:
-        present, size = boxes(source, name), bytes_of(name)
-        for node, wanted in boxes(target, name).items():
-            missing = missing_elements(tuple(wanted), tuple(present.get(node, ())))
-            floors[node] = floors.get(node, 0) + missing * size
-    return floors
+    def of_unit(unit: Unit) -> Counter[int]:
+        missing: Counter[int] = Counter()
+        for name in unit.names:
+            present = boxes(source, name)
+            for node, wanted in boxes(target, name).items():
+                elements = missing_elements(tuple(wanted), tuple(present.get(node, ())))
+                missing[node] += elements * bytes_of(name)
+        return missing
+
+    known: dict[Hashable, Counter[int]] = {}
+    floors: Counter[int] = Counter()
+    for unit in source.units():
+        first = unit.names[0]
+        key = source.class_of(first), target.class_of(first)
+        if key not in known:
+            known[key] = of_unit(unit)
+        floors.update(known[key])
+    return dict(floors)
