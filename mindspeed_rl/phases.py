@@ -16,12 +16,17 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.rollout.engine import InferenceEngine
+
+# The checksums differ, and yet the engine holds what the first source of every rectangle holds.
+NOT_LOCATED = "every rank holds what the first source has: a checksum itself went wrong"
 
 
 class Phase(enum.Enum):
@@ -33,18 +38,48 @@ class Phase(enum.Enum):
     BROKEN = "broken"
 
 
+class WeightPath(Protocol):
+    """A way of the trainer's weights into the engine."""
+
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+        """Write all weights, between begin and finish of an update. Collective: the world."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPath:
+    """Rectangles straight into the engine's live parameters."""
+
+    resharder: Resharder
+
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+        """Each rank receives what it needs, and nothing else."""
+        self.resharder.run(read, engine.weight_views())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPath:
+    """Whole tensors through the engine's own loading code."""
+
+    stream: TensorStream
+
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+        """Every rank receives every tensor, one after another."""
+        self.stream.run(read, engine.load_tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSync:
     """Everything that a weight update needs besides the engine.
 
     Attributes:
-        resharder: from trainer to engine.
+        path: from trainer to engine.
         proof: compares the bits of both sides.
         read: the trainer's parameters.
         verify_interval: syncs between proofs; 0: the first only.
     """
 
-    resharder: Resharder
+    path: WeightPath
     proof: WeightProof
     read: Callable[[], Mapping[str, torch.Tensor]]
     verify_interval: int
@@ -113,14 +148,15 @@ class Phases:
         sync, engine = self._sync, self._engine
         engine.begin_update()
         read, write = sync.read(), engine.weight_views()
-        sync.resharder.run(read, write)
+        sync.path.move(read, engine)
         interval = sync.verify_interval
         if self._num_syncs == 0 or (interval and self._num_syncs % interval == 0):
             wrong = sync.proof.differing_tensors(read, write)
             if wrong:
+                where = sync.proof.first_difference(wrong[0], read, write)
                 raise RuntimeError(
                     f"reshard: engine weights differ from the trainer's in {len(wrong)} tensors: "
-                    f"{', '.join(wrong[:5])}"
+                    f"{', '.join(wrong[:5])}; {where or NOT_LOCATED}"
                 )
         engine.finish_update(version)
         self._num_syncs += 1

@@ -134,7 +134,29 @@ class RolloutConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     reshard_bucket_mb: float = flag(
-        512.0, "Send plus receive staging of one reshard round on one rank, in MiB.", minimum=0.001
+        512.0,
+        "Staging of a reshard on one rank, in MiB: what is sent and received of the two rounds "
+        "on their way.",
+        minimum=0.001,
+    )
+    reshard_path: str = flag(
+        "direct",
+        "Way of the weights into the engine. direct: every rank receives the rectangles it needs, "
+        "into the live parameters; stream: whole tensors through the engine's own loader, which "
+        "moves the whole model to every rank.",
+        choices=("direct", "stream"),
+    )
+    reshard_transport: str = flag(
+        "all-to-all",
+        "How a round travels: one all-to-all-v of the world, or p2p sends between the ranks that "
+        "have something for each other.",
+        choices=("all-to-all", "p2p"),
+    )
+    reshard_relay: str = flag(
+        "auto",
+        "On several nodes, send each rectangle once to a node and pass it on there (auto), or "
+        "always from its holder (off: right for a flat fabric such as A3's).",
+        choices=("auto", "off"),
     )
     reshard_verify_interval: int = flag(
         1,

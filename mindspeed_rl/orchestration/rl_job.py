@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,11 @@ from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.phases import Phases, WeightSync
+from mindspeed_rl.phases import DirectPath, Phases, StreamPath, WeightPath, WeightSync
 from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.resharding.stream import TensorStream
+from mindspeed_rl.resharding.transports import make_transport
 from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -268,16 +269,24 @@ def build_phases(
     """The state machine with its weight path. Collective: plans are compared."""
     config, plan, world = job.config, job.plan, job.world
     dtype = rollout_dtype(config.rollout, config.train)
-    resharder = Resharder(
-        plan.megatron,
-        plan.vllm,
-        rank=world.rank,
-        ranks_per_node=world.local_size,
-        transport=AllToAllTransport(world.size, job.platform.device, None),
-        dtype=dtype,
-        bucket_bytes=int(config.rollout.reshard_bucket_mb * 2**20),
-    )
     read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
     proof = WeightProof(plan.megatron, plan.vllm, world.rank, dtype)
-    sync = WeightSync(resharder, proof, read, config.rollout.reshard_verify_interval)
+    path = build_weight_path(job, dtype)
+    sync = WeightSync(path, proof, read, config.rollout.reshard_verify_interval)
     return Phases(engine, sync, phase)
+
+
+def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:
+    """The way of ``--reshard-path``. Local."""
+    options, plan, world = job.config.rollout, job.plan, job.world
+    common: dict[str, Any] = {
+        "rank": world.rank,
+        "ranks_per_node": world.local_size,
+        "transport": make_transport(options.reshard_transport, world.size, job.platform.device),
+        "dtype": dtype,
+        "bucket_bytes": int(options.reshard_bucket_mb * 2**20),
+    }
+    if options.reshard_path == "stream":
+        return StreamPath(TensorStream(plan.megatron, range(world.size), **common))
+    relay = options.reshard_relay == "auto" and world.size > world.local_size
+    return DirectPath(Resharder(plan.megatron, plan.vllm, relay=relay, **common))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,13 @@ from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.parallel.groups import check_equal_nodes
-from mindspeed_rl.resharding.executor import Resharder, Round, wire_dtype
 from mindspeed_rl.resharding.layouts.base import TableLayout
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
+
+_EXPORT_BUCKET_BYTES = 512 << 20
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,30 +129,24 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: in
     rank, platform = job.world.rank, job.platform
     source = job.plan.megatron
     writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
-    files = HfFileLayout.of(source, writers)
     dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
-    resharder = Resharder(
+    stream = TensorStream(
         source,
-        files,
+        writers,
         rank=rank,
         ranks_per_node=job.world.local_size,
         transport=AllToAllTransport(job.world.size, platform.device, None),
         dtype=dtype,
-        bucket_bytes=512 << 20,
+        bucket_bytes=_EXPORT_BUCKET_BYTES,
     )
-    if rank not in writers:
-        resharder.run(engine.named_parameters(), {})
-    else:
-        checkpoint = job.config.model.hf_checkpoint
-        keys = export_keys(job)
-        with HfWriter(target, checkpoint, dtype, step=step, config_keys=keys) as writer:
-            staging = _Staging(files, dtype, platform.device)
-
-            def write(part: Round) -> None:
-                for name in part.names:
-                    writer.add(name, staging.pop(name))
-
-            resharder.run(engine.named_parameters(), staging, after_round=write)
+    with ExitStack() as stack:
+        writer = None
+        if rank in writers:
+            checkpoint, keys = job.config.model.hf_checkpoint, export_keys(job)
+            opened = HfWriter(target, checkpoint, dtype, step=step, config_keys=keys)
+            writer = stack.enter_context(opened)
+        stream.run(engine.named_parameters(), writer.add if writer else None)
+        if writer:
             for name, file in kept_mtp(job).items():
                 writer.add(name, read_tensor(file, name))
     dist.barrier()
@@ -182,17 +178,3 @@ def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
     if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
         keys["num_nextn_predict_layers"] = 0
     return keys
-
-
-class _Staging(dict[str, torch.Tensor]):
-    """Whole tensors that exist from their first rectangle until they are written."""
-
-    def __init__(self, layout: HfFileLayout, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self._layout, self._dtype, self._device = layout, dtype, device
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        shape = self._layout.hf_shapes[name]
-        dtype = wire_dtype(self._layout.dtype_of(name), self._dtype)
-        self[name] = torch.empty(shape, dtype=dtype, device=self._device)
-        return self[name]

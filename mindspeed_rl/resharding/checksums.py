@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.difference import Difference, first_difference
 from mindspeed_rl.resharding.executor import wire_dtype
 from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
@@ -151,6 +152,7 @@ class WeightProof:
     def __init__(
         self, source: ShardLayout, target: ShardLayout, rank: int, dtype: torch.dtype
     ) -> None:
+        self._layouts, self._rank = (source, target), rank
         self._names = list(source.hf_shapes)
         rows = {name: i for i, name in enumerate(self._names)}
         self._source = _shares(source, rank, rows, primary_only=True)
@@ -178,3 +180,15 @@ class WeightProof:
         dist.all_reduce(sums, group=group)
         differs = (sums[0] * self._copies) != sums[1]
         return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
+
+    def first_difference(
+        self,
+        hf_name: str,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+    ) -> Difference | None:
+        """Rank, parameter and element of what :meth:`differing_tensors` found. Collective."""
+        device = next(iter((*write.values(), *read.values()))).device
+        return first_difference(
+            *self._layouts, hf_name, self._rank, read, write, self._dtype, device
+        )

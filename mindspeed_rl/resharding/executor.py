@@ -82,7 +82,7 @@ def split_rounds(
     def by_round(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
         rounds: list[list[Transfer]] = [[] for _ in range(count)]
         for transfer in transfers:
-            for slot in schedule.slots[source.unit_of(transfer.hf_name)]:
+            for slot in schedule.slots_of(source, transfer.hf_name):
                 if part := transfer.part(slot.part, slot.parts):
                     rounds[slot.round].append(part)
         return rounds

@@ -8,13 +8,13 @@ rank stays close to what the busiest rank moves in all.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindspeed_rl.resharding.layouts.base import ShardLayout, Unit
+from mindspeed_rl.resharding.layouts.base import ShardLayout, Unit, locate
 from mindspeed_rl.resharding.planner import overlaps
 
 _ITEM_BYTES = {"float32": 4}
@@ -37,7 +37,7 @@ class Schedule:
     """When everything travels.
 
     Attributes:
-        slots: by unit (:meth:`~...layouts.base.ShardLayout.unit_of` of the source), in order.
+        slots: by key of a unit or by tensor, in order; see :meth:`slots_of`.
         completed: by round, the tensors that are whole after it.
         dtypes: by round, the declared element type of its tensors; empty: that of the model.
         staging_bytes: bound of what one rank sends plus receives in one leg of one round.
@@ -47,6 +47,10 @@ class Schedule:
     completed: tuple[tuple[str, ...], ...]
     dtypes: tuple[str, ...]
     staging_bytes: int
+
+    def slots_of(self, source: ShardLayout, hf_name: str) -> tuple[Slot, ...]:
+        """When the slices of a tensor travel."""
+        return self.slots.get(hf_name) or self.slots[source.unit_of(hf_name)]
 
     @property
     def num_rounds(self) -> int:
@@ -110,7 +114,8 @@ def plan_schedule(
         raise ValueError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
     costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
     lanes_of: dict[str, dict[int, list[Unit]]] = {}
-    for unit in sorted(source.units(), key=lambda unit: unit.layer):
+    units = _tensors(source) if target.wants_whole_tensors else source.units()
+    for unit in sorted(units, key=lambda unit: unit.layer):
         lanes = lanes_of.setdefault(source.dtype_of(unit.names[0]), {})
         lanes.setdefault(unit.lane, []).append(unit)
     slots: dict[str, list[Slot]] = {}
@@ -135,6 +140,13 @@ def plan_schedule(
     )
 
 
+def _tensors(source: ShardLayout) -> Iterator[Unit]:
+    """Every tensor as a unit of its own."""
+    for unit in source.units():
+        for name in unit.names:
+            yield Unit(name, unit.lane, unit.layer, (name,))
+
+
 class _Costs:
     """Bounds of units, computed once for units that are placed alike."""
 
@@ -154,7 +166,8 @@ class _Costs:
     def of(self, unit: Unit) -> _Cost:
         """The bounds of a unit."""
         first = unit.names[0]
-        key = self._source.class_of(first), self._target.class_of(first)
+        expert = locate(first)[2]
+        key = self._source.class_of(first), self._target.class_of(first), expert, len(unit.names)
         if key not in self._known:
             self._known[key] = self._measure(unit)
         return self._known[key]

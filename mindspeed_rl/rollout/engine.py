@@ -95,6 +95,10 @@ class InferenceEngine(Protocol):
         """The parameters that a reshard writes, by the engine's names."""
         ...
 
+    def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
+        """Write one whole HF tensor through the engine's own loading code, within an update."""
+        ...
+
     def begin_update(self) -> None:
         """Weights are about to change: generating is refused until :meth:`finish_update`."""
         ...

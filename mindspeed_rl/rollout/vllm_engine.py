@@ -165,6 +165,14 @@ class VllmEngine:
             raise RuntimeError("weight_views: expert weights are packed outside an update")
         return self._params()
 
+    def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
+        """Write one whole HF tensor through vLLM's loader, between begin and finish of an update.
+
+        vLLM passes over what it does not know; the weight proof finds that.
+        """
+        assert self._version == -1, "load_tensor outside an update"
+        self._model.load_weights([(hf_name, tensor)])  # type: ignore[operator]
+
     def read_weights(self) -> dict[str, torch.Tensor]:
         """Parameters by vLLM's names in plain order; packed ones are copies."""
         return {name: self._derived.read(name, p) for name, p in self._params().items()}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,10 +21,15 @@ from support.training_worlds import make_job
 
 from mindspeed_rl.bootstrap import World
 
+if TYPE_CHECKING:
+    from mindspeed_rl.resharding.transports import Transport
+
 pytestmark = pytest.mark.distributed
 
 ENGINE_SIZES = (1, 2, 4)  # two key/value heads: with 4 ranks each is held twice
 BUCKET_BYTES = 256 << 10
+# transport, ranks per node, relay
+WAYS = (("p2p", 4, False), ("all-to-all", 2, True), ("all-to-all", 4, False))
 UNTOUCHED = -1  # bit pattern of elements that no transfer may write: the vocabulary padding
 FLIPPED_ENGINE = "model.layers.2.mlp.down_proj.weight"
 FLIPPED_TRAINER, FLIPPED_PARAM = (
@@ -41,10 +47,10 @@ class Report:
         wrong: parameters whose bits differ from the oracle's.
         num_rounds: rounds that the bucket size made.
         proof: HF tensors that differ after the reshard, as the checksums say.
-        engine_flip: the same after one bit changed in the last engine rank.
+        engine_flip: the same after one bit changed in the last engine rank, and where.
         trainer_flip: the same after one bit changed in a shard of the last trainer rank.
         diverged: the same after a reshard from a trainer whose last rank has one other bit in a
-            replicated tensor.
+            replicated tensor, and where.
     """
 
     wrong: list[str]
@@ -86,41 +92,61 @@ def reshard_and_prove(
     from mindspeed_rl.orchestration.torchrun import Job
     from mindspeed_rl.resharding.checksums import WeightProof
     from mindspeed_rl.resharding.executor import Resharder
-    from mindspeed_rl.resharding.transports import AllToAllTransport
+    from mindspeed_rl.resharding.stream import TensorStream
+    from mindspeed_rl.resharding.transports import make_transport
 
     assert isinstance(job, Job)
     source, target, rank = job.plan.megatron, job.plan.vllm, job.world.rank
     last = rank == job.world.size - 1
-    resharder = Resharder(
-        source,
-        target,
-        rank=rank,
-        ranks_per_node=job.world.size,
-        transport=AllToAllTransport(job.world.size, torch.device("cpu"), None),
-        dtype=dtype,
-        bucket_bytes=BUCKET_BYTES,
-    )
     bits = torch.int32 if dtype is torch.float32 else torch.int16
-    write = {
-        name: torch.full(shape, UNTOUCHED, dtype=bits).view(dtype)
-        for name, shape in target.local_shapes(rank).items()
-    }
-    resharder.run(read, write)
     expected = expected_bits(folder, job.plan.engine.tp, rank, dtype)
-    assert write.keys() == expected.keys()
-    wrong = [n for n, want in expected.items() if not torch.equal(write[n].view(bits).int(), want)]
+    common: dict[str, Any] = {"rank": rank, "dtype": dtype, "bucket_bytes": BUCKET_BYTES}
+
+    def transport(name: str) -> Transport:
+        return make_transport(name, job.world.size, torch.device("cpu"))
+
+    wrong = []
+    for way, per_node, relay in WAYS:
+        resharder = Resharder(
+            source,
+            target,
+            ranks_per_node=per_node,
+            transport=transport(way),
+            relay=relay,
+            **common,
+        )
+        write = {
+            name: torch.full(shape, UNTOUCHED, dtype=bits).view(dtype)
+            for name, shape in target.local_shapes(rank).items()
+        }
+        resharder.run(read, write)
+        assert write.keys() == expected.keys()
+        found = {name: param.view(bits).int() for name, param in write.items()}
+        wrong += [f"{way} {n}" for n, want in expected.items() if not torch.equal(found[n], want)]
+    stream = TensorStream(
+        source, range(1, 3), ranks_per_node=4, transport=transport("all-to-all"), **common
+    )
+    whole: dict[str, torch.Tensor] = {}
+    stream.run(read, whole.__setitem__ if rank in (1, 2) else None)
+    hf = load_file(Path(folder) / "model.safetensors") if rank in (1, 2) else {}
+    streamed = {name for name, tensor in whole.items() if torch.equal(hf[name].to(dtype), tensor)}
+    wrong += sorted(hf.keys() - streamed)
+    proof_of = WeightProof(source, target, rank, dtype)
 
     def differing() -> list[str]:
-        return WeightProof(source, target, rank, dtype).differing_tensors(read, write)
+        return proof_of.differing_tensors(read, write)
+
+    def located(name: str) -> str:
+        return str(proof_of.first_difference(name, read, write))
 
     proof = differing()
     with flipped_bit(write[FLIPPED_ENGINE] if last else None):
-        engine_flip = differing()
+        engine_flip = [*differing(), located(FLIPPED_ENGINE)]
     with flipped_bit(read[FLIPPED_PARAM] if last else None):
         trainer_flip = differing()
     with flipped_bit(read[DIVERGED_PARAM] if last else None):
         resharder.run(read, write)
-        diverged = differing()
+        diverged = [*differing(), located(DIVERGED)]
     return Report(wrong, len(resharder.rounds), proof, engine_flip, trainer_flip, diverged)
 
 
@@ -197,9 +223,14 @@ def test_proof_names_the_tensor_of_a_flipped_bit(
 ) -> None:
     """R5: one bit, on one rank of one side; every rank is told."""
     for report in (rank[name] for rank in resharded[0]):
-        assert report.engine_flip == [FLIPPED_ENGINE]
+        tensor, where = report.engine_flip
+        size = ENGINE_SIZES[NAMES.index(name) // 2 % len(ENGINE_SIZES)]
+        column = 256 - 128 // size  # the middle of the last of so many shares of 256
+        assert tensor == FLIPPED_ENGINE
+        assert where.startswith(f"{tensor}[64, {column}] on rank 3 ({FLIPPED_ENGINE}): ")
         assert report.trainer_flip == [FLIPPED_TRAINER]
-        assert report.diverged == [DIVERGED]
+        tensor, where = report.diverged
+        assert tensor == DIVERGED and where.startswith(f"{DIVERGED}[64] on rank ")
 
 
 def test_export_loads_in_transformers(

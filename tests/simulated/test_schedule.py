@@ -55,7 +55,7 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
     for rank in range(case.world):
         plan = plan_reshard(source, target, rank, case.ranks_per_node, relay=relay)
         for transfer in (*plan.sends, *plan.receives):
-            for slot in schedule.slots[source.unit_of(transfer.hf_name)]:
+            for slot in schedule.slots_of(source, transfer.hf_name):
                 if part := transfer.part(slot.part, slot.parts):
                     table[transfer.leg - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
     return table.max(axis=0)
@@ -87,7 +87,7 @@ def test_every_slice_travels_once(case: Case, relay: bool) -> None:
     assert Counter(names) == Counter(list(source.hf_shapes))
     for number, completed in enumerate(schedule.completed):
         for name in completed:
-            slots = schedule.slots[source.unit_of(name)]
+            slots = schedule.slots_of(source, name)
             assert [s.part for s in slots] == list(range(slots[0].parts))
             assert [s.round for s in slots] == sorted(s.round for s in slots)
             assert slots[-1].round == number
@@ -112,7 +112,7 @@ def test_all_stages_send_in_all_rounds() -> None:
         plan = plan_reshard(source, target, rank, case.ranks_per_node)
         for table, transfers in ((sent, plan.sends), (received, plan.receives)):
             for transfer in transfers:
-                for slot in schedule.slots[source.unit_of(transfer.hf_name)]:
+                for slot in schedule.slots_of(source, transfer.hf_name):
                     if part := transfer.part(slot.part, slot.parts):
                         table[slot.round, rank] += part.num_elements
     stages = sent.reshape(schedule.num_rounds, 4, 2).sum(axis=2)

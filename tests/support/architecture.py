@@ -45,10 +45,6 @@ LAYER_0 = (
     "parallel.stages",
     "resharding.boxes",
     "resharding.layouts",
-    "resharding.planner",
-    "resharding.schedule",
-    "resharding.sources",
-    "resharding.traffic",
     "rollout.vllm_versions",
 )
 # Files and text only, so that rewards and data may write logs without torch.

@@ -9,6 +9,8 @@ from support.mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
+_SOURCES = "tests/simulated/test_sources.py::"
+_SCHEDULE = "tests/simulated/test_schedule.py::"
 _PLANNER = "tests/simulated/test_planner.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
 _CHECKSUMS = "tests/simulated/test_checksums.py::"
@@ -65,25 +67,53 @@ MUTATIONS = (
         _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold",
     ),
     Mutation(
-        "sender-inverse-rounds-down",
+        "first-source-serves-all",
+        "resharding/sources.py",
+        "source[far] = np.repeat(src, shares)",
+        "source[far] = src[0]",
+        _SOURCES + "test_both_views_tell_the_same",
+    ),
+    Mutation(
+        "sources-take-no-turns",
+        "resharding/sources.py",
+        "(np.arange(surplus) + turn)",
+        "np.arange(surplus)",
+        _SOURCES + "test_turns_share_what_does_not_divide",
+    ),
+    Mutation(
+        "leg-2-reads-the-trainer",
         "resharding/planner.py",
-        "first = -(-position * num_dst // num_sources)",
-        "first = position * num_dst // num_sources",
-        _PLANNER + "test_the_sender_inverse_is_the_inverse",
+        "piece = dst.piece if leg == 2 else cell.piece_of(rank)",
+        "piece = cell.piece_of(cell.sources[0][0])",
+        _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
         "mirror-counted-as-a-source",
         "resharding/planner.py",
-        "if not src.mirror and (box :=",
-        "if (box :=",
+        "        if not s.mirror\n",
+        "        if s.holders\n",
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
         "bucket-ignores-shards-on-one-rank",
         "resharding/schedule.py",
-        "sends[src.holders] += box.num_elements * served",
-        "sends[src.holders] = box.num_elements * served",
-        _PLANNER + "test_rounds_stay_within_the_bucket",
+        "ranks.step] += load",
+        "ranks.step] = load",
+        _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
+    ),
+    Mutation(
+        "slices-are-taken-as-exact",
+        "resharding/schedule.py",
+        "self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)",
+        "self.cost.loads / self.parts",
+        _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
+    ),
+    Mutation(
+        "stages-one-after-the-other",
+        "resharding/schedule.py",
+        "rounds, largest = _fill(list(lanes_of[dtype].values()), costs, bucket_bytes)",
+        "rounds, largest = _fill([sum(lanes_of[dtype].values(), [])], costs, bucket_bytes)",
+        _SCHEDULE + "test_all_stages_send_in_all_rounds",
     ),
     Mutation(
         "checksum-forgets-the-position",

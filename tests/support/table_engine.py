@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.resharding.difference import Difference
+from mindspeed_rl.rollout.engine import GenerationRequest, InferenceEngine, SamplingSettings
 from mindspeed_rl.types import Completion
 
 VOCAB = 64
@@ -80,11 +81,11 @@ def response_of(sample_id: int) -> tuple[int, ...]:
 
 
 class CopyWeights:
-    """A resharder of one rank and one parameter."""
+    """A weight path of one rank and one parameter."""
 
-    def run(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
         """Copy."""
-        write["table"].copy_(read["table"])
+        engine.weight_views()["table"].copy_(read["table"])
 
 
 class CompareWeights:
@@ -98,6 +99,14 @@ class CompareWeights:
         """``["table"]`` when the bits differ."""
         self.num_calls += 1
         return [] if torch.equal(read["table"], write["table"]) else ["table"]
+
+    def first_difference(
+        self, hf_name: str, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+    ) -> Difference:
+        """The first entry that differs."""
+        index = tuple((read[hf_name] != write[hf_name]).nonzero()[0].tolist())
+        values = (float(side[hf_name][index]) for side in (read, write))
+        return Difference(index, 0, hf_name, "the table", *values)
 
 
 @contextmanager

@@ -83,14 +83,15 @@ def test_weights_that_differ_break_the_machine(monkeypatch: pytest.MonkeyPatch) 
     """R5: an engine with other bits never generates, nor does anything after it."""
     machine = Machine()
 
-    def one_bit_off(
-        self: object, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
-    ) -> None:
-        write["table"].copy_(read["table"])
-        write["table"].view(torch.int32)[3] ^= 1
+    move_all = CopyWeights.move
 
-    monkeypatch.setattr(CopyWeights, "run", one_bit_off)
-    with pytest.raises(RuntimeError, match="differ from the trainer's in 1 tensors: table"):
+    def one_bit_off(self: CopyWeights, read: Mapping[str, torch.Tensor], engine: Any) -> None:
+        move_all(self, read, engine)
+        engine.weight_views()["table"].view(torch.int32)[3] ^= 1
+
+    monkeypatch.setattr(CopyWeights, "move", one_bit_off)
+    told = r"differ from the trainer's in 1 tensors: table; table\[3.*\] on rank 0 \(the table\)"
+    with pytest.raises(RuntimeError, match=told):
         machine.phases.to_rollout(0)
     assert machine.engine.weights_version == -1, "generating stays refused"
     assert "wake kv_cache" not in machine.engine.calls
@@ -105,7 +106,7 @@ def test_a_move_that_is_interrupted_breaks_the_machine(monkeypatch: pytest.Monke
     def interrupted(self: object, *args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CopyWeights, "run", interrupted)
+    monkeypatch.setattr(CopyWeights, "move", interrupted)
     with pytest.raises(KeyboardInterrupt):
         machine.phases.to_rollout(0)
     assert machine.phases.state is Phase.BROKEN

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from bench.trainer_tensors import trainer_tensors
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
@@ -20,6 +21,9 @@ NUM_LAYERS = 2
 # rows of embedding and head: the layers are what is measured
 VOCAB = 1024
 _ITEM_BYTES = {"": 2, "float32": 4}
+# a Python process with torch, and the buffers of the bare collectives
+_RANK_BYTES = 512 << 20
+_OTHER_BUFFERS_BYTES = 256 << 20
 
 _COMMON: dict[str, Any] = {
     "num_hidden_layers": NUM_LAYERS,
@@ -84,15 +88,17 @@ class BenchCase:
         name: of the published model.
         config: keys of its config.json.
         layouts: by number of ranks.
-        num_experts: of a layer, unless told otherwise or there is no memory; 0: dense.
+        experts_per_rank: of a layer and engine rank, unless told otherwise; 0: dense.
         published_experts: of the published model.
+        to_trainer: the target is a trainer without pipeline instead of an engine.
     """
 
     name: str
     config: Mapping[str, Any]
     layouts: Mapping[int, Sizes]
-    num_experts: int = 0
+    experts_per_rank: int = 0
     published_experts: int = 0
+    to_trainer: bool = False
 
 
 _EXPERT_SIZES = {4: Sizes(2, 2, 2, 2, 2), 8: Sizes(4, 2, 4, 2, 4)}
@@ -100,8 +106,14 @@ CASES = {
     case.name: case
     for case in (
         BenchCase("qwen2.5-7b", _QWEN25_7B, {4: Sizes(2, 2, 1, 2, 1), 8: Sizes(4, 2, 1, 2, 1)}),
-        BenchCase("qwen3-30b-a3b", _QWEN3_30B_A3B, _EXPERT_SIZES, 32, 128),
-        BenchCase("deepseek-v3", _DEEPSEEK_V3, _EXPERT_SIZES, 8, 256),
+        BenchCase("qwen3-30b-a3b", _QWEN3_30B_A3B, _EXPERT_SIZES, 8, 128),
+        BenchCase("deepseek-v3", _DEEPSEEK_V3, _EXPERT_SIZES, 1, 256),
+        BenchCase(
+            "qwen2.5-7b-to-megatron",
+            _QWEN25_7B,
+            {4: Sizes(2, 2, 1, 2, 1), 8: Sizes(4, 2, 1, 2, 1)},
+            to_trainer=True,
+        ),
     )
 }
 
@@ -111,26 +123,16 @@ class BuiltCase:
     """A case as it runs.
 
     Attributes:
-        name: of the published model.
+        name: of the case.
         source: the trainer.
-        target: the engine.
-        note: how it differs from the published model.
+        target: the engine, or another trainer.
+        title: both layouts and how the model differs from the published one.
     """
 
     name: str
     source: MegatronLayout
-    target: VllmLayout
-    note: str
-
-    @property
-    def title(self) -> str:
-        """One line."""
-        parallel, engine = self.source.parallel, self.target.engine
-        experts = self.source.spec.num_experts
-        train = f"TP{parallel.tp} PP{parallel.pp}" + (f" EP{parallel.ep}" if experts else "")
-        rollout = f"TP{engine.tp}" + (f" DP{engine.dp} EP{engine.ep}" if experts else "")
-        replicas = f", {engine.num_replicas} engines" if engine.num_replicas > 1 else ""
-        return f"{self.name}: {train} -> {rollout}{replicas}; {self.note}"
+    target: VllmLayout | MegatronLayout
+    title: str
 
 
 def hf_bytes(layout: ShardLayout) -> int:
@@ -152,7 +154,8 @@ def build_case(name: str, num_ranks: int, num_experts: int, free_bytes: int) -> 
         ValueError: the smallest number of experts does not fit, or the experts do not divide.
     """
     case = CASES[name]
-    experts = (num_experts or case.num_experts) if case.published_experts else 0
+    default = case.experts_per_rank * num_ranks
+    experts = (num_experts or default) if case.published_experts else 0
     least = num_ranks if experts else 0
     while True:
         built = _build(case, num_ranks, experts)
@@ -186,18 +189,36 @@ def _build(case: BenchCase, num_ranks: int, experts: int) -> BuiltCase:
         ep=sizes.ep,
         etp=1,
     )
-    engine = EngineLayout(num_ranks, sizes.engine_tp, sizes.engine_dp, experts > 0)
-    note = f"{NUM_LAYERS} layers, vocabulary {VOCAB}"
+    title = f"{case.name}: TP{sizes.tp} PP{sizes.pp}" + (f" EP{sizes.ep}" if experts else "")
+    target: VllmLayout | MegatronLayout
+    if case.to_trainer:
+        stages = even_stages(NUM_LAYERS)
+        grid = ParallelLayout.build(world=num_ranks, stages=stages, tp=sizes.engine_tp)
+        target = MegatronLayout(spec, grid)
+        title += f" -> trainer of TP{grid.tp} DP{grid.dp}"
+    else:
+        engine = EngineLayout(num_ranks, sizes.engine_tp, sizes.engine_dp, experts > 0)
+        target = VllmLayout(spec, engine)
+        title += f" -> engine of TP{engine.tp}" + (f" DP{engine.dp} EP{engine.ep}" * (experts > 0))
+        title += f" x {engine.num_replicas}"
+    title += f"; {NUM_LAYERS} layers, vocabulary {VOCAB}"
     if experts:
-        note += f", {experts} of {case.published_experts} experts per layer"
-    return BuiltCase(case.name, MegatronLayout(spec, parallel), VllmLayout(spec, engine), note)
+        title += f", {experts} of {case.published_experts} experts per layer"
+    return BuiltCase(case.name, MegatronLayout(spec, parallel), target, title)
 
 
 def _needed_bytes(built: BuiltCase) -> int:
-    """Both sides on all ranks, the file, and as much as the file again for buffers."""
-    total = 2 * hf_bytes(built.source)
+    """The file, both sides on all ranks, and on each rank buffers and the interpreter.
+
+    The largest round of a baseline has the largest parameter, whole, of every stage; both baselines
+    keep theirs, and ``stream`` makes as much anew.
+    """
+    parallel = built.source.parallel
+    largest = max(t.group * t.shard_bytes for t in trainer_tensors(built.source, 2))
+    buffers = 3 * (parallel.pp * largest + _OTHER_BUFFERS_BYTES)
+    total = hf_bytes(built.source) + parallel.world * (buffers + _RANK_BYTES)
     for layout in (built.source, built.target):
-        for rank in range(built.source.parallel.world):
+        for rank in range(parallel.world):
             total += sum(2 * prod(shape) for shape in layout.local_shapes(rank).values())
     return total
 

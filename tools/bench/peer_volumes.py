@@ -35,7 +35,6 @@ from bench.trainer_tensors import (
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.resharding.layouts.base import Shard, ShardLayout, expert_name, layer_name
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
 _Bytes = npt.NDArray[np.int64]
 
@@ -99,7 +98,7 @@ def _volumes(
     )
 
 
-def gather_volumes(source: MegatronLayout, target: VllmLayout, item_bytes: int) -> Volumes:
+def gather_volumes(source: MegatronLayout, target: ShardLayout, item_bytes: int) -> Volumes:
     """verl's way: every rank ends with every whole tensor and cuts its engine shard out of it.
 
     Each tensor: a broadcast of the training shard from its stage to the same position of all other
@@ -143,7 +142,7 @@ def _staged_copies(tensor: TrainerTensor, ep: int) -> int:
     return (copies if copies > 1 else 0) + (tensor.group if both else 0)
 
 
-def two_stage_volumes(source: MegatronLayout, target: VllmLayout, item_bytes: int) -> Volumes:
+def two_stage_volumes(source: MegatronLayout, target: ShardLayout, item_bytes: int) -> Volumes:
     """The CANN recipe's way: dense tensors whole on every rank, experts only where needed.
 
     Dense tensors of the layers: an all-gather over tensor parallelism inside the stage, then an
@@ -227,7 +226,7 @@ class Exchange:
     peers: float
 
 
-def exchange_volumes(source: MegatronLayout, target: VllmLayout, item_bytes: int) -> Exchange:
+def exchange_volumes(source: MegatronLayout, target: ShardLayout, item_bytes: int) -> Exchange:
     """Who gets what in the training tensor-and-expert groups: blocks of etp x ep ranks."""
     world, spec = source.parallel.world, source.spec
     recv, send = np.zeros(world, np.int64), np.zeros(world, np.int64)
@@ -261,7 +260,7 @@ def _expert_shards(
 
 def _add_row(
     source: MegatronLayout,
-    target: VllmLayout,
+    target: ShardLayout,
     pattern: str,
     layer: int,
     item_bytes: int,
@@ -288,7 +287,7 @@ def _add_row(
 
 
 def stream_volumes(
-    source: MegatronLayout, target: VllmLayout, item_bytes: int, bucket_bytes: int
+    source: MegatronLayout, target: ShardLayout, item_bytes: int, bucket_bytes: int
 ) -> Volumes:
     """``stream``: every rank receives every whole HF tensor, in rounds; padding stays at home.
 
@@ -306,11 +305,10 @@ def stream_volumes(
     parallel, spec = source.parallel, source.spec
     world, pp = parallel.world, parallel.pp
     tensors = trainer_tensors(source, item_bytes)
-    own = _per_rank(source, _by_stage(pp, ((t.stage, t.local_bytes) for t in tensors)))
     padding = np.array([padding_bytes(source, tp, item_bytes) for tp in range(parallel.tp)])
-    first, last = (padding[:, i] for i in (0, 1))
     position, stage = np.arange(world) % parallel.tp, np.arange(world) // parallel.ranks_per_stage
-    own = own - first[position] * (stage == 0) - last[position] * (stage == pp - 1)
+    padded = padding[position, 0] * (stage == 0) + padding[position, 1] * (stage == pp - 1)
+    own = _per_rank(source, _by_stage(pp, ((t.stage, t.local_bytes) for t in tensors))) - padded
     rows = [r for r in source.rows if not (spec.tie_embeddings and r.tied_to)]
     whole = [
         prod(shape) * ITEM_BYTES.get(r.dtype, item_bytes) * len(r.layers(spec))
@@ -323,7 +321,9 @@ def stream_volumes(
     for tensor in tensors:
         copies = num_copies(source, tensor)
         send[tensor.stage] += tensor.local_bytes * (world - copies) / copies
-    recv, sends = total - own, _per_rank(source, send.astype(np.int64))
+    of_vocabulary = parallel.ranks_per_stage // parallel.tp
+    unsent = padded * (world - of_vocabulary) / of_vocabulary
+    recv, sends = total - own, (np.repeat(send, parallel.ranks_per_stage) - unsent).astype(np.int64)
     rounds = ceil((recv.max() + sends.max()) / bucket_bytes)
     positions = max(parallel.tp, parallel.etp * parallel.ep) * pp
     return _volumes(

@@ -29,7 +29,7 @@ class RawCollectives:
         everyone = Group("world", tuple(range(world)), rank, None)
         axes = (groups.tp, groups.pp, groups.etp, groups.ep)
         self._runs: dict[tuple[str, str], Callable[[Wire], None]] = {}
-        self._num_slots = max(len(g.ranks) for g in (*axes, groups.block, everyone))
+        self._num_slots = max(len(axis.ranks) for axis in axes)
         self._buffer = torch.ones(self._num_slots * RAW_BYTES // 2, dtype=torch.bfloat16)
         self._message = torch.ones(RAW_BYTES // 2, dtype=torch.bfloat16)
         self._add_exchange(everyone)

@@ -1,13 +1,16 @@
 """Races the ways to reshard on gloo ranks of this machine: direct, stream, gather, two-stage.
 
-    python tools/bench/reshard.py                       # all cases on 4 ranks, under 3 minutes
-    python tools/bench/reshard.py --ranks 8 --cases qwen3-30b-a3b --num-experts 128
+    python tools/bench/reshard.py                       # two cases on 4 ranks, under 3 minutes
+    python tools/bench/reshard.py --cases all --ranks 8
+    python tools/bench/reshard.py --cases qwen3-30b-a3b --num-experts 128
     torchrun --nproc-per-node 4 tools/bench/reshard.py  # the same with ranks of torchrun
 
 direct     the product: every rank receives only what its engine lacks
 stream     the product: whole HF tensors in rounds on every rank, cut into the engine
 gather     the peers' plain way (verl): pipeline broadcast, tensor and expert all-gathers
 two-stage  the CANN recipe: dense tensors as gather, experts by all-to-all-v
+megatron-core  megatron.core.resharding, which knows trainer layouts only: its case is from one to
+           another (left out where megatron-core is not installed)
 
 The ways alternate in one run. After each the engine weights are compared, bit by bit, with slices
 of the HF tensors, and the baselines' bytes with their closed forms; a difference ends the run.
@@ -15,7 +18,8 @@ Columns: seconds (best and median); bytes received by all ranks over the wire; t
 that receives most, and its floor (what its engine lacks); growth of the peak resident memory while
 a way is built and run first, of the rank where it is largest; share of the bandwidth of a bare
 all-to-all of the same run; for the baselines, share of the bandwidth of the bare collectives they
-use; time as a multiple of direct's. The last line is RESULT and a JSON object.
+use; time as a multiple of direct's. Shares and multiples are those of medians. The last line is
+RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ import os
 import sys
 from pathlib import Path
 
-# the folder of the package `bench` instead of that of this file
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ in ("__main__", "__mp_main__"):
+    # the folder of the package `bench` instead of that of this file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,8 +44,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="gloo ranks (4)")
     parser.add_argument(
         "--cases",
-        default=",".join(CASES),
-        help=f"comma-separated models, two layers of real shape each (all: {', '.join(CASES)})",
+        default="qwen2.5-7b,qwen3-30b-a3b",
+        help="comma-separated models, two layers of real shape each, or all "
+        f"(qwen2.5-7b,qwen3-30b-a3b); known: {', '.join(CASES)}",
     )
     parser.add_argument(
         "--num-experts",
@@ -49,14 +55,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="experts per layer of models that have them; the default keeps the run short, and "
         "halves until the case fits into memory (the title says what ran)",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way (3)")
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way (2)")
     parser.add_argument(
         "--bucket-mb", type=int, default=128, help="bound of the staging of a round, MiB (128)"
     )
     args = parser.parse_args(argv)
-    args.cases = [name for name in args.cases.split(",") if name]
+    args.cases = list(CASES) if args.cases == "all" else [n for n in args.cases.split(",") if n]
+    if not args.cases:
+        parser.error(f"--cases: nothing to run; known: all, {', '.join(CASES)}")
     if unknown := [name for name in args.cases if name not in CASES]:
-        parser.error(f"--cases {','.join(unknown)}: unknown; known: {', '.join(CASES)}")
+        parser.error(f"--cases {','.join(unknown)}: unknown; known: all, {', '.join(CASES)}")
     for flag in ("repeats", "bucket_mb"):
         if getattr(args, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")

@@ -16,12 +16,12 @@ from mindspeed_rl.resharding.executor import wire_dtype
 from mindspeed_rl.resharding.layouts.base import (
     Piece,
     Shard,
+    ShardLayout,
     expert_name,
     layer_name,
     pieces_of,
 )
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
 # "split": cut by tensor parallelism; "whole": the same on all ranks of a stage; "end": embedding,
 # head and last norm where they are split.
@@ -50,7 +50,7 @@ class Model:
 
     Attributes:
         source: the trainer.
-        target: the engine.
+        target: the engine; another trainer where a way can do that.
         rank: global rank.
         dtype: of weights without a type of their own.
         read: trainer parameters of this rank.
@@ -58,7 +58,7 @@ class Model:
     """
 
     source: MegatronLayout
-    target: VllmLayout
+    target: ShardLayout
     rank: int
     dtype: torch.dtype
     read: Mapping[str, torch.Tensor]
@@ -216,7 +216,7 @@ class Overlap:
 
 
 def overlaps(
-    source: MegatronLayout, target: VllmLayout, rank: int, wanted: Callable[[str], bool]
+    source: MegatronLayout, target: ShardLayout, rank: int, wanted: Callable[[str], bool]
 ) -> Iterator[Overlap]:
     """What ``rank`` needs of which training shard, in the order of the HF tensors."""
     for dst in pieces_of(target, rank):

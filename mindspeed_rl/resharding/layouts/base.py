@@ -93,6 +93,11 @@ class ShardLayout(Protocol):
         """Equal for tensors of units whose shards differ in names only."""
         ...
 
+    @property
+    def wants_whole_tensors(self) -> bool:
+        """Whether a target wants tensors complete one after another, not a slice of many."""
+        ...
+
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""
         ...
@@ -264,6 +269,11 @@ class TableLayout(ABC):
         """Pattern and pipeline stage."""
         pattern, layer, _ = locate(hf_name)
         return pattern, self.lane_of(self._rows_of_patterns[pattern][0], layer)
+
+    @property
+    def wants_whole_tensors(self) -> bool:
+        """No: parameters exist anyway."""
+        return False
 
     def _cuts_of(self, row: Row, share: Share) -> tuple[Cut, ...]:
         """The cuts of a row at a share; equal at all layers and experts."""

@@ -42,6 +42,11 @@ class HfFileLayout:
         box = Box.whole(self.hf_shapes[hf_name])
         return (Shard(Piece(hf_name, box, hf_name, box), self.writers),)
 
+    @property
+    def wants_whole_tensors(self) -> bool:
+        """Yes: what is incomplete takes memory."""
+        return True
+
     def held_names(self, rank: int) -> Iterable[str]:
         """Everything on a writer, nothing elsewhere."""
         return self.hf_shapes if rank in self.writers else ()
