@@ -1,0 +1,286 @@
+"""tools/inspect_plan.py: figures that can be checked, and errors that say what to change (R26)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import floor_oracle as oracle
+from support.floor_cases import FloorCase, layouts_of, rollout_text, train_text
+from support.floor_oracle import Rollout, Training
+from support.published import PUBLISHED
+
+from mindspeed_rl.resharding.planner import plan_reshard
+from mindspeed_rl.resharding.schedule import plan_schedule
+from mindspeed_rl.resharding.traffic import (
+    RoundTraffic,
+    Spread,
+    critical_bytes,
+    element_bytes_of,
+    rank_traffic,
+    round_traffic,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import inspect_plan  # noqa: E402
+from bench.peer_links import gather_links, two_stage_links  # noqa: E402
+from bench.peer_volumes import gather_volumes, two_stage_volumes  # noqa: E402
+
+QWEN_7B = FloorCase("qwen2.5-7b", Training(16, tp=4, pp=2), Rollout(16, tp=2), 8)
+QWEN_30B = FloorCase(
+    "qwen3-30b-a3b", Training(16, tp=4, pp=2, ep=8, etp=1), Rollout(16, tp=2, dp=8, ep=16), 8
+)
+DEEPSEEK = FloorCase(
+    "deepseek-v3",
+    Training(256, tp=4, pp=8, ep=8, extend_ep=True, layers=(7, 8, 8, 8, 8, 8, 7, 7)),
+    Rollout(256, tp=2, dp=128, ep=256),
+)
+
+
+def flags_of(case: FloorCase) -> list[str]:
+    """The command line of a case, without the model."""
+    return [
+        *("--train", train_text(case.training)),
+        *("--rollout", rollout_text(case.rollout)),
+        *("--world", str(case.world), "--ranks-per-node", str(case.ranks_per_node)),
+    ]
+
+
+def run_tool(*flags: str) -> str:
+    command = [sys.executable, "tools/inspect_plan.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """The table and the JSON of Qwen2.5-7B, given as a checkpoint folder."""
+    folder = tmp_path_factory.mktemp("qwen")
+    (folder / "config.json").write_text(PUBLISHED["qwen2.5-7b"].read_text())
+    out = folder / "out.json"
+    speeds = ["--intra-node-gbs", "150", "--inter-node-gbs", "25"]
+    text = run_tool("--hf-config", str(folder), *flags_of(QWEN_7B), *speeds, "--json", str(out))
+    return text, json.loads(out.read_text())
+
+
+def test_json_holds_every_strategy_and_key(report: tuple[str, list[dict[str, Any]]]) -> None:
+    _, entries = report
+    assert [e["strategy"] for e in entries] == ["direct", "stream", "gather", "two-stage"]
+    for entry in entries:
+        for key in ("recv_bytes", "floor_bytes", "send_bytes", "node_floor_bytes"):
+            assert set(entry[key]) == {"min", "mean", "max"}
+            assert entry[key]["min"] <= entry[key]["mean"] <= entry[key]["max"]
+        parts = entry["critical_within_nodes_bytes"] + entry["critical_between_nodes_bytes"]
+        assert parts == entry["critical_bytes"] > 0
+        assert entry["peak_staging_bytes"] > 0 and entry["messages_per_rank"] > 0
+        assert entry["rounds"] > 0 and entry["plan_s"] >= 0
+        wire_s = entry["critical_within_nodes_bytes"] / 150e9
+        wire_s += entry["critical_between_nodes_bytes"] / 25e9
+        assert entry["estimated_s"] == pytest.approx(wire_s)
+
+
+def test_direct_is_at_the_floor_of_the_oracle(report: tuple[str, list[dict[str, Any]]]) -> None:
+    _, (direct, *others) = report
+    problem = (QWEN_7B.config, QWEN_7B.training, QWEN_7B.rollout)
+    floors = [oracle.receive_floor(*problem, rank) for rank in range(QWEN_7B.world)]
+    expected = {"min": min(floors), "mean": sum(floors) / len(floors), "max": max(floors)}
+    assert direct["recv_bytes"] == direct["floor_bytes"] == expected
+    nodes = [oracle.node_floor(*problem, node, QWEN_7B.ranks_per_node) for node in range(2)]
+    assert direct["node_floor_bytes"]["max"] == max(nodes)
+    assert direct["send_bytes"]["mean"] == direct["recv_bytes"]["mean"]
+    for other in others:
+        assert other["recv_bytes"]["min"] > direct["recv_bytes"]["max"], other["strategy"]
+
+
+def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, Any]]]) -> None:
+    text, entries = report
+    assert "16 of 16 ranks, 8 per node" in text
+    received = next(line for line in text.splitlines() if line.startswith("in per rank"))
+    for entry in entries:
+        spread = entry["recv_bytes"]
+        shown = " / ".join(f"{spread[key] / 1e9:.3f}" for key in ("min", "mean", "max"))
+        assert shown in received, entry["strategy"]
+    assert re.search(r"^in / floor +1\.00 ", text, re.MULTILINE)
+
+
+def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:
+    """The example of ``--help``, with the config of the test data."""
+    words = shlex.split(inspect_plan.EXAMPLE.split("\n", 1)[1].replace("\\\n", " "))
+    assert words[:2] == ["python", "tools/inspect_plan.py"]
+    flags = words[2:]
+    flags[flags.index("--hf-config") + 1] = str(PUBLISHED["deepseek-v3"])
+    flags[flags.index("--json") + 1] = str(tmp_path / "plan.json")
+    flags[flags.index("--ranks") + 1] = "17"
+    run_tool(*flags)
+    direct, _, _, two_stage = json.loads((tmp_path / "plan.json").read_text())
+    floor = oracle.receive_floor(DEEPSEEK.config, DEEPSEEK.training, DEEPSEEK.rollout, 17)
+    assert direct["recv_bytes"] == {"min": floor, "mean": floor, "max": floor}
+    assert two_stage["recv_bytes"]["min"] > 3 * floor
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 3, 4, 8, 16, 512])
+@pytest.mark.parametrize("case", [QWEN_7B, QWEN_30B, DEEPSEEK], ids=str)
+def test_links_of_the_peers_add_up_to_their_critical_bytes(
+    case: FloorCase, ranks_per_node: int
+) -> None:
+    source, target = layouts_of(case)
+    gather = gather_links(source, 2, ranks_per_node)
+    two_stage = two_stage_links(source, target, 2, ranks_per_node)
+    critical = gather_volumes(source, target, 2).critical_bytes
+    assert gather.within_nodes + gather.between_nodes == critical
+    critical = two_stage_volumes(source, target, 2).critical_bytes
+    assert two_stage.within_nodes + two_stage.between_nodes == critical
+    one_node = ranks_per_node >= case.world
+    for links in (gather, two_stage):
+        assert (links.between_nodes == 0) == one_node
+        assert links.within_nodes == 0 or ranks_per_node > 1
+
+
+def test_gathers_over_tensor_parallel_neighbours_stay_in_a_node() -> None:
+    """TP4 PP2 on nodes of 8: only the broadcast between the stages leaves them."""
+    source, _ = layouts_of(QWEN_7B)
+    of_both_stages = (*source.local_shapes(0).values(), *source.local_shapes(8).values())
+    assert gather_links(source, 2, 8).between_nodes == 2 * sum(map(prod, of_both_stages))
+
+
+# --- counting ----------------------------------------------------------------------------------
+
+
+def test_critical_bytes_by_hand() -> None:
+    """Exchange 0: 7 (sent by the second rank); exchange 1: 5 (received by the first)."""
+    first = RoundTraffic(receive_bytes=(3, 5), send_bytes=(1, 0), num_messages=2)
+    second = RoundTraffic(receive_bytes=(0, 2), send_bytes=(7, 4), num_messages=1)
+    assert critical_bytes([first, second]) == 7 + 5
+
+
+def test_spread_by_hand() -> None:
+    assert Spread.of([4, 1, 4]) == Spread(1, 3.0, 4)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_traffic_of_all_ranks_is_consistent(relay: bool) -> None:
+    """Sends equal receives, in all and between nodes; rounds add up to the whole."""
+    case = replace(QWEN_30B, ranks_per_node=4).with_layers(1, 1)
+    source, target = layouts_of(case)
+    bytes_of = element_bytes_of(source, 2)
+    plans = [plan_reshard(source, target, rank, 4, relay=relay) for rank in range(case.world)]
+    traffic = [rank_traffic(plan, bytes_of, 4) for plan in plans]
+    assert sum(t.send_bytes for t in traffic) == sum(t.receive_bytes for t in traffic)
+    inter = sum(t.inter_node_receive_bytes for t in traffic)
+    assert 0 < inter == sum(t.inter_node_send_bytes for t in traffic)
+    assert inter < sum(t.receive_bytes for t in traffic)
+    schedule = plan_schedule(
+        source, target, bucket_bytes=2**28, item_bytes=2, ranks_per_node=4, relay=relay
+    )
+    assert schedule.num_rounds > 2
+    parts = [round_traffic(plan, schedule, source, bytes_of) for plan in plans]
+    for plan, whole, rounds in zip(plans, traffic, parts, strict=True):
+        assert sum(rounds.receive_bytes) == whole.receive_bytes
+        assert sum(rounds.send_bytes) == whole.send_bytes
+        assert rounds.peak_bytes <= schedule.staging_bytes <= 2**28
+        assert whole.num_senders <= rounds.num_messages
+        needed = oracle.bytes_missing(oracle.needed(case.config, case.rollout, plan.rank), {})
+        assert whole.receive_bytes + whole.copy_bytes == needed
+    received, sent = (r.receive_bytes for r in parts), (r.send_bytes for r in parts)
+    assert list(map(sum, zip(*received, strict=True))) == list(map(sum, zip(*sent, strict=True)))
+
+
+def test_float32_tensors_count_four_bytes() -> None:
+    source, _ = layouts_of(DEEPSEEK)
+    bytes_of = element_bytes_of(source, 2)
+    assert bytes_of("model.layers.3.mlp.gate.e_score_correction_bias") == 4
+    assert bytes_of("model.layers.3.mlp.gate.weight") == 2
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+MOE = ("--hf-config", str(PUBLISHED["qwen3-30b-a3b"]))
+DENSE = ("--hf-config", str(PUBLISHED["qwen2.5-7b"]))
+WORLD = ("--world", "16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((*DENSE, *WORLD, "--train", "tq=2"), "--train tq=2: .* allowed keys: tp, pp, vpp"),
+        ((*DENSE, *WORLD, "--rollout", "tp"), "--rollout tp: give KEY=VALUE .*tp, pp, dp, ep"),
+        ((*DENSE, *WORLD, "--train", "tp=2,tp=4"), "--train tp=4: tp is given twice; remove one"),
+        ((*DENSE, *WORLD, "--train", "tp=zwei"), "--train tp=zwei: allowed are whole numbers"),
+        ((*DENSE, *WORLD, "--train", "cp=0"), "--train cp=0: allowed are whole numbers from 1"),
+        (
+            (*DENSE, *WORLD, "--train", "tp=4,pp=3"),
+            "--train: tp x pp x cp = 12 does not divide --world 16; make --world a multiple of 12",
+        ),
+        (
+            (*DENSE, *WORLD, "--rollout", "tp=3"),
+            "--rollout: tp x pp x dp = 3 does not divide --world 16; make --world a multiple of 3",
+        ),
+        ((*DENSE, *WORLD, "--rollout", "tp=8"), "--rollout tp=8: .*28 attention heads"),
+        ((*DENSE, *WORLD, "--train", "tp=8"), "--train tp=8: .* allowed: the divisors of 4"),
+        ((*DENSE, *WORLD, "--train", "ep=2"), "--train ep=2: the model has no experts; remove it"),
+        (
+            (*DENSE, *WORLD, "--train", "moe_tp_extend_ep=1"),
+            "--train moe_tp_extend_ep=1: the model has no experts; remove it",
+        ),
+        (
+            (*MOE, *WORLD, "--train", "moe_tp_extend_ep=yes"),
+            "--train moe_tp_extend_ep=yes: allowed are 0 and 1",
+        ),
+        (
+            (*MOE, *WORLD, "--train", "tp=2,etp=2,moe_tp_extend_ep=1"),
+            "--train etp=2: .* allowed is 1: remove etp or moe_tp_extend_ep",
+        ),
+        ((*MOE, *WORLD, "--train", "tp=4,pp=2,ep=8"), "8 expert-parallel x 4 .* give etp=1"),
+        (
+            (*DENSE, *WORLD, "--train", "pp=2,num_layer_list=14-15"),
+            "--train pp=2,num_layer_list=14-15: .* has 29 layers, the model 28",
+        ),
+        (
+            (*DENSE, *WORLD, "--train", "pp=2,num_layer_list=14:14"),
+            "num_layer_list=14:14: give the layers of each stage with dashes",
+        ),
+        (
+            (*DENSE, *WORLD, "--train", "pp=2,vpp=2,num_layer_list=14-14"),
+            "num_layer_list=14-14 has 2 numbers; with pp=2,vpp=2 it needs 4",
+        ),
+        ((*DENSE, *WORLD, "--train", "pp=8"), "allowed: the divisors of 28, or give"),
+        (
+            (*MOE, *WORLD, "--rollout", "tp=2,dp=4,ep=4"),
+            "--rollout ep=4: .* allowed are 1 and tp x dp = 8",
+        ),
+        ((*DENSE, *WORLD, "--rollout", "dp=2"), "--rollout dp=2: .* allowed: 1"),
+        ((*DENSE, *WORLD, "--ranks", "0,16"), "--ranks 0,16: allowed are all, or .* 0 to 15"),
+        ((*DENSE, "--world", "0"), "--world 0: must be above 0"),
+        ((*DENSE, *WORLD, "--ranks-per-node", "-1"), "--ranks-per-node -1: must be above 0"),
+        ((*DENSE, *WORLD, "--reshard-bucket-mb", "0"), "--reshard-bucket-mb 0: must be above 0"),
+        (
+            (*DENSE, *WORLD, "--intra-node-gbs", "100"),
+            "--intra-node-gbs and --inter-node-gbs belong together: give both or none",
+        ),
+        (("--hf-config", "nowhere.json", *WORLD), "--hf-config nowhere.json: No such file.* give"),
+        (("--hf-config", "README.md", *WORLD), "--hf-config README.md: no JSON: .*; give a config"),
+    ],
+)
+def test_errors_name_key_value_allowed_and_fix(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["inspect_plan.py", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        inspect_plan.main()
+    assert stopped.value.code == 2
+    assert re.search(said, capsys.readouterr().err.replace("\n", " "))
