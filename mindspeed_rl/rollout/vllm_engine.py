@@ -166,10 +166,7 @@ class VllmEngine:
         return self._params()
 
     def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
-        """Write one whole HF tensor through vLLM's loader, between begin and finish of an update.
-
-        vLLM passes over what it does not know; the weight proof finds that.
-        """
+        """Write one whole HF tensor through vLLM's loader, which passes over unknown names."""
         assert self._version == -1, "load_tensor outside an update"
         self._model.load_weights([(hf_name, tensor)])  # type: ignore[operator]
 
