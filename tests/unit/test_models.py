@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,11 @@ def test_no_cut_reaches_into_the_padding() -> None:
         shards = layout.shards("lm_head.weight")
         rows[type(layout)] = [(s.piece.hf_box.lo[0], s.piece.hf_box.size[0]) for s in shards]
     assert rows == {MegatronLayout: [(0, 40), (40, 27)], VllmLayout: [(0, 32), (32, 32), (64, 3)]}
+
+
+def test_layouts_travel_without_what_they_remember() -> None:
+    for layout in layouts_of(GQA):
+        assert layout.held_names(0), "fills the caches"
+        copy = pickle.loads(pickle.dumps(layout))
+        assert copy == layout and copy.held_names(0) == layout.held_names(0)
+        assert copy.local_shapes(0) == layout.local_shapes(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Cut, Row, Share
@@ -199,6 +199,10 @@ class TableLayout(ABC):
 
     def _experts(self, row: Row) -> range:
         return range(self.spec.num_experts) if isinstance(row, ExpertRow) else range(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is cached goes by the identity of rows."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     # By identity: rows live as long as their table.
     @cached_property
