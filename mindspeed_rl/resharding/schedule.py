@@ -204,6 +204,7 @@ def _fill(
     lanes: list[list[Unit]], costs: _Costs, bucket_bytes: int
 ) -> tuple[list[list[_Item]], float]:
     """The items of every round, and the largest load of a rank in one of them."""
+    _check_budget(lanes, costs, bucket_bytes)
     quantum = bucket_bytes / (2 * len(lanes))
     queues = [[item for unit in lane for item in _slices(unit, costs, quantum)] for lane in lanes]
     world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
@@ -216,12 +217,26 @@ def _fill(
         if largest <= bucket_bytes:
             return [items for items in rounds if items], largest
         if count >= most:
-            raise ValueError(
-                f"--reshard-bucket-mb gives {bucket_bytes} bytes for one round; the smallest "
-                f"slices of this model and these layouts need {int(largest)}: raise it to at least "
-                f"{2 * largest / 2**20:.3g}"
-            )
+            raise _too_small(bucket_bytes, largest)
         count = min(most, max(count + 1, int(count * 1.1)))
+
+
+def _check_budget(lanes: list[list[Unit]], costs: _Costs, bucket_bytes: int) -> None:
+    """Refuse a budget that the narrowest slice of some unit exceeds, before any is made."""
+    narrowest = [
+        max(_Item(u, cost, 0, cost.narrowest).loads.max(initial=0.0) for u, cost in priced)
+        for priced in ([(unit, costs.of(unit)) for unit in lane] for lane in lanes)
+    ]
+    if max(narrowest) > bucket_bytes:
+        raise _too_small(bucket_bytes, sum(narrowest))
+
+
+def _too_small(bucket_bytes: int, needed: float) -> ValueError:
+    return ValueError(
+        f"--reshard-bucket-mb gives {bucket_bytes} bytes for one round; the smallest slices of "
+        f"this model and these layouts need {int(needed)}: raise it to at least "
+        f"{2 * needed / 2**20:.3g}"
+    )
 
 
 def _slices(unit: Unit, costs: _Costs, quantum: float) -> list[_Item]:

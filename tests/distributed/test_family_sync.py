@@ -23,11 +23,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("path", ["direct", "stream"])
 @pytest.mark.parametrize("family", CASES)
-def test_three_syncs_equal_a_fresh_load(family: str, tmp_path: Path) -> None:
+def test_three_syncs_equal_a_fresh_load(family: str, path: str, tmp_path: Path) -> None:
     """Packed experts and absorbed projections follow every update, exactly once."""
     model = write_tiny_model(tmp_path / "model", family=family)
-    args = (str(model), CASES[family].split(), str(tmp_path))
+    flags = [*CASES[family].split(), "--reshard-path", path]
+    args = (str(model), flags, str(tmp_path))
     for syncs in run_ranks(family_sync_world, 2, work_dir=tmp_path, args=args):
         assert len(syncs) == 3
         for sync in syncs:
