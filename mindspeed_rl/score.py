@@ -23,7 +23,8 @@ def main(job: ScoreJob) -> None:
     from mindspeed_rl.orchestration import training
 
     score = job.config.score
-    limit = job.plan.spec.max_position_embeddings
+    # vLLM wants room for one more token
+    limit = job.plan.spec.max_position_embeddings - (score.backend == "engine")
     sequences = read_sequences(score.tokens, job.plan.spec.vocab_size, limit)
     training.initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine

@@ -11,7 +11,7 @@ from bench.peer_volumes import Volumes, gather_volumes, stream_volumes, two_stag
 
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.progress import RunProgress
-from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT
+from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
 from mindspeed_rl.resharding.layouts.from_text import rollout_from_text, training_from_text
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
@@ -138,7 +138,9 @@ def _direct(problem: Problem, relay: bool = False) -> Strategy:
     per_node = problem.ranks_per_node
 
     def plan_one() -> object:
-        return plan_reshard(*problem.layouts(), problem.ranks[0], per_node, relay=relay)
+        fresh = problem.layouts()
+        plan = plan_reshard(*fresh, problem.ranks[0], per_node, relay=relay)
+        return split_rounds(plan, _schedule(problem, *fresh, relay), fresh[0], 1 + relay)
 
     plan_s = _seconds(plan_one)
     source, target = problem.layouts()
@@ -173,11 +175,11 @@ def _direct(problem: Problem, relay: bool = False) -> Strategy:
 def _schedule(
     problem: Problem, source: MegatronLayout, target: VllmLayout, relay: bool
 ) -> Schedule:
-    """The rounds as the executor asks for them: as many on their way share the bucket."""
+    """The rounds as the executor asks for them."""
     return plan_schedule(
         source,
         target,
-        bucket_bytes=problem.bucket_bytes // ROUNDS_IN_FLIGHT,
+        bucket_bytes=round_bytes(problem.bucket_bytes),
         item_bytes=BF16_BYTES,
         ranks_per_node=problem.ranks_per_node,
         relay=relay,
@@ -194,19 +196,16 @@ def _direct_links(totals: Sequence[RankTraffic], critical: int) -> LinkBytes:
 def _others(problem: Problem, source: MegatronLayout, target: VllmLayout) -> tuple[Strategy, ...]:
     per_node, world = problem.ranks_per_node, problem.world
 
-    def files() -> HfFileLayout:
-        return HfFileLayout.of(source, range(world))
+    files = HfFileLayout.of(source, range(world))
 
     def plan_stream() -> object:
-        fresh, _ = problem.layouts()
-        whole = HfFileLayout.of(fresh, range(world))
-        return plan_reshard(fresh, whole, problem.ranks[0], per_node)
+        return plan_reshard(source, files, problem.ranks[0], per_node)
 
     stream = stream_volumes(source, target, BF16_BYTES, problem.bucket_bytes)
     gather = gather_volumes(source, target, BF16_BYTES)
     two_stage = two_stage_volumes(source, target, BF16_BYTES)
     bytes_of = element_bytes_of(source, BF16_BYTES)
-    nodes = node_floors(source, files(), bytes_of, per_node)
+    nodes = node_floors(source, files, bytes_of, per_node)
     return (
         _strategy(problem, "stream", stream, stream_links(stream, nodes), _seconds(plan_stream)),
         _strategy(problem, "gather", gather, gather_links(source, BF16_BYTES, per_node)),

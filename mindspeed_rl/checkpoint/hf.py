@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
+from mindspeed_rl.checkpoint.names import DEQUANTIZE, INDEX, check_names, read_index
 from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Element types, as safetensors spells them, whose numbers are the weights.
 _PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
@@ -29,7 +27,7 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
     root = Path(directory)
     index = root / INDEX
     if index.is_file():
-        mapping = _weight_map(index)
+        mapping = read_index(index)
         missing = sorted({f for f in mapping.values() if not (root / f).is_file()})
         if missing:
             total = len(set(mapping.values()))
@@ -46,14 +44,6 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
         )
     with _open(single) as file:
         return {name: single for name in file.keys()}  # noqa: SIM118 - not a dict
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        mapping: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{index}: no index of safetensors files: {error!r}") from error
-    return mapping
 
 
 @contextmanager
@@ -100,6 +90,8 @@ def load_hf(
     files = weight_files(directory)
     names = set(files) - set(left_out)
     check_names(f"--hf-checkpoint {directory}", names, layout.hf_shapes)
+    if rank == 0:
+        check_tie(f"--hf-checkpoint {directory}", files, layout.hf_shapes)
     by_file: dict[Path, list[str]] = {}
     for name in layout.hf_shapes:
         by_file.setdefault(files[name], []).append(name)
@@ -119,6 +111,22 @@ def load_hf(
                 for piece in mine.get(name, ()):
                     target = piece.view.of(params[piece.param])[piece.param_box.slices]
                     target.copy_(view[piece.hf_box.slices])
+
+
+def check_tie(where: str, files: Mapping[str, Path], expected: Collection[str]) -> None:
+    """Refuse a head of its own beside a config that ties it to the embedding.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head not in files or head in expected or embedding not in files:
+        return
+    if not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)):
+        raise ValueError(
+            f"{where}: config.json has tie_word_embeddings true, but {head} differs from "
+            f"{embedding}; set tie_word_embeddings to false"
+        )
 
 
 def _check_tensor(path: Path, name: str, view: Any, expected: tuple[int, ...]) -> None:

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mindspeed_rl.checkpoint.hf import INDEX, SINGLE
+from mindspeed_rl.checkpoint.hf import SINGLE
+from mindspeed_rl.checkpoint.names import INDEX
 from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
+from mindspeed_rl.checkpoint.names import BUFFERS, INDEX, mtp_tensors, read_index
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.models.tensors import (
     TensorGroup,
@@ -24,7 +24,6 @@ from mindspeed_rl.models.tensors import (
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.layouts.base import Piece, Shard, TableLayout
 
-INDEX = "model.safetensors.index.json"
 Shape = tuple[int, ...]
 
 
@@ -42,12 +41,16 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
     root = Path(directory)
     shapes: dict[str, Shape | None] = {}
     if (root / INDEX).is_file():
-        shapes = dict.fromkeys(json.loads((root / INDEX).read_text())["weight_map"])
+        shapes = dict.fromkeys(read_index(root / INDEX))
     files = sorted(root.glob("*.safetensors"))
     if not shapes and not files:
         raise ValueError(f"--hf-checkpoint {root}: neither {INDEX} nor safetensors files are there")
     for file in files:
         shapes |= safetensors_header(file)
+    if (root / INDEX).is_file():
+        for name, holder in read_index(root / INDEX).items():
+            if shapes[name] is None and (root / holder).is_file():
+                raise ValueError(f"{root / holder}: lacks {name}, which {INDEX} says is there")
     return shapes
 
 

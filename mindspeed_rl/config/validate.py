@@ -343,7 +343,8 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
         ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
         ("--num-attention-heads", model.num_attention_heads, spec.num_heads),
         ("--num-query-groups", model.num_query_groups, spec.num_kv_heads),
-        ("--kv-channels", model.kv_channels, spec.head_dim),
+        # megatron-core does not read it with latent attention
+        ("--kv-channels", None if spec.latent else model.kv_channels, spec.head_dim),
         ("--vocab-size", model.vocab_size, spec.vocab_size),
         ("--padded-vocab-size", model.padded_vocab_size, padded),
         ("--rotary-base", model.rotary_base, spec.rope.theta),

@@ -105,8 +105,9 @@ def rope_of(config: Mapping[str, Any]) -> RopeSpec:
         raise ValueError("config.json: neither rope_theta nor rope_parameters.rope_theta is there")
     if kind not in KINDS:
         raise ValueError(f"config.json: rope type {kind!r} is not supported; allowed: {KINDS}")
-    if float(scaling.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("config.json: partial_rotary_factor is not supported; allowed: 1")
+    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if float(partial or 1.0) != 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor {partial}; allowed: 1")
     if kind == "default":
         return RopeSpec(float(theta))
     try:
@@ -119,6 +120,8 @@ def _scaled(
     kind: str, theta: float, scaling: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
     factor = float(scaling["factor"])
+    if factor <= 0:
+        raise ValueError(f"config.json: rope factor {factor}; must be positive")
     if kind == "linear":
         return RopeSpec(theta, kind, factor)
     original = int(
@@ -126,6 +129,10 @@ def _scaled(
     )
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        if high <= low:
+            raise ValueError(
+                f"config.json: high_freq_factor {high} must be above low_freq_factor {low}"
+            )
         return RopeSpec(theta, kind, factor, original, low, high)
     mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     attention = scaling.get("attention_factor")

@@ -17,6 +17,7 @@ from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.orchestration.limits import JOIN, Limits
 
@@ -83,7 +84,9 @@ def run_entry(
         config = parsed.config
         bootstrap.require_launcher(prog, os.environ)
         plan = check(config, world.size)
-        check_foreign_architecture(parsed.checked_arch, read_hf_config(config.model.hf_checkpoint))
+        hf_config = read_hf_config(config.model.hf_checkpoint)
+        implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
+        check_foreign_architecture(parsed.checked_arch, implied | hf_config)
     except ValueError as error:
         _usage_error(prog, error, world, limits or Limits())
     parallel = config.parallel

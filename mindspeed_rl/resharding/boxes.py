@@ -52,9 +52,14 @@ class Box:
 
         Rectangles of equal size are sliced alike, wherever they lie.
         """
-        dim = max(range(len(self.size)), key=lambda d: self.size[d])
-        first, last = (self.size[dim] * i // count for i in (index, index + 1))
-        return self.with_dim(dim, self.lo[dim] + first, last - first)
+        dim, first, size = self.span(index, count)
+        return self.with_dim(dim, self.lo[dim] + first, size)
+
+    def span(self, index: int, count: int) -> tuple[int, int, int]:
+        """Dimension, offset and length of :meth:`slice`."""
+        size = max(self.size)
+        first = size * index // count
+        return self.size.index(size), first, size * (index + 1) // count - first
 
     def moved(self, origin: Box, target: Box) -> Box:
         """This rectangle, given relative to ``origin``, at the same offset inside ``target``."""

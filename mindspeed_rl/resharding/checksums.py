@@ -27,6 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Hashes of rectangles up to this size are kept: 8 bytes per element, the same in every sync.
 _CACHED_ELEMENTS = 1 << 16
+_CHUNK_ELEMENTS = 1 << 20  # whose hashes, 36 bytes per element with all that is on the way, exist
 
 
 def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -52,19 +53,29 @@ def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> tor
     return (value ^ ((value >> 31) & ((1 << 33) - 1))) | 1
 
 
-def box_checksum(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """The share of one rectangle in its tensor's checksum.
+def box_checksum(
+    values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The share of one rectangle in its tensor's checksum, in slices of about 40 MB of memory.
 
     Args:
         values: [box.size], any floating type.
         box: its place in the HF tensor.
         shape: of the whole HF tensor.
+        dtype: values are cast to it first.
 
     Returns:
-        0-d int64 (modulo 2^64).
+        0-d int64 (modulo 2^64), on the device of the values.
     """
-    bits = values.contiguous().view(_BITS[values.element_size()]).to(torch.int64)
-    return (bits * _index_hash(box, shape, values.device)).sum()
+    whole = Box.whole(box.size)
+    parts = -(-box.num_elements // _CHUNK_ELEMENTS)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part in (box.slice(i, parts) for i in range(parts)):
+        if part.num_elements:
+            taken = values[part.moved(box, whole).slices].to(dtype).contiguous()
+            bits = taken.view(_BITS[taken.element_size()]).to(torch.int64)
+            total += (bits * _index_hash(part, shape, values.device)).sum()
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +106,16 @@ def _shares(
 def _sum_shares(
     shares: Sequence[_Share], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
 ) -> torch.Tensor:
-    sums = torch.zeros(count, dtype=torch.int64)
+    sums: dict[torch.device, torch.Tensor] = {}  # one transfer to the host at the end
     for share in shares:
         piece = share.piece
         shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
-        values = shown.to(wire_dtype(share.dtype, dtype))
-        sums[share.row] += box_checksum(values, piece.hf_box, share.shape).cpu()
-    return sums
+        wire = wire_dtype(share.dtype, dtype)
+        value = box_checksum(shown, piece.hf_box, share.shape, wire)
+        if value.device not in sums:
+            sums[value.device] = torch.zeros(count, dtype=torch.int64, device=value.device)
+        sums[value.device][share.row] += value
+    return sum((s.cpu() for s in sums.values()), torch.zeros(count, dtype=torch.int64))
 
 
 def local_checksums(

@@ -61,6 +61,11 @@ class Round:
     dtype: str
 
 
+def round_bytes(bucket_bytes: int) -> int:
+    """The budget of one round: the rounds on their way share the bucket."""
+    return max(0, bucket_bytes // ROUNDS_IN_FLIGHT - _ALIGNMENT)
+
+
 def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
     """The element type on the wire of a tensor with a declared type (``""``: none of its own)."""
     if not declared:
@@ -153,7 +158,7 @@ class Resharder:
         self.schedule = plan_schedule(
             source,
             target,
-            bucket_bytes=max(0, bucket_bytes // ROUNDS_IN_FLIGHT - _ALIGNMENT),
+            bucket_bytes=round_bytes(bucket_bytes),
             item_bytes=dtype.itemsize,
             ranks_per_node=ranks_per_node,
             relay=relay,
@@ -222,14 +227,15 @@ class Resharder:
     def _compare_plans(self) -> None:
         """32 bytes per rank, once: messages that do not fit together would hang or mix tensors."""
         state = hashlib.blake2b(self.plan.digest.encode(), digest_size=32)
-        state.update(repr((self._dtype, self._budget)).encode())
+        transport = type(self._transport).__name__
+        state.update(repr((self._dtype, self._budget, transport)).encode())
         digests = self._transport.all_gather(state.digest())
         usual, _ = Counter(digests).most_common(1)[0]
         if odd := [rank for rank, digest in enumerate(digests) if digest != usual]:
             raise RuntimeError(
                 f"reshard: ranks {odd} of {len(digests)} have another plan than the rest (layouts, "
-                "ranks per node, precision or --reshard-bucket-mb differ); start all nodes with "
-                "the same flags, the same config.json and the same mindspeed_rl"
+                "ranks per node, precision, --reshard-bucket-mb or --reshard-transport differ); "
+                "start all nodes with the same flags, config.json and mindspeed_rl"
             )
         self._compared = True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.resharding.boxes import Box, ParamView
@@ -48,10 +48,26 @@ class Transfer:
         """One of ``count`` slices along the longest dimension; ``None`` when it is empty."""
         if count == 1:
             return self
-        boxes = [b.slice(index, count) for b in (self.hf_box, self.src_box, self.dst_box)]
-        if not boxes[0].num_elements:
+        dim, first, size = self.hf_box.span(index, count)
+        if not size:
             return None
-        return replace(self, hf_box=boxes[0], src_box=boxes[1], dst_box=boxes[2])
+        hf, src, dst = (
+            box.with_dim(dim, box.lo[dim] + first, size)
+            for box in (self.hf_box, self.src_box, self.dst_box)
+        )
+        return Transfer(
+            self.src_rank,
+            self.dst_rank,
+            self.hf_name,
+            hf,
+            self.src_param,
+            src,
+            self.src_view,
+            self.dst_param,
+            dst,
+            self.dst_view,
+            self.leg,
+        )
 
 
 @dataclass(frozen=True, slots=True)

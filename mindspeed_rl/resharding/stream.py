@@ -27,8 +27,8 @@ class TensorStream:
         ranks_per_node: for the choice of near sources.
         transport: moves the messages.
         dtype: element type of tensors that have none of their own.
-        bucket_bytes: bound of the staging of a rank; the tensors that are not yet complete, at most
-            two of each pipeline stage, come on top.
+        bucket_bytes: bound of the staging of a rank; the whole tensors of the two rounds on their
+            way come on top.
     """
 
     def __init__(

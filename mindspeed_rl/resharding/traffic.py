@@ -138,7 +138,7 @@ def round_traffic(
         """(exchange, bytes, sender)."""
         for t in transfers:
             size = bytes_of(t.hf_name)
-            for slot in schedule.slots[source.unit_of(t.hf_name)]:
+            for slot in schedule.slots_of(source, t.hf_name):
                 elements = t.hf_box.slice(slot.part, slot.parts).num_elements
                 if elements:
                     yield slot.round * num_legs + t.leg - 1, elements * size, t.src_rank

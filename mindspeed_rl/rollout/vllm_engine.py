@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
     requests_digest,
 )
+from mindspeed_rl.rollout.kv_storages import kv_storages
 from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS, DerivedState
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
@@ -95,8 +96,9 @@ class VllmEngine:
         runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = runner.model
         self._derived = DerivedState(self._model, self._engine.model_config.dtype)
-        self._kv_storages = list(_kv_storages(runner))
+        self._kv_storages = list(kv_storages(runner))
         self._check_layout()
+        self._pointers = {name: p.data_ptr() for name, p in self._params().items()}
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
         import vllm
@@ -189,6 +191,8 @@ class VllmEngine:
     def finish_update(self, version: int) -> None:
         """Derive what follows from the weights, forget what was computed with others (R7)."""
         self._derived.finish()
+        if moved := [n for n, p in self._params().items() if p.data_ptr() != self._pointers[n]]:
+            raise RuntimeError(f"parameters moved in memory, graphs read the old: {moved[:5]}")
         self._reset_prefix_cache()
         self._version = version
 
@@ -207,8 +211,7 @@ class VllmEngine:
 
     def wake(self, tags: Sequence[str]) -> None:
         """Bring back ``"weights"``, then ``"kv_cache"`` (zeroed). Local."""
-        unknown = set(tags) - {"weights", "kv_cache"}
-        if unknown:
+        if unknown := set(tags) - {"weights", "kv_cache"}:
             raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
         if "weights" in tags and self._state is EngineState.ASLEEP:
             self._state = EngineState.WEIGHTS
@@ -377,22 +380,3 @@ def _completion(output: Any, sample_id: int, version: int) -> Completion:
         )
     logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
     return Completion(tokens, logprobs, reason, version)
-
-
-def _kv_storages(runner: Any) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """Every storage of the key/value cache with its size in bytes, each once."""
-    layers = runner.compilation_config.static_forward_context.values()
-    seen: set[int] = set()
-    for tensor in _tensors([runner.kv_caches, *(getattr(x, "kv_cache", None) for x in layers)]):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            yield storage, storage.nbytes()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,28 @@ from mindspeed_rl.models.spec import ModelSpec
 
 # name, what was built, what the model has
 _Pair = tuple[str, Any, Any]
+Shape = tuple[int, ...]
+
+
+def check_weights(built: Mapping[str, torch.Tensor], declared: Mapping[str, Shape]) -> None:
+    """Compare the parameters of a built model with those of the weight table on this rank.
+
+    A parameter without a row would be left at 0 and travel nowhere.
+
+    Raises:
+        RuntimeError: those that only one side has, or has with another shape.
+    """
+    shapes = {name: tuple(param.shape) for name, param in built.items()}
+    wrong = [
+        f"{name}: built {shapes.get(name)}, table {declared.get(name)}"
+        for name in sorted({*shapes, *declared})
+        if shapes.get(name) != declared.get(name)
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} parameters of the built model differ from the weight table: "
+            + "; ".join(wrong[:5])
+        )
 
 
 def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:

@@ -31,6 +31,7 @@ from mindspeed_rl.data.packing import MicroBatch, split_context
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout, chunk_prefix
+from mindspeed_rl.trainer.built_check import check_weights
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 from mindspeed_rl.trainer.model import build_model
 from mindspeed_rl.trainer.model_config import build_transformer_config
@@ -115,6 +116,7 @@ class TrainEngine:
             build_model(self.spec, layout, config, platform.device, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
+        check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
         wrapped = [_mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
         self.models: list[Any] = wrapped

@@ -70,6 +70,9 @@ LAYOUTS = {
     "uneven-pp2": FamilyLayout(2, (*_PP2, "--num-layer-list", "1,3")),
     "vpp2": FamilyLayout(2, (*_PP2, "--num-virtual-stages-per-pipeline-rank", "2")),
     "cp2": FamilyLayout(2, ("--context-parallel-size", "2"), sharded=True),
+    "cp2-tp2": FamilyLayout(4, ("--context-parallel-size", "2", *_TP2), sharded=True),
+    "noop-pp2": FamilyLayout(2, (*_PP2, "--noop-layers", "0,5")),
+    "etp2-ep2": FamilyLayout(4, (*_TP2, *_EP2), experts_only=True, sharded=True),
     "tp2-ep2-pp2": FamilyLayout(
         4,
         (*_TP2, *_PP2, "--moe-tp-extend-ep", "--use-distributed-optimizer"),

@@ -148,12 +148,21 @@ def test_nothing_outlives_the_launcher(
     assert len(told) == 1 and cause in told[0], ended.output
 
 
-@pytest.mark.parametrize("fault", ["0:build engine:1", "1:reshard:3", "1:train:2"])
+@pytest.mark.parametrize(
+    "fault", ["0:build engine:1:kill", "1:reshard:3:kill-in-rounds", "1:train:2:kill"]
+)
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
-    rank, phase, _ = fault.split(":")
+    rank, phase, *_ = fault.split(":")
     before = shared_memory()
-    real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": f"{fault}:kill"}
-    with TorchrunJob(world, [DRIVER], flags(600), port=port, environment=real) as job:
+    real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
+    rounds = [
+        *flags(600),
+        "--reshard-bucket-mb",
+        "0.25",
+        "--reward-function",
+        "rewards.py:differing",
+    ]
+    with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
         ended = job.end(LIMIT_S)
         job.wait_for(lambda: not shared_memory() - before, 5.0)

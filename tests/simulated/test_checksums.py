@@ -147,7 +147,9 @@ def test_the_values_are_cast_as_on_the_wire() -> None:
         local_checksums(layout, 0, p, torch.bfloat16, primary_only=True) for p in (params, rounded)
     ]
     assert torch.equal(*sums)
-    assert box_checksum(weights, box, (3, 4)) != box_checksum(weights.bfloat16(), box, (3, 4))
+    assert box_checksum(weights, box, (3, 4), torch.float32) != box_checksum(
+        weights, box, (3, 4), torch.bfloat16
+    )
 
 
 @given(st.integers(0, 6), st.integers(0, 7))
@@ -160,5 +162,7 @@ def test_any_cut_of_a_tensor_sums_to_the_whole(row: int, column: int) -> None:
         for lo_r, hi_r in ((0, row), (row, 6))
         for lo_c, hi_c in ((0, column), (column, 7))
     ]
-    parts = [box_checksum(values[b.slices], b, shape) for b in boxes if b.num_elements]
-    assert torch.stack(parts).sum() == box_checksum(values, Box.whole(shape), shape)
+    parts = [
+        box_checksum(values[b.slices], b, shape, values.dtype) for b in boxes if b.num_elements
+    ]
+    assert torch.stack(parts).sum() == box_checksum(values, Box.whole(shape), shape, values.dtype)

@@ -135,6 +135,8 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 @example(PLAIN_LATENT, True, True)
 @example(PIPELINED_ENGINE, True, True)
 @example(REDUNDANT, True, False)
+@example(replace(LATENT, dp=16, ranks_per_node=8), False, False)  # 64 ranks
+@example(replace(MOE, dp=16, ranks_per_node=8), False, True)
 def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, relay: bool) -> None:
     """All ranks' plans, run by the executor: bit-equal to slicing, padding untouched (R6)."""
     source, target = layouts_of(case)

@@ -97,7 +97,13 @@ RULES = (
 TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
-PRIVATE_ACCESS = ("rollout.vllm_engine", "rollout.patches", "trainer.patches", "platforms")
+PRIVATE_ACCESS = (
+    "rollout.vllm_engine",
+    "rollout.kv_storages",
+    "rollout.patches",
+    "trainer.patches",
+    "platforms",
+)
 
 
 @dataclass(frozen=True)

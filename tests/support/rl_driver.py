@@ -63,6 +63,19 @@ def _spoil_reshard(spoil: Callable[[Any, Any], None]) -> None:
     executor._Exchange._take = spoiled  # type: ignore[method-assign]
 
 
+def _kill_between_rounds() -> None:
+    """Die when the first round of the reshard has arrived and the second is on its way."""
+    from mindspeed_rl.resharding import executor
+
+    take = executor._Exchange._take
+
+    def last_breath(self: Any, leg: int, write: Any) -> None:
+        take(self, leg, write)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    executor._Exchange._take = last_breath  # type: ignore[method-assign]
+
+
 def _flip_bit(param: Any, _before: Any) -> None:
     import torch
 
@@ -79,6 +92,7 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "raise": _raise,
     "sleep": lambda: time.sleep(3600),
     "native": _keep_python_lock,
+    "kill-in-rounds": _kill_between_rounds,
     "flip": lambda: _spoil_reshard(_flip_bit),
     "drop": lambda: _spoil_reshard(_drop_tensor),
 }

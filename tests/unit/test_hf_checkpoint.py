@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.family_models import FAMILY_CASES, write_family_model
 
-from mindspeed_rl.checkpoint.hf import INDEX, load_hf, read_tensor, weight_files
-from mindspeed_rl.checkpoint.names import check_names, mtp_tensors, nearest_name
+from mindspeed_rl.checkpoint.hf import check_tie, load_hf, read_tensor, weight_files
+from mindspeed_rl.checkpoint.names import INDEX, check_names, mtp_tensors, nearest_name
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.parallel.layout import ParallelLayout
@@ -287,3 +287,21 @@ def test_loading_keeps_one_rectangle_in_memory(tmp_path: Path) -> None:
 
     assert measured("whole") > 90 << 20, "the measurement sees a copy of the model"
     assert measured("streamed") < 12 << 20
+
+
+def test_a_head_of_its_own_beside_a_tied_config_is_refused(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    """transformers would use it, the tied model would not; equal heads are the embedding again."""
+    folder = tmp_path / "model"
+    shutil.copytree(tied_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    for head, fits in ((embedding.clone(), True), (embedding + 1.0, False)):
+        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+        files = weight_files(folder)
+        if fits:
+            check_tie("model", files, weights)
+            continue
+        with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+            check_tie("model", files, weights)

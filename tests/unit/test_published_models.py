@@ -235,7 +235,30 @@ DEEPSEEK, MOE, LLAMA = "deepseek-v3", "qwen3-30b-a3b", "llama-3.1-8b"
         (
             LLAMA,
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor is not supported; allowed: 1",
+            "partial_rotary_factor 0.5; allowed: 1",
+        ),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; allowed: 1"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "rope factor 0.0; must be pos",
+        ),
+        (MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
+        (DEEPSEEK, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "allowed: 2 or more"),
+        (
+            DEEPSEEK,
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            "rope type 'linear' with latent attention; allowed: default, yarn",
+        ),
+        (
+            DEEPSEEK,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+            "attention_factor 1.0 with latent attention is not supported; remove it",
+        ),
+        (
+            DEEPSEEK,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
+            "mscale 0.7 without mscale_all_dim",
         ),
     ],
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_double import CACHE_BYTES, EngineDouble
+from support.layout_cases import MOE, layouts_of
 
+from mindspeed_rl.rollout import vllm_versions
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
@@ -144,3 +148,30 @@ def test_generating_leaves_the_trainers_random_state_alone() -> None:
 def test_a_model_with_other_parameters_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight: vLLM None, layout \(3,\)"):
         EngineDouble(missing="model.norm.weight")
+
+
+def test_a_parameter_that_moved_in_memory_is_found() -> None:
+    """R8: a captured graph would go on reading the old memory."""
+    engine = EngineDouble()
+    engine.begin_update()
+    name, param = next(iter(engine._model.named_parameters()))
+    param.data = param.data.clone()
+    with pytest.raises(RuntimeError, match=f"moved in memory.*{name}"):
+        engine.finish_update(1)
+
+
+def test_an_engine_without_proof_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1: no version is guessed at, least of all with experts."""
+    monkeypatch.setattr(vllm_versions, "installed_version", lambda: "9.9.0")
+    _, layout = layouts_of(MOE)
+    told = r"vLLM 9\.9\.0 on cpu is not in the capability table; known: 0\.32\.x on cpu"
+    with pytest.raises(ValueError, match=told):
+        vllm_versions.installed_layout(layout, "cpu")
+    proven = vllm_versions.engine_capabilities("0.32.0", "cpu")
+    for change, what in (({"in_place_experts": False}, "experts"), ({}, "")):
+        row = replace(proven, **change)
+        if what:
+            with pytest.raises(ValueError, match=f"updating {what} in place is not proven"):
+                vllm_versions.check_model_support(row, layout.spec)
+        else:
+            vllm_versions.check_model_support(row, layout.spec)

@@ -28,6 +28,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         raise ValueError(f"config.json: rms_norm_eps {fields['norm_eps']}; allowed: 1e-06")
     if config.get("rope_interleave") is False:
         raise ValueError("config.json: rope_interleave false is not supported; allowed: true")
+    _check_rope(config, fields["rope"].kind)
     latent = LatentAttentionSpec(
         q_lora_rank=int(config.get("q_lora_rank") or 0),
         kv_lora_rank=int(config["kv_lora_rank"]),
@@ -44,6 +45,29 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
         **fields,
     )
+
+
+def _check_rope(config: Mapping[str, Any], kind: str) -> None:
+    """Refuse what trainer, transformers and vLLM scale differently.
+
+    vLLM takes every scaled kind for YaRN and reads neither ``attention_factor`` nor ``mscale``
+    alone.
+    """
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if kind not in ("default", "yarn"):
+        raise ValueError(
+            f"config.json: rope type {kind!r} with latent attention; allowed: default, yarn"
+        )
+    if scaling.get("attention_factor") is not None:
+        raise ValueError(
+            f"config.json: attention_factor {scaling['attention_factor']} with latent attention is "
+            "not supported; remove it (mscale and mscale_all_dim say the same)"
+        )
+    if float(scaling.get("mscale") or 1.0) != 1.0 and not scaling.get("mscale_all_dim"):
+        raise ValueError(
+            f"config.json: mscale {scaling['mscale']} without mscale_all_dim is not supported; "
+            "allowed: 1, or both"
+        )
 
 
 def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
@@ -68,8 +92,11 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
         router_bias=True,
         num_groups=int(config.get("n_group") or 1),
         top_k_groups=int(config.get("topk_group") or 1),
-        scaling_factor=float(config.get("routed_scaling_factor") or 1.0),
+        scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
     )
+    if moe.top_k == 1:
+        # transformers normalises the weight of a single expert to 1, megatron-core does not
+        raise ValueError("config.json: num_experts_per_tok 1 is not supported; allowed: 2 or more")
     if moe.num_groups > 1 and moe.top_k // moe.top_k_groups != 2:
         # transformers and vLLM rank groups by their two best experts, megatron-core by
         # top_k / top_k_groups

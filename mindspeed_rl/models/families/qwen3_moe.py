@@ -29,4 +29,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(fields["num_layers"])),
         normalize_top_k=bool(config.get("norm_topk_prob", False)),
     )
+    if moe.top_k == 1 and moe.normalize_top_k:
+        raise ValueError(
+            "config.json: num_experts_per_tok 1 with norm_topk_prob true is not supported; "
+            "allowed: 2 or more experts, or norm_topk_prob false"
+        )
     return ModelSpec(family=TABLE.family, qk_norm=True, moe=moe, **fields)
