@@ -298,10 +298,10 @@ MUTATIONS = (
         "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
     ),
     Mutation(
-        "torch-imported-by-the-planner",
-        "resharding/planner.py",
-        "import hashlib\n",
-        "import hashlib\n\nimport torch  # noqa: F401\n",
+        "torch-imported-by-the-layouts",
+        "resharding/boxes.py",
+        "from math import prod\n",
+        "from math import prod\n\nimport torch  # noqa: F401\n",
         "tests/test_import_rules.py::test_imports_follow_the_layers",
     ),
     Mutation(
