@@ -81,12 +81,13 @@ class Server:
         )
 
     def start(self, folder: Path, environment: dict[str, str]) -> Rank:
-        """Fork a rank."""
-        stdin, stdout = self._pipes
-        print(
-            json.dumps({"folder": str(folder), "environment": environment}), file=stdin, flush=True
-        )
-        return Rank(int(stdout.readline()), folder / f"rank{environment['RANK']}.exit")
+        """Fork a rank. Worlds may be started by several threads at once."""
+        task = {"folder": str(folder), "environment": environment}
+        with self._lock:
+            stdin, stdout = self._pipes
+            print(json.dumps(task), file=stdin, flush=True)
+            pid = int(stdout.readline())
+        return Rank(pid, folder / f"rank{environment['RANK']}.exit")
 
     @property
     def _pipes(self) -> tuple[IO[str], IO[str]]:
