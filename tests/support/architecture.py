@@ -40,6 +40,7 @@ LAYER_0 = (
     "arguments",
     "patching",
     "versions",
+    "memory",
     "models",
     "parallel.layout",
     "parallel.stages",
