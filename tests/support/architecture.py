@@ -99,6 +99,7 @@ TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
+    "observability.tensor_tracker",  # torch has no public name for dispatch modes
     "rollout.vllm_engine",
     "rollout.kv_storages",
     "rollout.patches",
