@@ -7,7 +7,7 @@ first operator that returned it until it is freed. Scratch memory inside an oper
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class TensorTracker(TorchDispatchMode):
+class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages while it is entered; what exists before is not counted.
 
     Local to this thread and to the backward passes that it starts. Operators take several times
@@ -27,7 +27,7 @@ class TensorTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         # id of a storage -> the reference that reports its end, and its size; the Python object of
@@ -62,7 +62,7 @@ class TensorTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._known and key not in self._outside:
-            self._outside[key] = weakref.ref(storage, lambda _, key=key: self._outside.pop(key))
+            self._outside[key] = weakref.ref(storage, self._forgetter(key))
 
     def _count(self, tensor: torch.Tensor) -> None:
         if tensor.is_meta:
@@ -74,10 +74,14 @@ class TensorTracker(TorchDispatchMode):
         size = storage.nbytes()
         reference, before = self._known.get(key, (None, 0))
         if reference is None:
-            reference = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            reference = weakref.ref(storage, self._forgetter(key))
         self._known[key] = (reference, size)
         self.live_bytes += size - before
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._known.pop(key)[1]
+    def _forgetter(self, key: int) -> Callable[[object], None]:
+        def forget(_: object) -> None:
+            self._outside.pop(key, None)
+            self.live_bytes -= self._known.pop(key, (None, 0))[1]
+
+        return forget
