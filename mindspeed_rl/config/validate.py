@@ -15,6 +15,7 @@ from mindspeed_rl.config import (
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.outputs import check_paths
+from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
@@ -311,6 +312,7 @@ def _check_common(
             f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
             f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
         )
+    check_recompute(train)
     spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
