@@ -55,8 +55,9 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
     for rank in range(case.world):
         plan = plan_reshard(source, target, rank, case.ranks_per_node, relay=relay)
         for transfer in (*plan.sends, *plan.receives):
-            for slot in schedule.slots_of(source, transfer.hf_name):
-                if part := transfer.part(slot.part, slot.parts):
+            slots = schedule.slots_of(source, transfer.hf_name)
+            for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                if part:
                     table[transfer.leg - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
     return table.max(axis=0)
 
@@ -112,8 +113,9 @@ def test_all_stages_send_in_all_rounds() -> None:
         plan = plan_reshard(source, target, rank, case.ranks_per_node)
         for table, transfers in ((sent, plan.sends), (received, plan.receives)):
             for transfer in transfers:
-                for slot in schedule.slots_of(source, transfer.hf_name):
-                    if part := transfer.part(slot.part, slot.parts):
+                slots = schedule.slots_of(source, transfer.hf_name)
+                for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                    if part:
                         table[slot.round, rank] += part.num_elements
     stages = sent.reshape(schedule.num_rounds, 4, 2).sum(axis=2)
     assert (stages > 0).all()

@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         "first-source-serves-all",
         "resharding/sources.py",
-        "source[far] = np.repeat(src, shares)",
-        "source[far] = src[0]",
+        "source[entering] = np.repeat(src, shares)",
+        "source[entering] = src[0]",
         _SOURCES + "test_both_views_tell_the_same",
     ),
     Mutation(
@@ -84,7 +84,7 @@ MUTATIONS = (
         "leg-2-reads-the-trainer",
         "resharding/planner.py",
         "piece = dst.piece if leg == 2 else cell.piece_of(rank)",
-        "piece = cell.piece_of(cell.sources[0][0])",
+        "piece = cell.shards[0].piece",
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
