@@ -63,16 +63,17 @@ class Transfer:
                 self.dst_view,
                 self.leg,
             )
-            if boxes[0].num_elements
+            if boxes
             else None
             for boxes in slices
         )
 
 
 @lru_cache(maxsize=1 << 12)
-def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...], ...]:
+def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...] | None, ...]:
     """Slices of rectangles of one size; layers and experts are sliced alike."""
-    return tuple(tuple(box.slice(index, count) for box in boxes) for index in range(count))
+    slices = (tuple(box.slice(index, count) for box in boxes) for index in range(count))
+    return tuple(several if several[0].num_elements else None for several in slices)
 
 
 @dataclass(frozen=True, slots=True)
