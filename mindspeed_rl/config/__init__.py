@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
@@ -14,6 +15,7 @@ __all__ = [
     "CheckpointConfig",
     "IndexedDataConfig",
     "LoggingConfig",
+    "MemoryConfig",
     "ModelConfig",
     "ParallelConfig",
     "PretrainRunConfig",
@@ -45,6 +47,7 @@ class RLRunConfig:
     prompts: PromptConfig
     rl: RLConfig
     rollout: RolloutConfig
+    memory: MemoryConfig
     rewards: RewardConfig
     vllm_options: dict[str, object] = field(default_factory=dict)
 

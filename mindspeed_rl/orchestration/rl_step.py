@@ -14,6 +14,7 @@ from mindspeed_rl.algorithms.losses import clipped_policy_loss, mismatch_terms
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -193,7 +194,8 @@ def annotate(
             old = run.policy.logprobs(micro)
             micro = [replace(m, old_logprobs=o) for m, o in zip(micro, old, strict=True)]
         if run.reference is not None:
-            ref = run.reference.logprobs(micro)
+            with run.phases.resident(Owner.REFERENCE):
+                ref = run.reference.logprobs(micro)
             micro = [replace(m, ref_logprobs=o) for m, o in zip(micro, ref, strict=True)]
         annotated.append(replace(batch, micro_batches=micro))
     return annotated

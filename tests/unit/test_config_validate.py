@@ -17,6 +17,7 @@ from mindspeed_rl.config import (
     CheckpointConfig,
     IndexedDataConfig,
     LoggingConfig,
+    MemoryConfig,
     ModelConfig,
     ParallelConfig,
     PretrainRunConfig,
@@ -79,6 +80,7 @@ def build(files: Path) -> Build:
             rollout=RolloutConfig(
                 rl_inference_tensor_model_parallel_size=4, rollout_max_response_length=64
             ),
+            memory=MemoryConfig(),
             rewards=RewardConfig(),
         )
         changed = {name: replace(getattr(config, name), **c) for name, c in sections.items()}
