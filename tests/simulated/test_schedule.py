@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.layout_cases import GQA, LATENT, MOE, PIPELINED_ENGINE, REDUNDANT, cases, layouts_of
+from support.layout_cases import (
+    GQA,
+    LATENT,
+    MOE,
+    PIPELINED_ENGINE,
+    REDUNDANT,
+    TIED,
+    cases,
+    layouts_of,
+)
 from support.layout_oracle import Case
 from support.local_transport import LocalTransport, LocalWorld
 
@@ -93,6 +102,26 @@ def test_every_slice_travels_once(case: Case, relay: bool) -> None:
             assert [s.round for s in slots] == sorted(s.round for s in slots)
             assert slots[-1].round == number
             assert {schedule.dtypes[s.round] for s in slots} == {source.dtype_of(name)}
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None)
+@example(GQA)
+@example(MOE)
+@example(LATENT)
+@example(TIED)
+@example(REDUNDANT)
+def test_tensors_of_one_class_are_placed_alike(case: Case) -> None:
+    """What a unit costs is measured once for all units of its class."""
+    for layout in layouts_of(case):
+        placed: dict[object, object] = {}
+        for unit in layout.units():
+            key = layout.class_of(unit.names[0]), len(unit.names)
+            where = [
+                [(s.piece.hf_box, s.holders, s.mirror) for s in layout.shards(name)]
+                for name in unit.names
+            ]
+            assert placed.setdefault(key, where) == where, unit.key
 
 
 def test_a_large_bucket_makes_one_round() -> None:

@@ -109,6 +109,13 @@ MUTATIONS = (
         _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
     ),
     Mutation(
+        "stages-cost-alike",
+        "resharding/layouts/base.py",
+        "return tuple(map(id, rows)), shape, self.lane_of(rows[0], layer)",
+        "return tuple(map(id, rows)), shape",
+        _SCHEDULE + "test_tensors_of_one_class_are_placed_alike",
+    ),
+    Mutation(
         "stages-one-after-the-other",
         "resharding/schedule.py",
         "rounds, largest = _fill(list(lanes_of[dtype].values()), costs, bucket_bytes)",
