@@ -72,19 +72,19 @@ class StorageGroup:
         Raises:
             RuntimeError: the device is out of memory; the group is away as before.
         """
+        storages = [storage for storage, _ in self._away]
         try:
             for storage, size in self._away:
                 storage.resize_(size)
+            if self._pool is not None:
+                self._copy(storages, self._pool, to_host=False)
+            else:
+                for storage in storages:
+                    as_bytes(storage).zero_()
         except BaseException:
-            for storage, _ in self._away:
+            for storage in storages:
                 storage.resize_(0)
             raise
-        storages = [storage for storage, _ in self._away]
-        if self._pool is not None:
-            self._copy(storages, self._pool, to_host=False)
-        else:
-            for storage in storages:
-                as_bytes(storage).zero_()
         self._away = []
 
     def _copy(self, storages: list[torch.UntypedStorage], pool: HostPool, *, to_host: bool) -> None:

@@ -115,6 +115,7 @@ class VllmEngine:
         from mindspeed_rl.rollout.patches import (
             expert_parallel,
             plain_linear,
+            portable_kernels,
             shared_memory_names,
         )
 
@@ -128,6 +129,7 @@ class VllmEngine:
             )
         if self._platform.name == "cpu":
             plain_linear.apply()
+            portable_kernels.apply()
             if engine.expert_parallel or engine.dp > 1:
                 expert_parallel.apply()
             nonce = [os.urandom(6).hex()]
