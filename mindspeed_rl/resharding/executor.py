@@ -87,8 +87,9 @@ def split_rounds(
     def by_round(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
         rounds: list[list[Transfer]] = [[] for _ in range(count)]
         for transfer in transfers:
-            for slot in schedule.slots_of(source, transfer.hf_name):
-                if part := transfer.part(slot.part, slot.parts):
+            slots = schedule.slots_of(source, transfer.hf_name)
+            for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                if part:
                     rounds[slot.round].append(part)
         return rounds
 
