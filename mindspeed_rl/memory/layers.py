@@ -250,7 +250,8 @@ def _gated(s: LayerSizes, name: str, tokens: int, width: int, others: int) -> li
     halves = 2 * one if s.fused else 4 * one  # eager: both halves, the activated and the shifted
     io = tokens * hidden * s.item
     return [
-        Step(f"{name} gate", halves, one, others + max(3 * one, 2 * one + io + 2 * weight)),
+        Step(f"{name} up", 0, 2 * one, others + 2 * one + io + 2 * weight),
+        Step(f"{name} gate", halves, one, others + 3 * one),
         Step(f"{name} down", one, io, others + io + one + weight),
     ]
 

@@ -135,8 +135,11 @@ class TrainingMemory:
         uniform = train.recompute_method == "uniform"
         unit, covered = (count, len(tapes)) if uniform else (1, min(count, len(tapes)))
         steps = []
+        # the first norm keeps the kept input itself, unless it needs it in fp32
+        own = 0 if not sizes.fused and sizes.item < 4 else sizes.residual
         for first in range(0, covered, unit):
             inside = [step for tape in tapes[first : first + unit] for step in tape]
+            inside[0] = replace(inside[0], kept=inside[0].kept - own)
             steps.append(recomputed("recomputed layers", inside, sizes.residual, sizes.residual))
         return steps + [step for tape in tapes[covered:] for step in tape]
 

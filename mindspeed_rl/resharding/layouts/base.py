@@ -344,6 +344,14 @@ class TableLayout(ABC):
             for param, (row, share) in self._parameters(rank).items()
         }
 
+    def local_bytes(self, rank: int, item_bytes: int) -> dict[str, int]:
+        """Bytes of every local parameter; ``item_bytes`` where it has the model's type."""
+        return {
+            param: prod(row.local_shape(self.spec, share))
+            * (4 if row.dtype == "float32" else item_bytes)
+            for param, (row, share) in self._parameters(rank).items()
+        }
+
     def local_padding(self, rank: int) -> dict[str, int]:
         """Declared padding, in elements, of every local parameter of a rank."""
         return {
