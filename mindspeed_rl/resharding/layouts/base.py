@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Protocol
 
 from mindspeed_rl.models.expert_rules import ExpertRow
