@@ -94,7 +94,7 @@ class MemoryPrediction:
             tables[MemoryPhase.SYNC] = self._sync(rank, state, moments)
             tables[MemoryPhase.ROLLOUT] = self._rollout(rank, state, moments)
             if not self._frees_engine_weights:
-                weights = {Owner.ENGINE_WEIGHTS: self._engine.weights(rank)}
+                weights = {Owner.ENGINE_WEIGHTS: self.engine.weights(rank)}
                 tables[MemoryPhase.TRAIN_IDLE] |= weights
                 tables[MemoryPhase.TRAIN] |= weights
         groups = self._communicators(rank)
@@ -184,7 +184,7 @@ class MemoryPrediction:
 
     def _train(self, rank: int, trainer: Table, state: ModelState) -> Table:
         """The fuller of an update and, where it is brought in for it, the reference's pass."""
-        memory, work = self.training, self.work or self._largest_work()
+        memory, work = self.training, self.workload
         peak = memory.peak(rank, work)
         update = trainer | {
             Owner.ACTIVATIONS: peak.activations + peak.batch,
@@ -210,6 +210,11 @@ class MemoryPrediction:
             self.config.parallel.shards_sequence,
             self.assumptions.train_imbalance,
         )
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The optimizer step that is predicted."""
+        return self.work or self._largest_work()
 
     def _largest_work(self) -> Workload:
         """Micro-batches full of the longest sequences that the flags allow."""
@@ -244,7 +249,8 @@ class MemoryPrediction:
         return self.config, self.plan
 
     @cached_property
-    def _engine(self) -> EngineMemory:
+    def engine(self) -> EngineMemory:
+        """The rollout engine."""
         config, plan = self._rl
         return EngineMemory(
             plan.vllm,
@@ -272,7 +278,7 @@ class MemoryPrediction:
     def _sync(self, rank: int, state: ModelState, optimizer: int) -> Table:
         bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
         return self._waiting(state, optimizer) | {
-            Owner.ENGINE_WEIGHTS: self._engine.weights(rank),
+            Owner.ENGINE_WEIGHTS: self.engine.weights(rank),
             Owner.RESHARD_STAGING: self.assumptions.staging_bytes.get(rank, bucket),
         }
 
@@ -281,9 +287,9 @@ class MemoryPrediction:
         if self._offload is OffloadMode.ALL:
             waiting[Owner.PARAMETERS] = 0
         return waiting | {
-            Owner.ENGINE_WEIGHTS: self._engine.weights(rank),
-            Owner.KV_CACHE: self._engine.kv_cache(),
-            Owner.ENGINE_WORKSPACE: self._engine.workspace(),
+            Owner.ENGINE_WEIGHTS: self.engine.weights(rank),
+            Owner.KV_CACHE: self.engine.kv_cache(),
+            Owner.ENGINE_WORKSPACE: self.engine.workspace(),
             Owner.GRAPHS: self._graphs(),
         }
 
