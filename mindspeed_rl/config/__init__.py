@@ -51,7 +51,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
-    dry_run: DryRunConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -76,7 +76,7 @@ class PretrainRunConfig:
     logging: LoggingConfig
     sft: SftConfig
     indexed: IndexedDataConfig
-    dry_run: DryRunConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
 
 @dataclass(frozen=True, slots=True)

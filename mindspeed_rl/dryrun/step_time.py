@@ -149,10 +149,12 @@ def _generate(
     """
     engine = prediction.engine
     groups = plan.engine.num_groups
-    sequences = min(engine.sequences, -(-plan.batch.samples // groups))
+    mean_tokens = lengths.prompt + lengths.response / 2
+    room = int(engine.kv_cache() / (mean_tokens * engine.token_bytes()))
+    sequences = max(1, min(engine.sequences, -(-plan.batch.samples // groups), room))
     waves = -(-plan.batch.samples // (groups * sequences))
     weights = max(engine.weights(rank) for rank in prediction.representatives())
-    cached = sequences * (lengths.prompt + lengths.response / 2) * engine.token_bytes()
+    cached = sequences * mean_tokens * engine.token_bytes()
     layers = plan.spec.num_layers
     step = (weights + cached) / machine.memory_bytes_per_s + layers * machine.decode_layer_us * 1e-6
     config = prediction.config
