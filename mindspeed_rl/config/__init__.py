@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
@@ -13,6 +14,7 @@ from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainC
 
 __all__ = [
     "CheckpointConfig",
+    "DryRunConfig",
     "IndexedDataConfig",
     "LoggingConfig",
     "MemoryConfig",
@@ -49,6 +51,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -73,6 +76,7 @@ class PretrainRunConfig:
     logging: LoggingConfig
     sft: SftConfig
     indexed: IndexedDataConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
 
 @dataclass(frozen=True, slots=True)

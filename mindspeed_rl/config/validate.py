@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config import (
     ModelConfig,
@@ -88,8 +89,8 @@ class RLPlan(RunPlan):
     max_model_len: int
 
 
-def check_rl(config: RLRunConfig, world: int) -> RLPlan:
-    """Validate an RL configuration for ``world`` ranks.
+def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
+    """Validate an RL configuration for ``world`` ranks; ``files``: also what it reads and writes.
 
     Raises:
         ValueError: naming the flag, its value, what is allowed and the fix.
@@ -111,9 +112,11 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
             "for training are sampled, evaluation is greedy by itself"
         )
-    _need_file("--prompt-data", config.prompts.prompt_data)
-    if config.prompts.eval_prompt_data:
-        _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+    if files:
+        _need_file("--prompt-data", config.prompts.prompt_data)
+        if config.prompts.eval_prompt_data:
+            _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+        check_paths(config)
     if config.rollout.rollout_kv_cache_gb <= 0:
         raise ValueError(
             f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
@@ -121,14 +124,13 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
         )
     _check_dropout(config.model)
     _check_steps(config.train)
-    check_paths(config)
     if config.rewards.reward_timeout_s > config.logging.phase_timeout_s:
         raise ValueError(
             f"--reward-timeout-s {config.rewards.reward_timeout_s:g} exceeds --phase-timeout-s "
             f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
             "former or raise the latter"
         )
-    base = _check_common(config.model, config.parallel, config.train, world)
+    base = _check_common(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
@@ -197,19 +199,20 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
     )
 
 
-def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
-    """Validate a supervised configuration for ``world`` ranks.
+def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
+    """Validate a supervised configuration for ``world`` ranks; ``files``: also what it reads.
 
     Raises:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
-    if config.sft.stage == "pretrain":
+    if files and config.sft.stage == "pretrain":
         check_indexed_data(config.indexed, config.train.seq_length)
-    else:
+    elif files:
         _check_sft_data(config)
     _check_steps(config.train)
-    check_paths(config)
-    base = _check_common(config.model, config.parallel, config.train, world)
+    if files:
+        check_paths(config)
+    base = _check_common(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:
         raise ValueError(
@@ -303,7 +306,11 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
 
 
 def _check_common(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, world: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    world: int,
+    files: bool = True,
 ) -> RunPlan:
     if not model.hf_checkpoint:
         raise ValueError("--hf-checkpoint is required: give a Hugging Face model directory")
@@ -313,11 +320,21 @@ def _check_common(
             f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
         )
     check_recompute(train)
-    spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))
+    spec = spec_from_hf_config(model_config(model.hf_checkpoint, files=files))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
     megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
     return RunPlan(spec, layout, megatron)
+
+
+def model_config(checkpoint: str, *, files: bool) -> dict[str, Any]:
+    """The ``config.json`` of ``--hf-checkpoint``.
+
+    Without ``files`` nothing but the architecture counts: it may be the file itself, and of a
+    quantised checkpoint (the published DeepSeek) the numbers of its bfloat16 form are taken.
+    """
+    config = read_hf_config(checkpoint, or_file=not files)
+    return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
 
 
 def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
