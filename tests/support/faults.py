@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "mirror-counted-as-a-source",
         "resharding/planner.py",
-        "        if not s.mirror\n",
-        "        if s.holders\n",
+        "for s in shards if not s.mirror]",
+        "for s in shards if s.holders]",
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
