@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.config.algorithms import (
+    AdvantageConfig,
+    CorrectionConfig,
+    KLConfig,
+    PolicyLossConfig,
+)
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
@@ -11,11 +17,15 @@ from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
 __all__ = [
+    "AdvantageConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
     "IndexedDataConfig",
+    "KLConfig",
     "LoggingConfig",
     "ModelConfig",
     "ParallelConfig",
+    "PolicyLossConfig",
     "PretrainRunConfig",
     "PromptConfig",
     "RLConfig",
@@ -44,6 +54,10 @@ class RLRunConfig:
     logging: LoggingConfig
     prompts: PromptConfig
     rl: RLConfig
+    advantages: AdvantageConfig
+    policy_loss: PolicyLossConfig
+    kl: KLConfig
+    correction: CorrectionConfig
     rollout: RolloutConfig
     rewards: RewardConfig
     vllm_options: dict[str, object] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from mindspeed_rl.config import (
     RLRunConfig,
     ScoreRunConfig,
 )
+from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.outputs import check_paths
@@ -94,11 +95,7 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
     rl = config.rl
-    if rl.grpo_group_size < 2:
-        raise ValueError(
-            f"--grpo-group-size {rl.grpo_group_size}: a relative reward needs at least 2 samples "
-            "per prompt; with one every advantage is 0"
-        )
+    check_algorithms(config)
     if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
         raise ValueError(
             f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_rl.algorithms.losses import ClipSettings
 from mindspeed_rl.config import PromptConfig, RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
@@ -44,6 +43,7 @@ class RLJob:
     """The parts of an RL run on this rank.
 
     ``version`` counts optimizer updates: it names the weights that sampled a token.
+    ``kl_beta`` is the present coefficient of the KL to the reference.
     ``rewards`` exists on the first rank of each engine only.
     """
 
@@ -58,10 +58,10 @@ class RLJob:
     phases: Phases
     rewards: RewardPool | None
     reward_names: tuple[str, ...]
-    clip: ClipSettings
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    kl_beta: float
     version: int = 0
 
     @property
@@ -152,7 +152,6 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     holder: list[RLJob] = []
     phases = build_phases(job, policy, engine, lambda name: holder[0].phase(name))
     output = Path(config.logging.output_dir)
-    rl = config.rl
     result = RLJob(
         job=job,
         tokenizer=tokenizer,
@@ -165,12 +164,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         phases=phases,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
-        clip=ClipSettings(
-            rl.grpo_clamp_eps_lower,
-            rl.grpo_clamp_eps_upper,
-            rl.grpo_kl_beta,
-            rl.grpo_entropy_term_weight,
-        ),
+        kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
         logger=RunLogger(
             output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir
