@@ -64,7 +64,7 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
 def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
     from mindspeed_rl.orchestration import training
-    from mindspeed_rl.orchestration.rl_job import rollout_dtype
+    from mindspeed_rl.orchestration.rl_phases import rollout_dtype
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 

@@ -10,6 +10,7 @@ from mindspeed_rl.config.algorithms import (
     KLConfig,
     PolicyLossConfig,
 )
+from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
@@ -23,6 +24,7 @@ __all__ = [
     "IndexedDataConfig",
     "KLConfig",
     "LoggingConfig",
+    "MemoryConfig",
     "ModelConfig",
     "ParallelConfig",
     "PolicyLossConfig",
@@ -59,6 +61,7 @@ class RLRunConfig:
     kl: KLConfig
     correction: CorrectionConfig
     rollout: RolloutConfig
+    memory: MemoryConfig
     rewards: RewardConfig
     vllm_options: dict[str, object] = field(default_factory=dict)
 

@@ -25,10 +25,12 @@ from mindspeed_rl.algorithms.token_advantages import (
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
     early = run.config.kl.rl_kl_in_reward or run.config.policy_loss.selects
     if choice == "on-policy":
         check_on_policy(run, samples)
-    num_old = num_reference = 0
+    num_old = 0
     for i, batch in enumerate(batches.updates):
         micro = batch.micro_batches
         first = i == 0 and run.plan.batch.iterations == 1
@@ -123,13 +125,20 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
             old = run.policy.logprobs(micro)
             micro = [replace(m, old_logprobs=o) for m, o in zip(micro, old, strict=True)]
             num_old += 1
-        if run.reference is not None:
-            ref = run.reference.logprobs(micro)
-            micro = [replace(m, ref_logprobs=o) for m, o in zip(micro, ref, strict=True)]
-            num_reference += 1
         updates.append(replace(batch, micro_batches=micro))
+    if run.reference is not None:
+        with run.phases.resident(Owner.REFERENCE):
+            updates = [_with_reference(run.reference, batch) for batch in updates]
+    num_reference = len(updates) if run.reference is not None else 0
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
     return StepBatches(updates, batches.metrics.merge(counts))
+
+
+def _with_reference(reference: TrainEngine, batch: UpdateBatch) -> UpdateBatch:
+    micro = batch.micro_batches
+    found = reference.logprobs(micro)
+    micro = [replace(m, ref_logprobs=o) for m, o in zip(micro, found, strict=True)]
+    return replace(batch, micro_batches=micro)
 
 
 def with_advantages(

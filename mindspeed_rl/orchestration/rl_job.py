@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_rl.config import PromptConfig, RLRunConfig, RolloutConfig, TrainConfig
+from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.rl_phases import (
+    build_phases,
+    build_rollout_engine,
+    open_ledger,
+    share_memory,
+    watched,
+)
 from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.phases import DirectPath, Phases, StreamPath, WeightPath, WeightSync
-from mindspeed_rl.resharding.checksums import WeightProof
-from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.stream import TensorStream
-from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -56,6 +60,7 @@ class RLJob:
     reference: TrainEngine | None
     engine: VllmEngine
     phases: Phases
+    ledger: MemoryLedger
     rewards: RewardPool | None
     reward_names: tuple[str, ...]
     timer: PhaseTimer
@@ -148,9 +153,14 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
     timer = PhaseTimer(job.platform.synchronize)
+    sharing = share_memory(job, policy, reference)
+    sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
+    ledger = open_ledger(job, sharing, engine)
     holder: list[RLJob] = []
-    phases = build_phases(job, policy, engine, lambda name: holder[0].phase(name))
+    phases = build_phases(
+        job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
+    )
     output = Path(config.logging.output_dir)
     result = RLJob(
         job=job,
@@ -162,6 +172,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         reference=reference,
         engine=engine,
         phases=phases,
+        ledger=ledger,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
         kl_beta=config.rl.grpo_kl_beta,
@@ -172,6 +183,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)
+    phases.to_train()
     return result
 
 
@@ -227,60 +239,3 @@ def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> No
             f"--eval-prompt-data {held_out.source}: {len(both)} of {len(held_out)} prompts are "
             f"also in --prompt-data {prompts.source}, e.g. {both[0]!r}; remove them from one file"
         )
-
-
-def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
-    """Element type of the engine."""
-    name = rollout.rollout_dtype
-    if name == "auto":
-        return torch.bfloat16 if train.bf16 else torch.float32
-    return DTYPES[name]
-
-
-def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
-    """The engine of this rank. Collective: the world."""
-    config = job.config
-    with job.watchdog.phase("build engine"):
-        return VllmEngine(
-            model_dir=config.model.hf_checkpoint,
-            layout=job.plan.vllm,
-            rank=job.world.rank,
-            platform=job.platform,
-            dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
-            max_model_len=job.plan.max_model_len,
-            kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
-            seed=config.train.seed,
-            options=config.vllm_options,
-        )
-
-
-def build_phases(
-    job: Job[RLRunConfig, RLPlan],
-    policy: TrainEngine,
-    engine: VllmEngine,
-    phase: Callable[[str], AbstractContextManager[None]],
-) -> Phases:
-    """The state machine with its weight path. Collective: plans are compared."""
-    config, plan, world = job.config, job.plan, job.world
-    dtype = rollout_dtype(config.rollout, config.train)
-    read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
-    proof = WeightProof(plan.megatron, plan.vllm, world.rank, dtype)
-    path = build_weight_path(job, dtype)
-    sync = WeightSync(path, proof, read, config.rollout.reshard_verify_interval)
-    return Phases(engine, sync, phase)
-
-
-def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:
-    """The way of ``--reshard-path``. Local."""
-    options, plan, world = job.config.rollout, job.plan, job.world
-    common: dict[str, Any] = {
-        "rank": world.rank,
-        "ranks_per_node": world.local_size,
-        "transport": make_transport(options.reshard_transport, world.size, job.platform.device),
-        "dtype": dtype,
-        "bucket_bytes": int(options.reshard_bucket_mb * 2**20),
-    }
-    if options.reshard_path == "stream":
-        return StreamPath(TensorStream(plan.megatron, range(world.size), **common))
-    relay = options.reshard_relay == "auto" and world.size > world.local_size
-    return DirectPath(Resharder(plan.megatron, plan.vllm, relay=relay, **common))

@@ -131,7 +131,7 @@ class Report:
         self, step: int, samples: Sequence[Sample], metrics: MetricSet, times: StepTimes
     ) -> None:
         run = self._run
-        values = reduce_metrics(metrics.merge(times.metrics()))
+        values = reduce_metrics(metrics.merge(times.metrics()).merge(run.ledger.metrics()))
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
         values |= derived_mismatch(values)

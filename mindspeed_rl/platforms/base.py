@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of the device as its driver sees it, in bytes.
+
+    Attributes:
+        used_bytes: held by this process, allocator caches included.
+        free_bytes: what a further allocation may take.
+        total_bytes: of the device.
+    """
+
+    used_bytes: int
+    free_bytes: int
+    total_bytes: int
 
 
 class Platform(Protocol):
@@ -14,11 +31,13 @@ class Platform(Protocol):
         name: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         backend: argument of ``torch.distributed.init_process_group``.
         device: where this process computes.
+        shares_host_memory: device memory is host memory, so that offloading frees nothing.
     """
 
     name: str
     backend: str
     device: torch.device
+    shares_host_memory: bool
 
     def set_device(self) -> None:
         """Bind this process to its device (by ``LOCAL_RANK``)."""
@@ -38,4 +57,24 @@ class Platform(Protocol):
 
     def install(self) -> None:
         """Make megatron-core usable on this device; idempotent."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """What the driver says now."""
+        ...
+
+    def release_cached_memory(self) -> None:
+        """Give memory that the allocator keeps for later back to the device."""
+        ...
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 on the host, pinned where that makes copies asynchronous."""
+        ...
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Copies within are queued beside the computation, after all that is queued now."""
+        ...
+
+    def wait_for_copies(self) -> None:
+        """Computation queued from now on waits for all queued copies; the host does not."""
         ...

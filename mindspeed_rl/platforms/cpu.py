@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
 import torch
+
+from mindspeed_rl.platforms.base import DeviceMemory
+
+_PAGE_BYTES = 4096
 
 
 class CpuPlatform:
@@ -10,6 +19,7 @@ class CpuPlatform:
 
     name = "cpu"
     backend = "gloo"
+    shares_host_memory = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -35,3 +45,31 @@ class CpuPlatform:
         from mindspeed_rl.platforms import cpu_install
 
         cpu_install.install()
+
+    def memory(self) -> DeviceMemory:
+        """Of this process and its machine (Linux); zeros where there is no /proc."""
+        statm, meminfo = Path("/proc/self/statm"), Path("/proc/meminfo")
+        if not statm.exists():
+            return DeviceMemory(0, 0, 0)
+        resident = int(statm.read_text().split()[1]) * _PAGE_BYTES
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        sizes = {words[0]: int(words[1]) * 1024 for words in lines}
+        return DeviceMemory(resident, sizes["MemAvailable:"], sizes["MemTotal:"])
+
+    def release_cached_memory(self) -> None:
+        """Collect garbage and make the C library return free pages to the system."""
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of GNU has it
+        if trim is not None:
+            trim(0)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Plain memory: there is nothing to pin it for."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Copies happen at once."""
+        return nullcontext()
+
+    def wait_for_copies(self) -> None:
+        """They have happened."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from mindspeed_rl.platforms.base import DeviceMemory
 
 
 class CudaPlatform:
@@ -12,9 +16,11 @@ class CudaPlatform:
 
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+    shares_host_memory = False
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        self._copy_stream: torch.cuda.Stream | None = None
 
     def set_device(self) -> None:
         """Bind to ``LOCAL_RANK``."""
@@ -35,3 +41,31 @@ class CudaPlatform:
 
     def install(self) -> None:
         """megatron-core runs on CUDA as it is."""
+
+    def memory(self) -> DeviceMemory:
+        """Used is what torch's allocator has reserved: other processes of the device are not."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(torch.cuda.memory_reserved(self.device), free, total)
+
+    def release_cached_memory(self) -> None:
+        """Wait, then empty the caching allocator: a block in use by a stream cannot leave."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Pinned."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """A stream for copies alone, made at first use."""
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            yield
+
+    def wait_for_copies(self) -> None:
+        """The present stream waits for the copy stream."""
+        if self._copy_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._copy_stream)

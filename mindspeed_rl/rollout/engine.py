@@ -21,9 +21,9 @@ from mindspeed_rl.types import Completion
 class EngineState(enum.Enum):
     """What of the engine is in memory."""
 
-    ASLEEP = "asleep"
+    ASLEEP = "asleep"  # neither weights nor cache
     WEIGHTS = "weights"
-    AWAKE = "awake"
+    AWAKE = "awake"  # weights and key/value cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,26 @@ class InferenceEngine(Protocol):
         """All weights are those of ``version``: derived state and caches are refreshed."""
         ...
 
-    def sleep(self) -> None:
-        """Give the key/value cache back."""
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights on this rank while they are there."""
+        ...
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key/value cache on this rank while it is there."""
+        ...
+
+    def free_cache(self) -> None:
+        """Give the key/value cache back; no effect when it is away. Local."""
+        ...
+
+    def free_weights(self) -> None:
+        """Give the weights back after the cache; they need a whole update afterwards. Local."""
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``."""
+        """Bring back ``"weights"``, then ``"kv_cache"``. Local; all of a tag or nothing."""
         ...
 
     def generate(

@@ -24,11 +24,17 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
     requests_digest,
 )
-from mindspeed_rl.rollout.kv_storages import kv_storages
+from mindspeed_rl.rollout.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS, DerivedState
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
+from mindspeed_rl.rollout.vllm_requests import (
+    completion,
+    model_settings,
+    sampling_params,
+    token_scores,
+)
 from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
-from mindspeed_rl.types import FINISH_REASONS, Completion
+from mindspeed_rl.types import Completion
 
 
 class VllmEngine:
@@ -69,6 +75,7 @@ class VllmEngine:
         self._rank = rank
         self._platform = platform
         self._version = -1
+        self._updating = False
         self._state = EngineState.AWAKE
         settings: dict[str, Any] = {
             "dtype": dtype,
@@ -83,7 +90,7 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
-        own = _model_settings(layout)
+        own = model_settings(layout)
         if clash := sorted(set(own) & set(options)):
             raise ValueError(
                 f"--vllm-{clash[0].replace('_', '-')}: this model needs a value of its own "
@@ -96,9 +103,10 @@ class VllmEngine:
         runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = runner.model
         self._derived = DerivedState(self._model, self._engine.model_config.dtype)
-        self._kv_storages = list(kv_storages(runner))
+        self._cache = ZeroedMemory(kv_tensors(runner))
+        self._weights = ZeroedMemory(self._params().values())
         self._check_layout()
-        self._pointers = {name: p.data_ptr() for name, p in self._params().items()}
+        self._pointers = self._addresses()
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
         import vllm
@@ -107,6 +115,7 @@ class VllmEngine:
         from mindspeed_rl.rollout.patches import (
             expert_parallel,
             plain_linear,
+            portable_kernels,
             shared_memory_names,
         )
 
@@ -120,6 +129,7 @@ class VllmEngine:
             )
         if self._platform.name == "cpu":
             plain_linear.apply()
+            portable_kernels.apply()
             if engine.expert_parallel or engine.dp > 1:
                 expert_parallel.apply()
             nonce = [os.urandom(6).hex()]
@@ -183,42 +193,87 @@ class VllmEngine:
             if not name.endswith(DERIVED_PARAMS)
         }
 
+    def _addresses(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self._params().items()}
+
     def begin_update(self) -> None:
-        """Generating is refused until :meth:`finish_update`, which needs all weights written."""
+        """Generating is refused until :meth:`finish_update`, which needs all weights written.
+
+        Raises:
+            RuntimeError: the weights are freed.
+        """
+        if self._state is EngineState.ASLEEP:
+            raise RuntimeError("begin_update: the engine's weights are freed; wake them first")
         self._version = -1
         self._derived.begin()
+        self._updating = True
 
     def finish_update(self, version: int) -> None:
-        """Derive what follows from the weights, forget what was computed with others (R7)."""
+        """Derive what follows from the weights, forget what was computed with others (R7).
+
+        Raises:
+            RuntimeError: no update is open, parameters moved, or requests are running.
+        """
+        if not self._updating:
+            raise RuntimeError("finish_update: no update has begun, or its weights were freed")
         self._derived.finish()
-        if moved := [n for n, p in self._params().items() if p.data_ptr() != self._pointers[n]]:
+        now = self._addresses()
+        if moved := [n for n, address in now.items() if address != self._pointers[n]]:
             raise RuntimeError(f"parameters moved in memory, graphs read the old: {moved[:5]}")
         self._reset_prefix_cache()
+        self._updating = False
         self._version = version
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
 
-    def sleep(self) -> None:
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters on this rank while they are there."""
+        return self._weights.num_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key/value cache on this rank while it is there."""
+        return self._cache.num_bytes
+
+    def free_cache(self) -> None:
         """Give the key/value cache back to the system. Local."""
-        if self._state is EngineState.ASLEEP:
-            return
-        self._reset_prefix_cache()
-        for storage, _ in self._kv_storages:
-            storage.resize_(0)
+        if self._state is EngineState.AWAKE:
+            self._reset_prefix_cache()
+            self._cache.free()
+            self._state = EngineState.WEIGHTS
+
+    def free_weights(self) -> None:
+        """Give the parameters back to the system; what they held is gone. Local.
+
+        Raises:
+            RuntimeError: the cache is still there.
+        """
+        if self._state is EngineState.AWAKE:
+            raise RuntimeError("free_weights: the key/value cache leaves first")
+        self._version = -1
+        self._updating = False
+        self._weights.free()
         self._state = EngineState.ASLEEP
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"`` (zeroed). Local."""
+        """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.
+
+        Raises:
+            RuntimeError: an unknown tag, the cache before the weights, or no memory.
+        """
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
         if "weights" in tags and self._state is EngineState.ASLEEP:
+            self._weights.bring_back()
+            self._pointers = self._addresses()  # without graphs nothing has kept the old ones
             self._state = EngineState.WEIGHTS
         if "kv_cache" in tags and self._state is not EngineState.AWAKE:
-            for storage, num_bytes in self._kv_storages:
-                storage.resize_(num_bytes)
-                torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            if self._state is EngineState.ASLEEP:
+                raise RuntimeError("wake: the weights come back before the key/value cache")
+            self._cache.bring_back()
             self._state = EngineState.AWAKE
 
     def generate(
@@ -241,14 +296,14 @@ class VllmEngine:
         self._check_agreement(requests_digest(requests, settings, trainer_version))
         with preserved_rng(self._platform):
             outputs = self._run(requests, settings)
-        return [_completion(outputs[r.sample_id], r.sample_id, trainer_version) for r in requests]
+        return [completion(outputs[r.sample_id], r.sample_id, trainer_version) for r in requests]
 
     def _run(
         self, requests: Sequence[GenerationRequest], settings: SamplingSettings
     ) -> dict[int, Any]:
         from vllm.inputs.engine import tokens_input
 
-        base = _sampling_params(settings)
+        base = sampling_params(settings)
         for request in requests:
             prompt = tokens_input(prompt_token_ids=list(request.token_ids))
             params = copy.copy(base)
@@ -280,7 +335,7 @@ class VllmEngine:
                 self._engine.add_request(str(number), prompt, copy.copy(params))
             outputs = self._step_until_done()
         return [
-            _token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
+            token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
             for number, ids in enumerate(sequences)
         ]
 
@@ -313,70 +368,3 @@ class VllmEngine:
                 f"{self._layout.engine.replica_of(self._rank)} were given other prompts, sampling "
                 "settings or weights than its first rank"
             )
-
-
-def _model_settings(layout: VllmLayout) -> dict[str, Any]:
-    """Arguments that follow from the model and its layout."""
-    engine = layout.engine
-    settings: dict[str, Any] = {}
-    if engine.dp > 1:
-        settings["data_parallel_size"] = engine.dp
-    if engine.expert_parallel:
-        settings["enable_expert_parallel"] = True
-    if layout.spec.latent:
-        # the CPU kernel rotates the queries of latent attention wrongly, without an error
-        settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if layout.spec.router_bias:
-        # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
-        settings["hf_overrides"] = {
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-        }
-    return settings
-
-
-def _sampling_params(settings: SamplingSettings) -> Any:
-    """Every field that shapes the distribution is set, whatever generation_config.json says."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        n=1,
-        temperature=settings.temperature,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        max_tokens=settings.max_response_tokens,
-        stop_token_ids=list(settings.stop_token_ids),
-        ignore_eos=False,
-        logprobs=0,
-        detokenize=False,
-        skip_clone=True,  # a deep copy per request costs more than sampling a short response
-    )
-
-
-def _token_scores(
-    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
-) -> list[tuple[float, float]]:
-    """log-prob and entropy of each token after the first, from vLLM's prompt log-probs."""
-    scores = []
-    for token, entry in zip(ids[1:], entries[1:], strict=True):
-        entropy = 0.0
-        if with_entropy:
-            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
-            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
-        scores.append((float(entry[token].logprob), entropy))
-    return scores
-
-
-def _completion(output: Any, sample_id: int, version: int) -> Completion:
-    reason, tokens = str(output.finish_reason), tuple(output.token_ids)
-    if reason not in FINISH_REASONS:
-        raise RuntimeError(
-            f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
-            "it must neither be trained on nor left out, which would bias the batch"
-        )
-    logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
-    return Completion(tokens, logprobs, reason, version)

@@ -97,6 +97,7 @@ def save_checkpoint(
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), _replicas()
     )
+    engine.platform.wait_for_copies()  # of an optimizer state that has just come back
     state = _sharded_state(engine, with_optimizer, with_rng, loading=False)
     dist_checkpointing.save(state, str(partial), strategy)
     if dist.get_rank() == 0:

@@ -36,6 +36,7 @@ from mindspeed_rl.trainer.logprobs import selected_logprobs
 from mindspeed_rl.trainer.model import build_model
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
+from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.prepared import PreparedBatch
 
@@ -105,6 +106,8 @@ class TrainEngine:
             build_model(self.spec, layout, config, platform.device, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
+        self._dispatcher_caches = DispatcherCaches(self.modules)
+        self._accumulating = False
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
         wrapped = [_mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
@@ -134,6 +137,21 @@ class TrainEngine:
                 prefix + name: b for name, b in module.named_buffers() if name.endswith(ROUTER_BIAS)
             }
         return weights
+
+    def let_go(self) -> None:
+        """Drop what the last step left behind, before gradient buffers leave the device. Local.
+
+        Raises:
+            RuntimeError: gradients are accumulated that no step has used yet (R19).
+        """
+        if self._accumulating:
+            raise RuntimeError(
+                f"{self.role}: gradients are accumulated and not yet used; call step() before the "
+                "trainer gives its memory away"
+            )
+        self._dispatcher_caches.drop()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def weights_changed(self) -> None:
         """Call after writing parameters from outside: master weights follow. Local."""
@@ -191,6 +209,7 @@ class TrainEngine:
             The metrics of this rank's micro-batches; empty off the last stage and off the first
             tensor-parallel rank, so that nothing is counted twice.
         """
+        self._accumulating = True
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -236,10 +255,12 @@ class TrainEngine:
         Raises:
             FloatingPointError: the gradient norm is not finite; nothing was updated.
         """
+        self.platform.wait_for_copies()  # of an optimizer state that has just come back
         learning_rate = self.schedule.advance()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         updated, grad_norm, _ = self.optimizer.step()
+        self._accumulating = False
         if not updated or not _finite(grad_norm):
             raise FloatingPointError(
                 f"{self.role}: gradient norm {grad_norm} at update {self.schedule.num_updates}; "

@@ -40,6 +40,7 @@ LAYER_0 = (
     "arguments",
     "patching",
     "versions",
+    "memory",
     "models",
     "parallel.layout",
     "parallel.stages",
@@ -59,6 +60,7 @@ LAYER_2 = (
     "resharding",
     "experience",
     "observability",
+    "offload",
 )
 ENGINE_SIDE = ("rollout.engine", "rollout.process_state")
 TORCH = frozenset({"torch"})
@@ -86,7 +88,7 @@ RULES = (
         (*LAYER_0, *LAYER_1, *LAYER_2),
         TORCH_DISTRIBUTED | {"megatron", "mindspeed"},
     ),
-    Rule(("phases",), (*LAYER_0, *LAYER_2, "rollout.engine"), TORCH),
+    Rule(("phases",), (*LAYER_0, *LAYER_2, "rollout.engine", "phases"), TORCH),
     Rule(
         ("orchestration", "train_rl", "pretrain", "score", "doctor"),
         ("",),
@@ -98,8 +100,9 @@ TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
+    "observability.tensor_tracker",  # torch has no public name for dispatch modes
     "rollout.vllm_engine",
-    "rollout.kv_storages",
+    "offload.storages",
     "rollout.patches",
     "trainer.patches",
     "platforms",

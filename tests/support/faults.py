@@ -209,8 +209,8 @@ MUTATIONS = (
     Mutation(
         "stale-prefix-cache",
         "rollout/vllm_engine.py",
-        "        self._reset_prefix_cache()\n        self._version = version",
-        "        self._version = version",
+        "        self._reset_prefix_cache()\n        self._updating = False\n",
+        "        self._updating = False\n",
         _ENGINE + "test_no_cached_prefix_survives_an_update",
     ),
     Mutation(

@@ -25,12 +25,14 @@ from mindspeed_rl.data.packing import MicroBatch
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.phases import Phases, WeightSync
+from mindspeed_rl.phases.machine import Phases
+from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.trainer.packed_attention import make_packed_row
@@ -183,6 +185,8 @@ def make_run(
         config.rollout.reshard_verify_interval,
     )
     timer = PhaseTimer()
+    phases = Phases(cast(Any, engine), sync, timer)
+    phases.to_train()
     rl = config.rl
     output = Path(config.logging.output_dir)
     return RLJob(
@@ -194,7 +198,8 @@ def make_run(
         policy=cast(Any, policy),
         reference=cast(Any, TablePolicy(first_table())) if rl.grpo_kl_beta else None,
         engine=cast(Any, engine),
-        phases=Phases(cast(Any, engine), sync, timer),
+        phases=phases,
+        ledger=MemoryLedger({}, job.platform.memory, None, 0),
         rewards=cast(Any, TableRewards(rewards or {})),
         reward_names=("format",),
         kl_beta=rl.grpo_kl_beta,

@@ -30,7 +30,7 @@ from mindspeed_rl.types import Completion
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mindspeed_rl.phases import Phases
+    from mindspeed_rl.phases.machine import Phases
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -149,10 +149,18 @@ def engine_job(world: World, model: str, trainer_tp: int, engine_tp: int) -> Job
 
 def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     """The engine and the state machine, by the functions of the entry."""
-    from mindspeed_rl.orchestration.rl_job import build_phases, build_rollout_engine
+    from mindspeed_rl.orchestration.rl_phases import (
+        build_phases,
+        build_rollout_engine,
+        share_memory,
+    )
 
+    sharing = share_memory(job, policy, None)
+    sharing.leave_all()
     engine = build_rollout_engine(job)
-    return Both(job, policy, engine, build_phases(job, policy, engine, lambda _: nullcontext()))
+    phases = build_phases(job, policy, engine, sharing, lambda _: nullcontext())
+    phases.to_train()
+    return Both(job, policy, engine, phases)
 
 
 def requests() -> list[GenerationRequest]:

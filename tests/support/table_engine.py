@@ -9,10 +9,16 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.resharding.difference import Difference
-from mindspeed_rl.rollout.engine import GenerationRequest, InferenceEngine, SamplingSettings
+from mindspeed_rl.rollout.engine import (
+    EngineState,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingSettings,
+)
 from mindspeed_rl.types import Completion
 
 VOCAB = 64
+CACHE_BYTES = 1000
 STOP = 1
 
 
@@ -33,6 +39,7 @@ class TableEngine:
     def __init__(self) -> None:
         self.weights = torch.zeros(VOCAB)
         self.weights_version = -1
+        self.state = EngineState.AWAKE
         self.stale = 0.0
         self.calls: list[str] = []
         self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []
@@ -51,19 +58,45 @@ class TableEngine:
         self.calls.append("finish")
         self.weights_version = version
 
-    def sleep(self) -> None:
+    @property
+    def weight_bytes(self) -> int:
+        """Of the table."""
+        return VOCAB * self.weights.element_size()
+
+    @property
+    def cache_bytes(self) -> int:
+        """It has none; any number."""
+        return CACHE_BYTES
+
+    def free_cache(self) -> None:
         """Noted."""
-        self.calls.append("sleep")
+        self.calls.append("free cache")
+        if self.state is EngineState.AWAKE:
+            self.state = EngineState.WEIGHTS
+
+    def free_weights(self) -> None:
+        """Noted; what the table held is lost."""
+        assert self.state is not EngineState.AWAKE, "the cache leaves first"
+        self.calls.append("free weights")
+        self.weights_version = -1
+        self.weights.fill_(float("nan"))
+        self.state = EngineState.ASLEEP
 
     def wake(self, tags: Sequence[str]) -> None:
         """Noted."""
         self.calls.append(f"wake {' '.join(tags)}")
+        if "weights" in tags and self.state is EngineState.ASLEEP:
+            self.state = EngineState.WEIGHTS
+        if "kv_cache" in tags:
+            assert self.state is not EngineState.ASLEEP, "weights come back first"
+            self.state = EngineState.AWAKE
 
     def generate(
         self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
     ) -> list[Completion]:
         """The log-probs are those of the engine's own weights."""
         assert version == self.weights_version, "Phases let a stale engine generate"
+        assert self.state is EngineState.AWAKE, "Phases let a sleeping engine generate"
         self.asked.append((list(requests), settings))
         result = []
         for request in requests:

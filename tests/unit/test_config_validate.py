@@ -20,6 +20,7 @@ from mindspeed_rl.config import (
     IndexedDataConfig,
     KLConfig,
     LoggingConfig,
+    MemoryConfig,
     ModelConfig,
     ParallelConfig,
     PolicyLossConfig,
@@ -87,6 +88,7 @@ def build(files: Path) -> Build:
             rollout=RolloutConfig(
                 rl_inference_tensor_model_parallel_size=4, rollout_max_response_length=64
             ),
+            memory=MemoryConfig(),
             rewards=RewardConfig(),
         )
         changed = {name: replace(getattr(config, name), **c) for name, c in sections.items()}

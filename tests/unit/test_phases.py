@@ -1,33 +1,107 @@
-"""The switch between training and rollout: legal moves, weight updates, proofs, broken states."""
+"""The switch between training and rollout: legal moves, what is where, faults in every action."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
-from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.table_engine import (
+    CACHE_BYTES,
+    CompareWeights,
+    CopyWeights,
+    TableEngine,
+    first_table,
+)
 
-from mindspeed_rl.phases import Phase, Phases, WeightSync
+from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.offload.group import StorageGroup
+from mindspeed_rl.offload.host_pool import HostPool
+from mindspeed_rl.phases import transition
+from mindspeed_rl.phases.machine import CHAIN, Phase, Phases, Sharing
+from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.rollout.engine import EngineState
+
+MODES = (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
+LEAVES_IN_TRAIN: dict[OffloadMode, set[Owner]] = {
+    OffloadMode.NONE: set(),
+    OffloadMode.OPTIMIZER: set(),
+    OffloadMode.ALL: {Owner.REFERENCE},
+}
+LEAVES_IN_ROLLOUT = {
+    OffloadMode.NONE: set(),
+    OffloadMode.OPTIMIZER: {Owner.GRAD_BUFFERS, Owner.OPTIMIZER},
+    OffloadMode.ALL: {
+        Owner.GRAD_BUFFERS,
+        Owner.OPTIMIZER,
+        Owner.PARAMETERS,
+        Owner.REFERENCE,
+    },
+}
 
 
 class Machine:
-    """A state machine around a table engine, and everything that it did."""
+    """A state machine around a table engine and a trainer of four tensors."""
 
-    def __init__(self, verify_interval: int = 1) -> None:
+    def __init__(
+        self,
+        verify_interval: int = 1,
+        mode: OffloadMode = OffloadMode.NONE,
+        free_weights: bool = False,
+    ) -> None:
         self.engine = TableEngine()
         self.proof = CompareWeights()
-        self.trainer = first_table()
+        self.mode, self.free_weights = mode, free_weights
+        self.tensors = {
+            Owner.PARAMETERS: first_table(),
+            Owner.GRAD_BUFFERS: torch.zeros(64),
+            Owner.OPTIMIZER: torch.arange(128.0),
+            Owner.REFERENCE: first_table() - 7,
+        }
+        self.expected = {owner: tensor.clone() for owner, tensor in self.tensors.items()}
         self.named: list[str] = []
+        self.borders: list[str] = []
+        self.asked_for: list[int] = []
+        platform = CpuPlatform()
+        pool = HostPool(platform)
+        self.groups = {
+            owner: StorageGroup(
+                owner,
+                lambda tensor=tensor: [tensor],  # type: ignore[misc]
+                platform,
+                None if owner is Owner.GRAD_BUFFERS else pool,
+            )
+            for owner, tensor in self.tensors.items()
+        }
         sync = WeightSync(
             cast(Any, CopyWeights()),
             cast(Any, self.proof),
             lambda: {"table": self.trainer},
             verify_interval,
         )
-        self.phases = Phases(cast(Any, self.engine), sync, self.phase)
+        sharing = Sharing(
+            self.groups,
+            mode,
+            free_weights,
+            require_free=self.asked_for.append,
+            at_border=self.borders.append,
+        )
+        sharing.leave_all()
+        self.phases = Phases(cast(Any, self.engine), sync, self.phase, sharing)
+        self.phases.to_train()
+        self.named.clear()
+        self.borders.clear()
+        self.engine.calls.clear()
+
+    @property
+    def trainer(self) -> torch.Tensor:
+        return self.tensors[Owner.PARAMETERS]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,78 +112,258 @@ class Machine:
         self.phases.to_rollout(version)
         self.phases.to_train()
 
+    def check(self) -> None:
+        """Everything is where the state says, with its content."""
+        state = self.phases.state
+        away = LEAVES_IN_TRAIN if state is Phase.TRAIN else LEAVES_IN_ROLLOUT
+        gone = set(away[self.mode])
+        if state in (Phase.IDLE, Phase.SYNC):
+            gone -= {Owner.PARAMETERS}
+        for owner, tensor in self.tensors.items():
+            assert (tensor.untyped_storage().nbytes() == 0) == (owner in gone), (state, owner)
+            if owner not in gone:
+                assert torch.equal(tensor, self.expected[owner]), (state, owner)
+        asleep = EngineState.ASLEEP if self.free_weights else EngineState.WEIGHTS
+        assert (
+            self.engine.state
+            is {
+                Phase.TRAIN: asleep,
+                Phase.IDLE: asleep,
+                Phase.SYNC: EngineState.WEIGHTS,
+                Phase.ROLLOUT: EngineState.AWAKE,
+            }[state]
+        )
+        if state is Phase.ROLLOUT:
+            assert torch.equal(self.engine.weights, self.expected[Owner.PARAMETERS])
+
 
 def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
     machine = Machine()
-    assert (machine.phases.state, machine.engine.calls) == (Phase.TRAIN, ["sleep"])
     machine.phases.to_rollout(5)
     assert machine.phases.state is Phase.ROLLOUT
-    assert machine.engine.calls[1:] == ["wake weights", "begin", "finish", "wake kv_cache"]
+    assert machine.engine.calls == ["begin", "finish", "wake kv_cache"]
     assert machine.engine.weights_version == 5
-    torch.testing.assert_close(machine.engine.weights, machine.trainer, rtol=0, atol=0)
+    machine.check()
     machine.phases.to_train()
-    assert machine.phases.state is Phase.TRAIN and machine.engine.calls[-1] == "sleep"
+    assert machine.phases.state is Phase.TRAIN and machine.engine.calls[-1] == "free cache"
     assert machine.named == ["reshard", "wake", "sleep"]
+    assert machine.borders == ["idle", "sync", "rollout", "sync", "idle", "train"]
+    assert machine.asked_for == [CACHE_BYTES]
+
+
+def test_the_order_with_everything_offloaded() -> None:
+    """R16: parameters stay until they are resharded, the cache comes when they have left."""
+    machine = Machine(mode=OffloadMode.ALL, free_weights=True)
+    machine.phases.to_rollout(0)
+    assert machine.engine.calls == ["wake weights", "begin", "finish", "wake kv_cache"]
+    assert machine.named == ["offload", "wake", "reshard", "offload", "wake"]
+    machine.check()
+    machine.phases.to_train()
+    assert machine.engine.calls[4:] == ["free cache", "free weights"]
+    assert machine.named[5:] == ["sleep", "onload", "sleep", "onload"]
+    machine.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_where_in_every_state(mode: OffloadMode) -> None:
+    machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL)
+    machine.check()
+    for version in range(3):
+        machine.expected[Owner.PARAMETERS] -= version
+        machine.trainer.sub_(version)
+        machine.phases.to_rollout(version)
+        machine.check()
+        machine.phases.to_train()
+        machine.check()
+
+
+def test_the_reference_comes_for_its_pass_only() -> None:
+    machine = Machine(mode=OffloadMode.ALL)
+    with machine.phases.resident(Owner.REFERENCE):
+        assert torch.equal(machine.tensors[Owner.REFERENCE], first_table() - 7)
+    machine.check()
+    machine.phases.to_rollout(0)
+    with (
+        pytest.raises(RuntimeError, match="reference is used in train only, not in rollout"),
+        machine.phases.resident(Owner.REFERENCE),
+    ):
+        pass
+    machine.check()
 
 
 def test_weights_move_only_when_their_version_changed() -> None:
     machine = Machine()
     for version in (0, 0, 1):
-        machine.trainer = first_table() - version
+        machine.trainer.sub_(version)
         machine.step(version)
     assert machine.engine.calls.count("begin") == 2
     torch.testing.assert_close(machine.engine.weights, first_table() - 1, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("call", ["to_train", "to_rollout twice", "to_train twice"])
+def test_freed_weights_move_although_their_version_did_not_change() -> None:
+    """R3: memory that came back as zeros is no version of the weights."""
+    machine = Machine(free_weights=True)
+    for _ in range(2):
+        machine.step(4)
+    assert machine.engine.calls.count("begin") == 2
+
+
+@pytest.mark.parametrize("call", ["to_rollout twice", "to_train twice"])
 def test_illegal_moves_are_refused_and_change_nothing(call: str) -> None:
     machine = Machine()
     phases = machine.phases
-    if call != "to_train":
-        phases.to_rollout(0)
+    phases.to_rollout(0)
     if call == "to_train twice":
         phases.to_train()
     before, calls = phases.state, list(machine.engine.calls)
-    if call.startswith("to_train"):
-        with pytest.raises(RuntimeError, match="train is entered from rollout only, not from tra"):
+    if call == "to_train twice":
+        with pytest.raises(RuntimeError, match="from rollout or sync or idle only, not from train"):
             phases.to_train()
     else:
-        with pytest.raises(RuntimeError, match="rollout is entered from train only, not from rol"):
+        with pytest.raises(RuntimeError, match="from train or idle or sync only, not from rollo"):
             phases.to_rollout(1)
     assert (phases.state, machine.engine.calls) == (before, calls)
 
 
-def test_weights_that_differ_break_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: an engine with other bits never generates, nor does anything after it."""
-    machine = Machine()
+@given(
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.lists(st.sampled_from(["rollout", "train", "generate", "reference", "update"]), max_size=20),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_order_of_calls_leaves_memory_elsewhere(
+    mode: OffloadMode, free_weights: bool, calls: list[str]
+) -> None:
+    """R20: after any calls, legal or refused, memory is where the state says (R3)."""
+    machine = Machine(mode=mode, free_weights=free_weights)
+    phases, version = machine.phases, 0
+    for call in calls:
+        before = phases.state
+        if call == "update" and before is Phase.TRAIN:
+            version += 1
+            machine.trainer.sub_(1)
+            machine.expected[Owner.PARAMETERS] -= 1
+        elif call == "generate" and before is Phase.ROLLOUT:
+            assert machine.engine.weights_version == version
+        elif call in ("rollout", "train"):
+            legal = before.value != call
+            with nullcontext() if legal else pytest.raises(RuntimeError, match=f"from {call}"):
+                if call == "rollout":
+                    phases.to_rollout(version)
+                else:
+                    phases.to_train()
+        elif call == "reference" and before is Phase.TRAIN:
+            with phases.resident(Owner.REFERENCE):
+                assert machine.tensors[Owner.REFERENCE].untyped_storage().nbytes() > 0
+        machine.check()
 
+
+class Fault(Exception):
+    """Planted."""
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Make the n-th action from now on raise before it does anything; the names so far."""
+    seen: list[str] = []
+
+    def perform(actions: Any, phase: Any) -> None:
+        def counted(action: transition.Action) -> transition.Action:
+            def do() -> None:
+                seen.append(action.name)
+                if len(seen) == number:
+                    raise Fault(action.name)
+                action.do()
+
+            return transition.Action(action.name, action.phase, do, action.undo)
+
+        transition.perform([counted(a) for a in actions], phase)
+
+    monkeypatch.setattr("mindspeed_rl.phases.machine.perform", perform)
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("free_weights", [False, True])
+def test_a_fault_in_any_action_leaves_one_of_the_two_states(
+    mode: OffloadMode, free_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state before it, whole; afterwards everything still works."""
+    number, finished = 0, False
+    while not finished:
+        number += 1
+        machine = Machine(mode=mode, free_weights=free_weights)
+        with monkeypatch.context() as patch:
+            seen = fail_at(patch, number)
+            try:
+                machine.phases.to_rollout(1)
+                machine.phases.to_train()
+                finished = True
+            except Fault:
+                assert machine.phases.state in CHAIN
+                machine.check()
+        if machine.phases.state is not Phase.TRAIN:
+            machine.phases.to_train()
+        machine.check()
+        machine.step(2)
+        machine.check()
+    assert len(seen) == number - 1 >= 5
+    assert seen.count("reshard") == 1
+
+
+def test_an_undo_that_fails_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(mode=OffloadMode.ALL)
+    phases = machine.phases
+
+    def refuse(num_bytes: int) -> None:
+        raise Fault("no room")
+
+    def lost() -> None:
+        raise Fault("host memory is gone")
+
+    monkeypatch.setattr(machine.groups[Owner.PARAMETERS], "restore", lost)
+    phases._sharing = replace(phases._sharing, require_free=refuse)
+    told = r"offload parameters could not be taken back \(host memory is gone\)"
+    with pytest.raises(transition.UndoFailed, match=told) as raised:
+        phases.to_rollout(0)
+    assert isinstance(raised.value.__cause__, Fault) and str(raised.value.__cause__) == "no room"
+    assert phases.state is Phase.BROKEN
+    for move in (lambda: phases.to_rollout(0), phases.to_train):
+        with pytest.raises(RuntimeError, match="not from broken"):
+            move()
+
+
+def test_weights_that_differ_are_never_generated_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R5: the cache stays away, generating is refused, and the next sync is proven again."""
+    machine = Machine(verify_interval=0)
+    machine.step(0)
+    assert machine.proof.num_calls == 1
+
+    def broken(self: CopyWeights, read: Mapping[str, torch.Tensor], engine: Any) -> None:
+        raise Fault("a rank died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyWeights, "move", broken)
+        with pytest.raises(Fault):
+            machine.phases.to_rollout(1)
+    assert (machine.phases.state, machine.engine.weights_version) == (Phase.SYNC, -1)
     move_all = CopyWeights.move
 
     def one_bit_off(self: CopyWeights, read: Mapping[str, torch.Tensor], engine: Any) -> None:
         move_all(self, read, engine)
         engine.weight_views()["table"].view(torch.int32)[3] ^= 1
 
-    monkeypatch.setattr(CopyWeights, "move", one_bit_off)
-    told = r"differ from the trainer's in 1 tensors: table; table\[3.*\] on rank 0 \(the table\)"
-    with pytest.raises(RuntimeError, match=told):
-        machine.phases.to_rollout(0)
-    assert machine.engine.weights_version == -1, "generating stays refused"
-    assert "wake kv_cache" not in machine.engine.calls
-    for move in (lambda: machine.phases.to_rollout(0), machine.phases.to_train):
-        with pytest.raises(RuntimeError, match="not from broken"):
-            move()
-
-
-def test_a_move_that_is_interrupted_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine()
-
-    def interrupted(self: object, *args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(CopyWeights, "move", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        machine.phases.to_rollout(0)
-    assert machine.phases.state is Phase.BROKEN
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyWeights, "move", one_bit_off)
+        told = (
+            r"differ from the trainer's in 1 tensors: table; table\[3.*\] on rank 0 \(the table\)"
+        )
+        with pytest.raises(RuntimeError, match=told):
+            machine.phases.to_rollout(1)
+    assert (machine.phases.state, machine.engine.weights_version) == (Phase.SYNC, -1)
+    assert machine.engine.calls[-1] != "wake kv_cache"
+    machine.phases.to_rollout(1)
+    assert machine.proof.num_calls == 3
+    machine.check()
 
 
 @pytest.mark.parametrize(("interval", "num_proofs"), [(0, 1), (1, 5), (2, 3), (9, 1)])

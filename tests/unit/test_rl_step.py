@@ -23,7 +23,7 @@ from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.orchestration import rl_batch, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.phases import Phase
+from mindspeed_rl.phases.machine import Phase
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
 # (1/3) / (standard deviation of (1, 0, 0) + 1e-4)

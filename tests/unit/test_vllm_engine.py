@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from mindspeed_rl.rollout import vllm_versions
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
+CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
 REQUESTS = [GenerationRequest(5, (1, 2, 3), 11), GenerationRequest(4, (4,), 12)]
 
 
@@ -84,24 +86,25 @@ def test_half_written_weights_do_not_generate() -> None:
         engine.generate(REQUESTS, SETTINGS, 1)
 
 
-def test_sleep_gives_the_cache_back_and_wake_clears_it() -> None:
+def test_the_cache_is_given_back_and_wake_clears_it() -> None:
     engine = EngineDouble()
     storage = engine.toy.cache.untyped_storage()
-    engine.sleep()
-    engine.sleep()
-    assert (storage.nbytes(), engine.state) == (0, EngineState.ASLEEP)
+    engine.free_cache()
+    engine.free_cache()
+    assert (storage.nbytes(), engine.state) == (0, EngineState.WEIGHTS)
     engine.wake(["weights"])
     assert (storage.nbytes(), engine.state) == (0, EngineState.WEIGHTS)
     engine.wake(["kv_cache"])
     assert (storage.nbytes(), engine.state) == (CACHE_BYTES, EngineState.AWAKE)
     assert torch.count_nonzero(engine.toy.cache) == 0
+    assert engine.cache_bytes == CACHE_BYTES
     with pytest.raises(RuntimeError, match=r"unknown tags \['scheduler'\]"):
         engine.wake(["scheduler"])
 
 
 @given(
     st.lists(
-        st.sampled_from(["sleep", "wake weights", "wake cache", "begin", "finish", "generate"]),
+        st.sampled_from(CALLS),
         max_size=25,
     ),
     st.data(),
@@ -112,25 +115,35 @@ def test_no_order_of_calls_generates_with_wrong_weights(
 ) -> None:
     """Against a model of the state: generate works when awake and synced, else it raises (R3)."""
     engine = EngineDouble()
-    awake, version = True, -1
+    weights, cache, version, begun = True, True, -1, False
     for call in calls:
-        if call == "sleep":
-            engine.sleep()
-            awake = False
+        if call == "free cache":
+            engine.free_cache()
+            cache = False
+        elif call == "free weights":
+            with nullcontext() if not cache else pytest.raises(RuntimeError, match="leaves first"):
+                engine.free_weights()
+                weights, version, begun = False, -1, False
         elif call == "wake weights":
             engine.wake(["weights"])
+            weights = True
         elif call == "wake cache":
-            engine.wake(["kv_cache"])
-            awake = True
+            legal = weights or cache
+            with nullcontext() if legal else pytest.raises(RuntimeError, match="come back before"):
+                engine.wake(["kv_cache"])
+                cache = True
         elif call == "begin":
-            engine.begin_update()
-            version = -1
+            with nullcontext() if weights else pytest.raises(RuntimeError, match="are freed"):
+                engine.begin_update()
+                version, begun = -1, True
         elif call == "finish":
-            version = data.draw(st.integers(0, 2), label="version")
-            engine.finish_update(version)
+            drawn = data.draw(st.integers(0, 2), label="version")
+            with nullcontext() if begun else pytest.raises(RuntimeError, match="no update"):
+                engine.finish_update(drawn)
+                version, begun = drawn, False
         else:
             trainer = data.draw(st.integers(0, 2), label="trainer")
-            if awake and version == trainer:
+            if cache and version == trainer:
                 assert len(engine.generate(REQUESTS, SETTINGS, trainer)) == 2
             else:
                 with pytest.raises(RuntimeError, match="sync and wake it first"):

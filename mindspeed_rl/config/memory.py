@@ -1,0 +1,49 @@
+"""Flags of device memory: what leaves it while the engine samples, and how it is watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.flag import flag
+from mindspeed_rl.memory.owners import OffloadMode
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """Memory of the shared devices.
+
+    Trainer and engine take turns on the same device. While the engine samples, the trainer's
+    gradients are dropped and its optimizer state (and its parameters) wait in pinned host memory;
+    while the trainer trains, the engine's key/value cache (and its weights) are freed. What is on
+    the device at the border of every phase is logged as memory/<phase>/<owner>_bytes.
+
+    Example: --rl-offload optimizer --device-memory-gb 64 ends the run with a table of who owns what
+    as soon as more than 64 GiB are in use at a border.
+    """
+
+    rl_offload: str = flag(
+        OffloadMode.AUTO.value,
+        "What of the trainer leaves the device during rollouts. none; optimizer: gradient buffers "
+        "and optimizer state; all: parameters and reference, too; auto: the least with which the "
+        "predicted peak fits --device-memory-gb, none where the device is the host.",
+        choices=tuple(mode.value for mode in OffloadMode),
+    )
+    rollout_sleep: str = flag(
+        "auto",
+        "What of the engine is freed while the trainer trains. kv: the key/value cache; all: its "
+        "weights, too, which every weight update brings back; auto: all with --rl-offload all, "
+        "else kv.",
+        choices=("auto", "kv", "all"),
+    )
+    device_memory_gb: float = flag(
+        0.0,
+        "Memory of one device that the run may use, in GiB; 0 takes what the driver reports, and "
+        "no limit where the device is the host.",
+        minimum=0.0,
+    )
+    memory_leak_mb: float = flag(
+        64.0,
+        "Warn when memory that no owner accounts for grows by more than this per step, in MiB, "
+        "over the last 20 steps; 0 never warns.",
+        minimum=0.0,
+    )

@@ -1,0 +1,41 @@
+"""Who owns device memory, and when: the names that prediction and measurement share (layer 0)."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Owner(enum.StrEnum):
+    """What bytes on a device are for."""
+
+    PARAMETERS = "parameters"  # of the policy, in the training precision
+    GRAD_BUFFERS = "grad_buffers"
+    OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq, steps
+    REFERENCE = "reference"  # parameters of the first policy, for the KL term
+    ACTIVATIONS = "activations"  # what forward keeps for backward, and what both work with
+    LOGITS = "logits"  # of the tokens of one chunk and their vocabulary shard, in fp32
+    RESHARD_STAGING = "reshard_staging"
+    ENGINE_WEIGHTS = "engine_weights"
+    KV_CACHE = "kv_cache"
+    ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step
+    GRAPHS = "graphs"
+    COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
+
+
+class MemoryPhase(enum.StrEnum):
+    """When bytes are counted: the edges of a step, and the peaks between them."""
+
+    LOAD = "load"  # weights just read, optimizer built, engine built and asleep
+    TRAIN_IDLE = "train_idle"  # the trainer's turn, before its first micro-batch
+    TRAIN = "train"  # the peak of a training step
+    SYNC = "sync"  # the peak of a weight update: both sides and the staging
+    ROLLOUT = "rollout"  # the peak of generation
+
+
+class OffloadMode(enum.StrEnum):
+    """``--rl-offload``: what of the trainer leaves the device while the engine samples."""
+
+    AUTO = "auto"  # the least that fits
+    NONE = "none"
+    OPTIMIZER = "optimizer"  # gradient buffers and optimizer state
+    ALL = "all"  # and, once they are resharded, parameters and reference

@@ -1,0 +1,157 @@
+"""Builds what takes turns on the devices: engine, weight path, memory, state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
+from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.phases.machine import Phases, Sharing
+from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync
+from mindspeed_rl.resharding.checksums import WeightProof
+from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.stream import TensorStream
+from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.trainer.resident_memory import trainer_memory
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GIB = 2**30
+
+
+def choose_offload(job: Job[RLRunConfig, RLPlan]) -> tuple[OffloadMode, str]:
+    """What of the trainer leaves the device, and why. Local, alike on all ranks."""
+    asked = OffloadMode(job.config.memory.rl_offload)
+    if asked is not OffloadMode.AUTO:
+        return asked, "as --rl-offload says"
+    if job.platform.shares_host_memory:
+        return OffloadMode.NONE, "the device is the host, so nothing is gained by moving"
+    return OffloadMode.ALL, "nothing is known to fit beside the engine"
+
+
+def share_memory(
+    job: Job[RLRunConfig, RLPlan], policy: TrainEngine, reference: TrainEngine | None
+) -> Sharing:
+    """What leaves the device for the engine, and what of the engine leaves for it. Local."""
+    mode, why = choose_offload(job)
+    sleep = job.config.memory.rollout_sleep
+    free_weights = sleep == "all" or (sleep == "auto" and mode is OffloadMode.ALL)
+    job.say(
+        f"memory during rollouts: offload {mode.value} ({why}); engine weights are "
+        f"{'freed' if free_weights else 'kept'} while the trainer trains"
+    )
+    platform = job.platform
+    return Sharing(
+        groups=trainer_memory(policy, reference),
+        mode=mode,
+        free_engine_weights=free_weights,
+        release_cached_memory=platform.release_cached_memory,
+        wait_for_copies=platform.wait_for_copies,
+    )
+
+
+def open_ledger(
+    job: Job[RLRunConfig, RLPlan], sharing: Sharing, engine: VllmEngine
+) -> MemoryLedger:
+    """The ledger of the trainer's and the engine's memory. Local."""
+    options = job.config.memory
+    owners: dict[str, Callable[[], int]] = {
+        owner.value: group.num_bytes for owner, group in sharing.groups.items()
+    }
+    owners[Owner.ENGINE_WEIGHTS.value] = lambda: (
+        0 if engine.state is EngineState.ASLEEP else engine.weight_bytes
+    )
+    owners[Owner.KV_CACHE.value] = lambda: (
+        engine.cache_bytes if engine.state is EngineState.AWAKE else 0
+    )
+    return MemoryLedger(
+        owners,
+        job.platform.memory,
+        int(options.device_memory_gb * _GIB) or None,
+        options.memory_leak_mb * 2**20,
+    )
+
+
+def watched(sharing: Sharing, ledger: MemoryLedger) -> Sharing:
+    """The same, with the ledger at every border."""
+    return replace(sharing, require_free=ledger.require_free, at_border=ledger.at_border)
+
+
+def agreed_cache_bytes(requested_gb: float) -> int:
+    """The key/value cache of every rank: the smallest that any was asked for (R21).
+
+    Nodes may be given different values; engines of different capacity would schedule differently.
+    Collective: the world.
+    """
+    value = torch.tensor(int(requested_gb * _GIB))
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return int(value)
+
+
+def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
+    """Element type of the engine."""
+    name = rollout.rollout_dtype
+    if name == "auto":
+        return torch.bfloat16 if train.bf16 else torch.float32
+    return DTYPES[name]
+
+
+def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
+    """The engine of this rank. Collective: the world."""
+    config = job.config
+    with job.watchdog.phase("build engine"):
+        return VllmEngine(
+            model_dir=config.model.hf_checkpoint,
+            layout=job.plan.vllm,
+            rank=job.world.rank,
+            platform=job.platform,
+            dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
+            max_model_len=job.plan.max_model_len,
+            kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
+            seed=config.train.seed,
+            options=config.vllm_options,
+        )
+
+
+def build_phases(
+    job: Job[RLRunConfig, RLPlan],
+    policy: TrainEngine,
+    engine: VllmEngine,
+    sharing: Sharing,
+    phase: Callable[[str], AbstractContextManager[None]],
+) -> Phases:
+    """The state machine with its weight path. Collective: plans are compared."""
+    config, plan, world = job.config, job.plan, job.world
+    dtype = rollout_dtype(config.rollout, config.train)
+    read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
+    proof = WeightProof(plan.megatron, plan.vllm, world.rank, dtype)
+    path = build_weight_path(job, dtype)
+    sync = WeightSync(path, proof, read, config.rollout.reshard_verify_interval)
+    return Phases(engine, sync, phase, sharing)
+
+
+def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:
+    """The way of ``--reshard-path``. Local."""
+    options, plan, world = job.config.rollout, job.plan, job.world
+    common: dict[str, Any] = {
+        "rank": world.rank,
+        "ranks_per_node": world.local_size,
+        "transport": make_transport(options.reshard_transport, world.size, job.platform.device),
+        "dtype": dtype,
+        "bucket_bytes": int(options.reshard_bucket_mb * 2**20),
+    }
+    if options.reshard_path == "stream":
+        return StreamPath(TensorStream(plan.megatron, range(world.size), **common))
+    relay = options.reshard_relay == "auto" and world.size > world.local_size
+    return DirectPath(Resharder(plan.megatron, plan.vllm, relay=relay, **common))

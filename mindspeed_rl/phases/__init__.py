@@ -1,0 +1,1 @@
+"""The switch between training and rollout on shared devices."""

@@ -1,0 +1,250 @@
+"""Who has the shared devices: one state machine that everything goes through (R16, R20).
+
+States and what is on the device in each; ``auto`` is resolved before::
+
+    state     trainer: parameters  gradients, optimizer  engine: weights  cache
+    TRAIN              yes         yes                   unless freed     no
+    IDLE               yes         unless offloaded      unless freed     no
+    SYNC               yes         unless offloaded      yes              no
+    ROLLOUT            unless      unless offloaded      yes              yes
+                       offloaded
+
+Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another. An edge is a list
+of actions, each with its undo: an error inside one leaves the state before it, with everything
+where it was. An undo that fails as well leaves BROKEN, in which every call raises.
+
+Towards ROLLOUT: drop gradients, offload the optimizer | bring back engine weights | reshard, prove,
+offload parameters, bring back the cache. Parameters stay after an update because they are about to
+be resharded; the cache comes last, when everything else has left. Towards TRAIN: free the cache,
+bring back parameters, free engine weights (last: their content cannot be taken back) | gradients,
+optimizer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.offload.group import StorageGroup
+from mindspeed_rl.phases.transition import Action, UndoFailed, nothing, perform
+from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.rollout.engine import InferenceEngine
+
+
+class Phase(enum.Enum):
+    """What the devices are used for."""
+
+    TRAIN = "train"
+    IDLE = "idle"
+    SYNC = "sync"
+    ROLLOUT = "rollout"
+    BROKEN = "broken"
+
+
+CHAIN = (Phase.TRAIN, Phase.IDLE, Phase.SYNC, Phase.ROLLOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What gives way to whom on the shared device.
+
+    Attributes:
+        groups: the trainer's memory by owner.
+        mode: what of it leaves; not ``AUTO``.
+        free_engine_weights: engine weights leave while the trainer trains.
+        release_cached_memory: the allocator gives back what was freed.
+        wait_for_copies: computation from now on waits for copies to the device.
+        require_free: called with the bytes that are about to be taken; raises when they are not
+            there.
+        at_border: called with the state that was just reached.
+    """
+
+    groups: Mapping[Owner, StorageGroup] = field(default_factory=dict)
+    mode: OffloadMode = OffloadMode.NONE
+    free_engine_weights: bool = False
+    release_cached_memory: Callable[[], None] = nothing
+    wait_for_copies: Callable[[], None] = nothing
+    require_free: Callable[[int], None] = lambda num_bytes: None
+    at_border: Callable[[str], None] = lambda state: None
+
+    def leaving(self, *owners: Owner) -> list[StorageGroup]:
+        """The groups of these owners that leave in this mode."""
+        assert self.mode is not OffloadMode.AUTO, "auto is resolved before the machine is built"
+        leave = {
+            OffloadMode.NONE: frozenset(),
+            OffloadMode.OPTIMIZER: frozenset({Owner.GRAD_BUFFERS, Owner.OPTIMIZER}),
+            OffloadMode.ALL: frozenset(Owner),
+        }[self.mode]
+        return [self.groups[o] for o in owners if o in self.groups and o in leave]
+
+    def leave_all(self) -> None:
+        """Give away everything that leaves: what ROLLOUT expects. Local."""
+        owners = (Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.PARAMETERS, Owner.REFERENCE)
+        for group in self.leaving(*owners):
+            group.release()
+        self.release_cached_memory()
+
+
+class Phases:
+    """Owns the state of the shared devices. It starts in ROLLOUT, with an awake engine.
+
+    Args:
+        engine: the inference engine of this rank, awake.
+        sync: how weights get into it.
+        phase: context manager that names a phase for timers and the watchdog.
+        sharing: what leaves the device; what of it leaves in ROLLOUT is away already.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        sync: WeightSync,
+        phase: Callable[[str], AbstractContextManager[None]],
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._engine = engine
+        self._sync = sync
+        self._phase = phase
+        self._sharing = sharing or Sharing()
+        self._version = -1
+        self.state = Phase.ROLLOUT
+
+    def to_rollout(self, version: int) -> None:
+        """Hand the devices to the engine with weights of ``version``. Collective: the world.
+
+        Before: TRAIN, IDLE or SYNC. After: ROLLOUT, the engine's weights bit-equal to the
+        trainer's.
+
+        Raises:
+            RuntimeError: called in another state, or the proof found a difference.
+        """
+        self._version = version
+        self._go(Phase.ROLLOUT, self._onward)
+
+    def to_train(self) -> None:
+        """Hand the devices back to the trainer. Local.
+
+        Before: ROLLOUT, SYNC or IDLE, the engine without requests. After: TRAIN, its cache freed.
+
+        Raises:
+            RuntimeError: called in another state.
+        """
+        self._go(Phase.TRAIN, self._back)
+
+    @contextmanager
+    def resident(self, owner: Owner) -> Iterator[None]:
+        """Have the memory of an owner that is away in TRAIN, too, for the block. Local.
+
+        Raises:
+            RuntimeError: called outside TRAIN.
+        """
+        if self.state is not Phase.TRAIN:
+            raise RuntimeError(f"{owner} is used in train only, not in {self.state.value}")
+        groups = self._sharing.leaving(owner)
+        for group in groups:
+            group.restore()
+        self._sharing.wait_for_copies()
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.release()
+
+    def _go(self, target: Phase, actions_after: Mapping[Phase, Callable[[], list[Action]]]) -> None:
+        if self.state not in actions_after:
+            allowed = " or ".join(phase.value for phase in actions_after)
+            raise RuntimeError(
+                f"phase {target.value} is entered from {allowed} only, not from {self.state.value}"
+            )
+        step = 1 if target is CHAIN[-1] else -1
+        while self.state is not target:
+            try:
+                perform(actions_after[self.state](), self._phase)
+            except UndoFailed:
+                self.state = Phase.BROKEN
+                raise
+            self.state = CHAIN[CHAIN.index(self.state) + step]
+            self._sharing.at_border(self.state.value)
+
+    @property
+    def _onward(self) -> dict[Phase, Callable[[], list[Action]]]:
+        """The edges towards ROLLOUT by the state they leave."""
+        return {
+            Phase.TRAIN: self._train_to_idle,
+            Phase.IDLE: self._idle_to_sync,
+            Phase.SYNC: self._sync_to_rollout,
+        }
+
+    @property
+    def _back(self) -> dict[Phase, Callable[[], list[Action]]]:
+        """The edges towards TRAIN by the state they leave."""
+        return {
+            Phase.ROLLOUT: self._rollout_to_sync,
+            Phase.SYNC: self._sync_to_idle,
+            Phase.IDLE: self._idle_to_train,
+        }
+
+    def _train_to_idle(self) -> list[Action]:
+        """After the update: what only training needs leaves."""
+        return self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+
+    def _idle_to_train(self) -> list[Action]:
+        """The optimizer's copies run beside the first passes; ``step`` waits for them."""
+        return self._onload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+
+    def _idle_to_sync(self) -> list[Action]:
+        """Memory for the engine's weights; their content comes with the reshard."""
+        if not self._sharing.free_engine_weights:
+            return []
+        need = self._engine.weight_bytes
+        return [
+            Action("room for engine weights", "wake", lambda: self._sharing.require_free(need)),
+            Action("engine weights", "wake", self._wake_weights, self._engine.free_weights),
+        ]
+
+    def _sync_to_idle(self) -> list[Action]:
+        """Last, since the content of the engine's weights cannot be taken back."""
+        if not self._sharing.free_engine_weights:
+            return []
+        return [Action("free engine weights", "sleep", self._engine.free_weights)]
+
+    def _sync_to_rollout(self) -> list[Action]:
+        """Weights, then parameters away, then the cache."""
+        need = self._engine.cache_bytes
+        return [
+            Action("reshard", "reshard", lambda: self._sync.run(self._engine, self._version)),
+            *self._offload(Owner.PARAMETERS),
+            Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
+            Action("cache", "wake", self._wake_cache, self._engine.free_cache),
+        ]
+
+    def _rollout_to_sync(self) -> list[Action]:
+        """The cache away, then parameters."""
+        return [
+            Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
+            Action("tidy", "sleep", self._sharing.release_cached_memory),
+            *self._onload(Owner.PARAMETERS),
+        ]
+
+    def _offload(self, *owners: Owner) -> list[Action]:
+        groups = self._sharing.leaving(*owners)
+        actions = [Action(f"offload {g.owner}", "offload", g.release, g.restore) for g in groups]
+        if actions:
+            actions.append(Action("tidy", "offload", self._sharing.release_cached_memory))
+        return actions
+
+    def _onload(self, *owners: Owner) -> list[Action]:
+        groups = self._sharing.leaving(*owners)
+        actions = [Action(f"onload {g.owner}", "onload", g.restore, g.release) for g in groups]
+        if Owner.PARAMETERS in owners and actions:
+            actions.append(Action("arrival", "onload", self._sharing.wait_for_copies))
+        return actions
+
+    def _wake_weights(self) -> None:
+        self._engine.wake(["weights"])
+
+    def _wake_cache(self) -> None:
+        self._engine.wake(["kv_cache"])

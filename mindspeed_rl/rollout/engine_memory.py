@@ -1,0 +1,55 @@
+"""An engine's memory where the engine itself has no way to give it away and take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_rl.offload.storages import as_bytes, storages_of
+
+
+class ZeroedMemory:
+    """Tensors that are freed as a whole and come back as zeros; every view of them stays valid.
+
+    Args:
+        tensors: what is freed; all of it is there now.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = [(s, s.nbytes()) for s in storages_of(tensors)]
+
+    @property
+    def num_bytes(self) -> int:
+        """While it is there."""
+        return sum(size for _, size in self._storages)
+
+    def free(self) -> None:
+        """Give it back to the allocator."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def bring_back(self) -> None:
+        """All of it, or nothing when memory runs out."""
+        try:
+            for storage, size in self._storages:
+                storage.resize_(size)
+                as_bytes(storage).zero_()
+        except BaseException:
+            self.free()
+            raise
+
+
+def kv_tensors(runner: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of the key/value cache, some of them several times."""
+    layers = runner.compilation_config.static_forward_context.values()
+    yield from _tensors([runner.kv_caches, *(getattr(x, "kv_cache", None) for x in layers)])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,84 @@
+"""Our requests in vLLM's terms, and its answers in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.types import FINISH_REASONS, Completion
+
+
+def model_settings(layout: VllmLayout) -> dict[str, Any]:
+    """Arguments that follow from the model and its layout."""
+    engine = layout.engine
+    settings: dict[str, Any] = {}
+    if engine.dp > 1:
+        settings["data_parallel_size"] = engine.dp
+    if engine.expert_parallel:
+        settings["enable_expert_parallel"] = True
+    if layout.spec.latent:
+        # the CPU kernel rotates the queries of latent attention wrongly, without an error
+        settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    if layout.spec.router_bias:
+        # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
+        settings["hf_overrides"] = {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        }
+    return settings
+
+
+def sampling_params(settings: SamplingSettings) -> Any:
+    """Every field that shapes the distribution is set, whatever generation_config.json says."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=1,
+        temperature=settings.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        max_tokens=settings.max_response_tokens,
+        stop_token_ids=list(settings.stop_token_ids),
+        ignore_eos=False,
+        logprobs=0,
+        detokenize=False,
+        skip_clone=True,  # a deep copy per request costs more than sampling a short response
+    )
+
+
+def token_scores(
+    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
+) -> list[tuple[float, float]]:
+    """log-prob and entropy of each token after the first, from vLLM's prompt log-probs."""
+    scores = []
+    for token, entry in zip(ids[1:], entries[1:], strict=True):
+        entropy = 0.0
+        if with_entropy:
+            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
+            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
+        scores.append((float(entry[token].logprob), entropy))
+    return scores
+
+
+def completion(output: Any, sample_id: int, version: int) -> Completion:
+    """What one request gave.
+
+    Raises:
+        RuntimeError: vLLM ended it for another reason than a stop token or the limit.
+    """
+    reason, tokens = str(output.finish_reason), tuple(output.token_ids)
+    if reason not in FINISH_REASONS:
+        raise RuntimeError(
+            f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
+            "it must neither be trained on nor left out, which would bias the batch"
+        )
+    logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
+    return Completion(tokens, logprobs, reason, version)

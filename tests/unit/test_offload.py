@@ -1,0 +1,154 @@
+"""Memory that leaves and comes back: by storage, with its content, all of it or nothing (R19)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.offload.group import StorageGroup
+from mindspeed_rl.offload.host_pool import HostPool
+from mindspeed_rl.offload.storages import not_among, num_bytes, storages_of
+from mindspeed_rl.platforms.cpu import CpuPlatform
+
+PLATFORM = CpuPlatform()
+
+
+def group_of(*tensors: torch.Tensor, keep: bool = True) -> StorageGroup:
+    pool = HostPool(PLATFORM) if keep else None
+    return StorageGroup("group", lambda: tensors, PLATFORM, pool)
+
+
+def test_views_stay_valid_and_every_byte_counts_once() -> None:
+    """As with megatron-core's buffers: parameters, their shards and gradients are views of them."""
+    buffer = torch.arange(24.0)
+    matrix, shard = buffer[:12].view(3, 4), buffer[6:12]
+    parameter = torch.nn.Parameter(matrix)
+    group = group_of(parameter.data, shard, buffer)
+    assert group.num_bytes() == 96
+    group.release()
+    assert (group.num_bytes(), group.resident, num_bytes(storages_of([shard]))) == (0, False, 0)
+    group.restore()
+    assert group.resident and torch.equal(buffer, torch.arange(24.0))
+    parameter.data.fill_(7.0)
+    assert torch.equal(shard, torch.full((6,), 7.0)), "the views share memory as before"
+
+
+def test_gradients_are_dropped_and_come_back_as_zeros() -> None:
+    gradient = torch.ones(10)
+    group = group_of(gradient, keep=False)
+    group.release()
+    group.restore()
+    assert torch.equal(gradient, torch.zeros(10))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), st.integers(0, 9)),
+        max_size=6,
+    ),
+    st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_any_tensors_come_back_bit_for_bit(
+    kinds: list[tuple[torch.dtype, int]], cycles: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(kinds))
+    tensors = [
+        torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(-1)
+        for dtype, size in kinds
+    ]
+    expected = [t.clone() for t in tensors]
+    group = group_of(*tensors)
+    for _ in range(cycles):
+        group.release()
+        assert group.num_bytes() == 0
+        group.restore()
+    for found, wanted in zip(tensors, expected, strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_releasing_twice_and_restoring_twice_do_nothing() -> None:
+    tensor = torch.ones(4)
+    group = group_of(tensor)
+    group.restore()
+    group.release()
+    group.release()
+    group.restore()
+    group.restore()
+    assert torch.equal(tensor, torch.ones(4))
+
+
+def test_state_that_appears_later_leaves_as_well() -> None:
+    """AdamW makes its moments at its first step."""
+    tensors = [torch.ones(4)]
+    group = StorageGroup("optimizer", lambda: tensors, PLATFORM, HostPool(PLATFORM))
+    group.release()
+    group.restore()
+    tensors.append(torch.full((8,), 2.0))
+    group.release()
+    assert num_bytes(storages_of(tensors)) == 0
+    group.restore()
+    assert torch.equal(tensors[1], torch.full((8,), 2.0))
+
+
+def test_host_memory_is_taken_once() -> None:
+    """R25: the same region at every switch; a group that grew gets a larger one."""
+    pool = HostPool(PLATFORM)
+    first = pool.region("optimizer", 100)
+    assert pool.region("optimizer", 80).data_ptr() == first.data_ptr()
+    assert pool.region("parameters", 10).data_ptr() != first.data_ptr()
+    assert pool.num_bytes == 110
+    pool.region("optimizer", 120)
+    assert pool.num_bytes == 130
+
+
+def test_memory_in_use_is_not_released() -> None:
+    tensor = torch.ones(4)
+
+    def in_use() -> None:
+        raise RuntimeError("gradients are accumulated")
+
+    group = StorageGroup("gradients", lambda: [tensor], PLATFORM, None, before_release=in_use)
+    with pytest.raises(RuntimeError, match="accumulated"):
+        group.release()
+    assert group.resident and torch.equal(tensor, torch.ones(4))
+
+
+class FullDevice(CpuPlatform):
+    """Copies to the device fail while ``full``."""
+
+    full = False
+
+    def copies(self):  # type: ignore[no-untyped-def]
+        if self.full:
+            raise torch.OutOfMemoryError("no memory")
+        return super().copies()
+
+
+def test_a_failing_copy_changes_nothing() -> None:
+    platform = FullDevice()
+    tensor = torch.arange(5.0)
+    group = StorageGroup("parameters", lambda: [tensor], platform, HostPool(platform))
+    platform.full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        group.release()
+    assert group.resident and torch.equal(tensor, torch.arange(5.0))
+    platform.full = False
+    group.release()
+    platform.full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        group.restore()
+    assert not group.resident and group.num_bytes() == 0
+    platform.full = False
+    group.restore()
+    assert torch.equal(tensor, torch.arange(5.0))
+
+
+def test_tensors_are_told_apart_by_storage() -> None:
+    buffer = torch.zeros(8)
+    own = torch.zeros(2)
+    assert [t is own for t in not_among([buffer[2:4], own], [buffer])] == [True]
