@@ -27,7 +27,9 @@ def train(run: RLJob) -> None:
         with run.phase("train"):
             batches = rl_batch.build_batches(run, rollouts.samples)
             batches = rl_batch.annotate(run, batches, rollouts.samples)
-            batches = rl_batch.with_advantages(run, batches, rollouts.samples, step)
+            batches = rl_batch.with_advantages(
+                run, batches, rollouts.samples, step, rollouts.greedy
+            )
             metrics = rl_step.update(run, batches)
         report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
         rl_resume.save_if_due(run, report, step)

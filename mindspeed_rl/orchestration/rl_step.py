@@ -11,7 +11,7 @@ import torch
 from mindspeed_rl.algorithms.correction import mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import policy_loss
-from mindspeed_rl.algorithms.settings import loss_settings
+from mindspeed_rl.algorithms.settings import advantage_estimator, loss_settings
 from mindspeed_rl.algorithms.types import (
     Denominators,
     LossInputs,
@@ -37,10 +37,18 @@ from mindspeed_rl.types import Completion, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The rollouts of a step on every rank, and what this rank has to report about them."""
+    """The rollouts of a step on every rank, and what this rank has to report about them.
+
+    Attributes:
+        samples: of the step, siblings of a prompt together.
+        metrics: of the rewards.
+        greedy: reward of the greedy response to each prompt, NaN where it abstained; ``None``
+            unless the advantage estimator asks for them.
+    """
 
     samples: list[Sample]
     metrics: MetricSet
+    greedy: list[float] | None = None
 
 
 def collect(run: RLJob, step: int) -> Collected:
@@ -48,14 +56,25 @@ def collect(run: RLJob, step: int) -> Collected:
     batch = run.plan.batch
     indices = run.sampler.next(batch.prompts)
     prompts = [p for i in indices for p in [run.prompts[i]] * batch.group_size]
+    settings = run.sampling(run.config.rl.rl_default_temperature)
+    samples, metrics = rollouts_of(run, prompts, step, settings)
+    if not advantage_estimator(run.config).needs_greedy:
+        return Collected(samples, metrics)
+    answered, more = rollouts_of(run, [run.prompts[i] for i in indices], step, run.sampling(0.0))
+    return Collected(samples, metrics.merge(more), [s.reward for s in answered])
+
+
+def rollouts_of(
+    run: RLJob, prompts: Sequence[Prompt], step: int, settings: SamplingSettings
+) -> tuple[list[Sample], MetricSet]:
+    """One scored response to each of ``prompts`` on every rank. Collective: the world."""
     with run.phase("generate"):
-        settings = run.sampling(run.config.rl.rl_default_temperature)
         rollouts = generate(run, prompts, step, settings)
     with run.phase("reward"):
         rollouts, metrics = score(run, rollouts if run.leads_engine else [])
     with run.phase("exchange"):
-        samples = exchange_rollouts(rollouts, run.reward_names, batch.samples)
-    return Collected(samples, metrics)
+        samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
+    return samples, metrics
 
 
 def my_share(run: RLJob, num_samples: int) -> range:

@@ -15,6 +15,10 @@ _RELATIVE = _ADVANTAGES + "test_relative_advantages_are_those_of_the_source"
 _DEGENERATE = _ADVANTAGES + "test_degenerate_groups_teach_nothing"
 
 
+_STEP = "tests/unit/test_rl_algorithms.py::"
+_KL_IN_REWARD = _STEP + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample"
+
+
 def _fault(name: str, file: str, old: str, new: str, test: str) -> Mutation:
     return Mutation(name, f"algorithms/{file}.py", old, new, test)
 
@@ -142,4 +146,17 @@ ALGORITHM_MUTATIONS = (
     _fault("mean-of-one-rank-in-the-covariance", "selection",
            "sums = reduce(torch.stack(", "sums = (lambda x: x)(torch.stack(",
            _SELECTION + "test_any_cut_selects_the_same_tokens"),
+    _fault("kl-in-reward-and-in-loss", "settings",
+           "kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,", "kl_beta=kl_beta,",
+           _KL_IN_REWARD),
+    Mutation("kl-added-to-the-reward", "orchestration/rl_batch.py",
+             "rewards = rewards - _sample_sums(", "rewards = rewards + _sample_sums(",
+             _KL_IN_REWARD),
+    Mutation("greedy-baseline-sampled", "orchestration/rl_step.py",
+             "step, run.sampling(0.0))", "step, settings)",
+             _STEP + "test_every_estimator_reaches_its_tokens"),
+    Mutation("later-selection-by-old-logprobs", "orchestration/rl_batch.py",
+             'if first_update and run.config.rl.old_logprob != "rollout":',
+             'if run.config.rl.old_logprob != "rollout":',
+             _STEP + "test_passes_of_a_loss_that_selects"),
 )  # fmt: skip
