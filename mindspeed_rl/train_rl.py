@@ -39,9 +39,12 @@ def train(run: RLJob) -> None:
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
     """Build the run, train, evaluate, write the results."""
-    from mindspeed_rl.orchestration import rl_report
+    from mindspeed_rl.orchestration import rl_report, selftest
     from mindspeed_rl.orchestration.rl_job import build_rl_job
 
+    if job.config.rl.rl_selftest == "loss":
+        selftest.check(job)
+        return
     run = build_rl_job(job)
     try:
         rl_report.describe(run)

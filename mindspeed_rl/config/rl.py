@@ -65,6 +65,13 @@ class RLConfig:
         "that nothing can be learned from them.",
         choices=("none", "shuffled-rewards"),
     )
+    rl_selftest: str = flag(
+        "none",
+        "Check this installation on a tiny model instead of training. loss: every policy loss and "
+        "aggregation gives the same metrics and gradients in every layout of the ranks, at every "
+        "micro-batch size and packing.",
+        choices=("none", "loss"),
+    )
     rl_default_temperature: float = flag(
         1.0,
         "Sampling temperature; the trainer's log-probs use the same. Must be above 0.",

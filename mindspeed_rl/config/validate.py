@@ -124,7 +124,7 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
             "former or raise the latter"
         )
-    base = _check_common(config.model, config.parallel, config.train, world)
+    base = check_layout(config.model, config.parallel, config.train, world)
     _check_mtp(config.checkpoint, config.model, base.spec)
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
@@ -155,7 +155,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
             f"--temperature {score.temperature} with --backend engine: vLLM scores prompts without "
             "temperature; allowed: 1"
         )
-    base = _check_common(config.model, config.parallel, config.train, world)
+    base = check_layout(config.model, config.parallel, config.train, world)
     vllm = VllmLayout(base.spec, engine_layout(config.rollout, world))
     return ScorePlan(base.spec, base.parallel, base.megatron, vllm)
 
@@ -205,7 +205,7 @@ def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
         _check_sft_data(config)
     _check_steps(config.train)
     check_paths(config)
-    base = _check_common(config.model, config.parallel, config.train, world)
+    base = check_layout(config.model, config.parallel, config.train, world)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:
         raise ValueError(
@@ -298,9 +298,14 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def _check_common(
+def check_layout(
     model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, world: int
 ) -> RunPlan:
+    """Spec and training layout of a model on ``world`` ranks.
+
+    Raises:
+        ValueError: naming the flag, its value, what is allowed and the fix.
+    """
     if not model.hf_checkpoint:
         raise ValueError("--hf-checkpoint is required: give a Hugging Face model directory")
     if train.lr_warmup_iters and train.lr_warmup_fraction:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from mindspeed_rl.algorithms.advantages import GroupRewards
 from mindspeed_rl.algorithms.kl import kl_estimate
-from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance
+from mindspeed_rl.algorithms.selection import (
+    CovarianceSettings,
+    StepTokens,
+    select_by_covariance,
+)
 from mindspeed_rl.algorithms.settings import advantage_estimator, covariance_settings
 from mindspeed_rl.algorithms.token_advantages import (
     discounted_sums,
@@ -285,9 +289,29 @@ def select_tokens(run: RLJob, batch: UpdateBatch, first_update: bool) -> UpdateB
         current = [m.old_logprobs for m in micro]
     else:
         current = run.policy.logprobs(micro)
+    settings = covariance_settings(run.config, run.version)
     if not run.policy.is_last:
         return batch
-    device = run.job.platform.device
+    marked = selected_tokens(micro, current, settings, run.policy.sum_over_tokens)
+    return replace(batch, micro_batches=marked)
+
+
+def selected_tokens(
+    micro: Sequence[PreparedBatch],
+    current: Sequence[torch.Tensor | None],
+    settings: CovarianceSettings,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> list[PreparedBatch]:
+    """The micro-batches of an optimizer step with their selected tokens marked.
+
+    On the last pipeline stage. Collective as ``reduce``.
+
+    Args:
+        micro: of this rank, with old log-probs and advantages.
+        current: log-probs of the present policy.
+        settings: which and how many.
+        reduce: sums a tensor over the ranks that hold the other tokens.
+    """
     logprobs = [c for c in current if c is not None]
     old = [m.old_logprobs for m in micro if m.old_logprobs is not None]
     sample_ids = {i: i for m in micro for i in m.batch.sample_ids}
@@ -295,10 +319,8 @@ def select_tokens(run: RLJob, batch: UpdateBatch, first_update: bool) -> UpdateB
         logprobs=logprobs,
         log_ratio=[c - o for c, o in zip(logprobs, old, strict=True)],
         advantages=[m.batch.advantages for m in micro],
-        sample_ids=[_owners(m, sample_ids, device) for m in micro],
+        sample_ids=[_owners(m, sample_ids, m.batch.positions.device) for m in micro],
         places=[m.batch.positions[m.batch.loss_mask] for m in micro],
     )
-    settings = covariance_settings(run.config, run.version)
-    chosen = select_by_covariance(tokens, settings, run.policy.sum_over_tokens)
-    marked = [replace(m, selected=c) for m, c in zip(micro, chosen, strict=True)]
-    return replace(batch, micro_batches=marked)
+    chosen = select_by_covariance(tokens, settings, reduce)
+    return [replace(m, selected=c) for m, c in zip(micro, chosen, strict=True)]

@@ -190,12 +190,12 @@ def step_loss(run: RLJob, denominators: Denominators, first_update: bool) -> Los
     return loss
 
 
-def silent_metrics(run: RLJob) -> MetricSet:
-    """Names and kinds of what the loss reports, for ranks that do not compute it. Local."""
+def silent_metrics(loss: LossFunction) -> MetricSet:
+    """Names and kinds of what a loss reports, for ranks that do not compute it. Local."""
     none, flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
     inputs = LossInputs(none, none, none, none, none, none, owners, flags)
-    terms = step_loss(run, Denominators(0, 0), True)(inputs).terms
+    terms = loss(inputs).terms
     return MetricSet(
         {n: Max() if isinstance(term, MaxTerm) else Mean(0.0, 0.0) for n, term in terms.items()}
     )
@@ -203,7 +203,7 @@ def silent_metrics(run: RLJob) -> MetricSet:
 
 def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet:
     """One optimizer step; a batch without a single trained token is skipped and counted (R37)."""
-    silent = silent_metrics(run)
+    silent = silent_metrics(step_loss(run, batch.denominators, True))
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})

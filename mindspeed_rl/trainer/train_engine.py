@@ -153,6 +153,15 @@ class TrainEngine:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Accumulated gradients of this rank's weights, fp32, named as the weights.
+
+        Whole without the distributed optimizer, which leaves each rank a share of them; 0 for
+        weights that are not trained.
+        """
+        weights = self.named_parameters()
+        return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
+
     def weights_changed(self) -> None:
         """Call after writing parameters from outside: master weights follow. Local."""
         if self.optimizer is not None:
