@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.config.algorithms import (
+    AdvantageConfig,
+    CorrectionConfig,
+    KLConfig,
+    PolicyLossConfig,
+)
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
@@ -13,13 +19,17 @@ from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
 __all__ = [
+    "AdvantageConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
     "DryRunConfig",
     "IndexedDataConfig",
+    "KLConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
     "ParallelConfig",
+    "PolicyLossConfig",
     "PretrainRunConfig",
     "PromptConfig",
     "RLConfig",
@@ -48,6 +58,10 @@ class RLRunConfig:
     logging: LoggingConfig
     prompts: PromptConfig
     rl: RLConfig
+    advantages: AdvantageConfig
+    policy_loss: PolicyLossConfig
+    kl: KLConfig
+    correction: CorrectionConfig
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig

@@ -13,6 +13,7 @@ from mindspeed_rl.config import (
     RLRunConfig,
     ScoreRunConfig,
 )
+from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.outputs import check_paths
@@ -96,11 +97,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
     rl = config.rl
-    if rl.grpo_group_size < 2:
-        raise ValueError(
-            f"--grpo-group-size {rl.grpo_group_size}: a relative reward needs at least 2 samples "
-            "per prompt; with one every advantage is 0"
-        )
+    check_algorithms(config)
     if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
         raise ValueError(
             f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
@@ -130,7 +127,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
             f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
             "former or raise the latter"
         )
-    base = _check_common(config.model, config.parallel, config.train, world, files)
+    base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
@@ -161,7 +158,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
             f"--temperature {score.temperature} with --backend engine: vLLM scores prompts without "
             "temperature; allowed: 1"
         )
-    base = _check_common(config.model, config.parallel, config.train, world)
+    base = check_layout(config.model, config.parallel, config.train, world)
     vllm = VllmLayout(base.spec, engine_layout(config.rollout, world))
     return ScorePlan(base.spec, base.parallel, base.megatron, vllm)
 
@@ -212,7 +209,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
     _check_steps(config.train)
     if files:
         check_paths(config)
-    base = _check_common(config.model, config.parallel, config.train, world, files)
+    base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:
         raise ValueError(
@@ -305,13 +302,18 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def _check_common(
+def check_layout(
     model: ModelConfig,
     parallel: ParallelConfig,
     train: TrainConfig,
     world: int,
     files: bool = True,
 ) -> RunPlan:
+    """Spec and training layout of a model on ``world`` ranks.
+
+    Raises:
+        ValueError: naming the flag, its value, what is allowed and the fix.
+    """
     if not model.hf_checkpoint:
         raise ValueError("--hf-checkpoint is required: give a Hugging Face model directory")
     if train.lr_warmup_iters and train.lr_warmup_fraction:

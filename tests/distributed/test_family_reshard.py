@@ -6,8 +6,6 @@ Real megatron-core models and real messages; the engine is its declared layout. 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
 from support.family_reshard import NUM_SYNCS, Moved, Rollout, family_reshard_world
@@ -24,8 +22,8 @@ FLAGS = {
 ROLLOUTS = {
     "dense": (Rollout(1), Rollout(2, transport="p2p"), Rollout(4, relay=True)),
     "experts": (
-        Rollout(2, dp=2, whole_experts=True),
-        Rollout(1, dp=4, whole_experts=True, transposed=True, relay=True),
+        Rollout(2, dp=2, whole_experts=True, whole_shared=True),
+        Rollout(2, dp=2, whole_experts=True, transposed=True, relay=True),
         Rollout(4, multiple=32, transport="p2p"),
     ),
 }

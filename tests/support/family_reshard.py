@@ -33,6 +33,7 @@ class Rollout:
         dp: its data-parallel ranks, which share the experts.
         whole_experts: expert parallelism over both, instead of slices of every expert.
         transposed: experts as vLLM-Ascend stores them.
+        whole_shared: shared experts whole on every rank, as vLLM keeps them.
         multiple: channels of a slice of an expert are padded to it.
         transport: of the executor.
         relay: into each node once.
@@ -42,6 +43,7 @@ class Rollout:
     dp: int = 1
     whole_experts: bool = False
     transposed: bool = False
+    whole_shared: bool = False
     multiple: int = 1
     transport: str = "all-to-all"
     relay: bool = False
@@ -96,6 +98,7 @@ def three_syncs(
         grid,
         expert_multiple=rollout.multiple,
         transposed_experts=rollout.transposed,
+        whole_shared_experts=rollout.whole_shared,
     )
     resharder = Resharder(
         source,
@@ -115,6 +118,7 @@ def three_syncs(
         engine_dp=rollout.dp,
         engine_ep=rollout.whole_experts,
         transposed=rollout.transposed,
+        whole_shared=rollout.whole_shared,
         expert_multiple=rollout.multiple,
     )
     write = {
