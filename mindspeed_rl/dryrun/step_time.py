@@ -145,31 +145,31 @@ def _generate(
 ) -> PhaseSeconds:
     """Steps of decoding, each bound by memory traffic plus what every layer costs besides.
 
-    Among many samples some are as long as allowed, and everybody waits for them.
+    Among many samples some are as long as allowed, and everybody waits for them; there are more
+    steps where not all sequences of a rank run at once.
     """
-    engine = prediction.engine
-    groups = plan.engine.num_groups
+    config, engine = prediction.config, prediction.engine
+    assert isinstance(config, RLRunConfig)
+    samples = -(-plan.batch.samples // plan.engine.num_groups)
     mean_tokens = lengths.prompt + lengths.response / 2
     room = int(engine.kv_cache() / (mean_tokens * engine.token_bytes()))
-    sequences = max(1, min(engine.sequences, -(-plan.batch.samples // groups), room))
-    waves = -(-plan.batch.samples // (groups * sequences))
+    at_once = max(1, min(engine.sequences, samples, room))
+    longest = config.rollout.rollout_max_response_length
+    steps = max(longest, samples * lengths.response / at_once)
+    running = samples * lengths.response / steps
     weights = max(engine.weights(rank) for rank in prediction.representatives())
-    cached = sequences * mean_tokens * engine.token_bytes()
+    cached = running * mean_tokens * engine.token_bytes()
     layers = plan.spec.num_layers
     step = (weights + cached) / machine.memory_bytes_per_s + layers * machine.decode_layer_us * 1e-6
-    config = prediction.config
-    assert isinstance(config, RLRunConfig)
-    longest = config.rollout.rollout_max_response_length
-    active = active_parameters(plan.spec)
-    prefill = plan.batch.samples * lengths.prompt * 2 * active
+    prefill = plan.batch.samples * lengths.prompt * 2 * active_parameters(plan.spec)
     prefill_s = prefill / (plan.parallel.world * machine.flops)
     return PhaseSeconds(
         "generate",
-        waves * longest * step + prefill_s,
-        f"{waves} wave(s) x {longest} tokens of the longest x (({weights / 1e9:.1f} GB weights + "
-        f"{cached / 1e9:.1f} GB cache of {sequences} sequences) / ({machine.memory_gb_s:g} GB/s x "
-        f"{machine.memory_efficiency:g}) + {layers} layers x {machine.decode_layer_us:g} us) + "
-        f"{prefill_s:.3g} s prefill",
+        steps * step + prefill_s,
+        f"{steps:.4g} steps (the longest response, or {samples} x {lengths.response:.4g} tokens / "
+        f"{at_once} at once) x (({weights / 1e9:.1f} GB weights + {cached / 1e9:.1f} GB cache of "
+        f"{running:.3g} running) / ({machine.memory_gb_s:g} GB/s x {machine.memory_efficiency:g}) "
+        f"+ {layers} layers x {machine.decode_layer_us:g} us) + {prefill_s:.3g} s prefill",
     )
 
 
