@@ -76,12 +76,3 @@ def recomputed(
     """
     again = max(forward_peak(tape) + gradient_bytes, backward_peak(tape) + gradient_bytes)
     return Step(name, input_bytes, inference_peak(tape), again, left_bytes)
-
-
-def pipeline_peak(tape: Sequence[Step], waiting: int) -> int:
-    """The largest moment of a stage: ``waiting`` earlier micro-batches wait for their backward.
-
-    The newest runs forward while all others wait; then the oldest runs backward while the newest
-    waits in its place.
-    """
-    return waiting * kept_bytes(tape) + max(forward_peak(tape), backward_peak(tape))

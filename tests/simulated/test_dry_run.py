@@ -22,8 +22,8 @@ from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.step_time import active_parameters, recomputed_share
 from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.memory.layers import layer_tape
-from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, predict
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode
+from mindspeed_rl.memory.prediction import MemoryAssumptions, predict
 from mindspeed_rl.memory.tape import kept_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,64 +181,6 @@ def test_recomputing_four_layers_costs_what_four_layers_keep() -> None:
     assert waiting < peaks[4] - peaks[8] < waiting + 5 * layer
     assert recomputed_share(predictions[8]) == 1.0
     assert recomputed_share(predictions[4]) == pytest.approx(32 / 61)
-
-
-def test_phases_hold_what_the_offload_mode_says() -> None:
-    config, world = config_of(DEEPSEEK)
-    plan = plan_of(config, world)
-    tables = {
-        mode: predict(config, plan, MemoryAssumptions(offload=mode)).rank_table(64)
-        for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
-    }
-    trainer = {Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.REFERENCE}
-    rollout = {mode: trainer & set(t[MemoryPhase.ROLLOUT]) for mode, t in tables.items()}
-    assert rollout[OffloadMode.NONE] == trainer
-    assert rollout[OffloadMode.OPTIMIZER] == {Owner.PARAMETERS, Owner.REFERENCE}
-    assert rollout[OffloadMode.ALL] == set()
-    for mode, table in tables.items():
-        assert Owner.PARAMETERS in table[MemoryPhase.SYNC], "weights are about to be read"
-        assert Owner.KV_CACHE not in table[MemoryPhase.SYNC], "the cache comes last (R16)"
-        keeps = Owner.ENGINE_WEIGHTS in table[MemoryPhase.TRAIN_IDLE]
-        assert keeps == (mode is not OffloadMode.ALL)
-    # with everything away, the reference comes in for its own pass only
-    all_away = tables[OffloadMode.ALL]
-    assert Owner.REFERENCE not in all_away[MemoryPhase.TRAIN_IDLE]
-
-
-def test_borders_are_what_the_ledger_reads() -> None:
-    config, world = config_of(DEEPSEEK)
-    prediction = predict(
-        config, plan_of(config, world), MemoryAssumptions(offload=OffloadMode.OPTIMIZER)
-    )
-    borders = {s: prediction.border(64, s) for s in ("train", "idle", "sync", "rollout")}
-    assert set(borders["train"]) == {
-        *("parameters", "grad_buffers", "optimizer", "reference", "engine_weights")
-    }
-    assert (
-        set(borders["idle"])
-        == set(borders["sync"])
-        == {*("parameters", "reference", "engine_weights")}
-    )
-    assert set(borders["rollout"]) == {*borders["sync"], "kv_cache"}
-    away = predict(config, plan_of(config, world), MemoryAssumptions(offload=OffloadMode.ALL))
-    assert set(away.border(64, "idle")) == {"parameters"}
-    assert set(away.border(64, "rollout")) == {"engine_weights", "kv_cache"}
-
-
-def test_auto_takes_the_least_offload_that_fits() -> None:
-    config, world = config_of(DEEPSEEK)
-    prediction = predict(config, plan_of(config, world), MemoryAssumptions(swap_optimizer=True))
-    ranks = prediction.representatives()
-    needed = {
-        mode: predict(
-            config, prediction.plan, replace(prediction.assumptions, offload=mode)
-        ).peak(ranks).num_bytes
-        for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
-    }  # fmt: skip
-    assert needed[OffloadMode.NONE] > needed[OffloadMode.OPTIMIZER] > needed[OffloadMode.ALL]
-    for mode, num_bytes in needed.items():
-        assert least_offload(prediction, ranks, num_bytes) is mode
-    assert least_offload(prediction, ranks, needed[OffloadMode.ALL] - 1) is None
 
 
 def test_every_suggestion_is_the_difference_of_two_predictions() -> None:

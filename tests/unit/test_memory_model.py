@@ -22,7 +22,6 @@ from mindspeed_rl.memory.tape import (
     forward_peak,
     inference_peak,
     kept_bytes,
-    pipeline_peak,
     recomputed,
 )
 from mindspeed_rl.memory.training import chunks_in_flight
@@ -44,7 +43,6 @@ def test_peaks_of_a_tape() -> None:
     assert forward_peak(TAPE) == 10 + 20 + 50
     assert backward_peak(TAPE) == 35 + 40
     assert inference_peak(TAPE) == 20 + 50
-    assert pipeline_peak(TAPE, waiting=3) == 3 * 35 + 80
 
 
 def test_recomputation_keeps_the_input_and_pays_in_the_backward_pass() -> None:
