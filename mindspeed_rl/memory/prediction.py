@@ -309,7 +309,7 @@ class MemoryPrediction:
         if not self.assumptions.communicator_bytes:
             return {}
         engine = self.plan.engine if isinstance(self.plan, RLPlan) else None
-        groups = device_groups(rank, self.plan.parallel, engine)
+        groups = device_groups(rank, self.plan.parallel, engine, experts=bool(self.plan.spec.moe))
         return {Owner.COMMUNICATORS: len(groups) * self.assumptions.communicator_bytes}
 
 

@@ -144,6 +144,7 @@ def config_of(recipe: str, *flags: str) -> tuple[RLRunConfig, int]:
     return parsed.config, world_size(parsed.config, {})
 
 
+@cache
 def found(recipe: str, *flags: str) -> Findings:
     config, world = config_of(recipe, *flags)
     return find_out(config, world, swap_optimizer=True)

@@ -10,7 +10,6 @@ import torch
 from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
-from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.memory.model_state import registration_key
@@ -88,9 +87,9 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
     batches = training.local_batches(job, engine, samples)
     at_start = _optimizer_bytes(engine)
     tracker = TensorTracker()
-    denominators = Denominators(NUM_SAMPLES * (LENGTH - 1))
+    num_tokens = NUM_SAMPLES * (LENGTH - 1)
     with tracker:
-        engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, denominators))
+        engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
     stats = engine.step()
     prediction = predict(job.config, job.plan, work=_workload(job, batches))
     rank = job.world.rank

@@ -231,7 +231,7 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
 def test_groups_with_equal_ranks_are_one_communicator() -> None:
     """R24: eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours are the tp groups."""
     parallel = ParallelLayout.build(world=8, stages=even_stages(2, 2), tp=2)
-    groups = device_groups(5, parallel, EngineLayout(8, 2))
+    groups = device_groups(5, parallel, EngineLayout(8, 2), experts=False)
     by_ranks = {ranks: name for name, ranks in groups.items()}
     assert by_ranks[tuple(range(8))] == "world"
     assert by_ranks[(4, 5)].startswith("tp") and by_ranks[(4, 5)].endswith("rollout tp")
@@ -240,4 +240,4 @@ def test_groups_with_equal_ranks_are_one_communicator() -> None:
     assert by_ranks[(0, 1, 4, 5)] == "mp"
     assert all(len(ranks) > 1 and 5 in ranks for ranks in by_ranks)
     alone = ParallelLayout.build(world=1, stages=even_stages(2))
-    assert device_groups(0, alone, None) == {}
+    assert device_groups(0, alone, None, experts=True) == {}
