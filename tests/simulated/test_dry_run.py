@@ -19,7 +19,12 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.dryrun.command import DOES_NOT_FIT, FITS, dry_run
 from mindspeed_rl.dryrun.findings import Findings, find_out, world_size
 from mindspeed_rl.dryrun.machine import read_machine
-from mindspeed_rl.dryrun.step_time import active_parameters, recomputed_share
+from mindspeed_rl.dryrun.step_time import (
+    active_parameters,
+    attention_flops,
+    forward_flops,
+    recomputed_share,
+)
 from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.memory.layers import layer_tape
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode
@@ -200,6 +205,20 @@ def test_active_parameters_of_published_models() -> None:
     assert active_parameters(plan_of(config, world).spec) == pytest.approx(36.6e9, rel=0.01)
     config, world = config_of(QWEN)
     assert active_parameters(plan_of(config, world).spec) == pytest.approx(21.6e9, rel=0.01)
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    """Qwen3-235B: 94 layers of 64 heads of 128 + 128 channels; half of 8192 tokens are before."""
+    config, world = config_of(QWEN)
+    spec = plan_of(config, world).spec
+    attention = 94 * 64 * (128 + 128) * 2 * 4096
+    assert attention_flops(spec, 8192) == attention
+    assert forward_flops(spec, 8192) == 2 * active_parameters(spec) + attention
+    # of each layer: 8 of 128 experts of 3 x 4096 x 1536, and the router
+    experts = 94 * (8 * 3 * 4096 * 1536 + 128 * 4096)
+    prediction = predict(config, plan_of(config, world))
+    share = 2 * experts / forward_flops(spec, 8192)
+    assert recomputed_share(prediction, 8192) == pytest.approx(share, rel=1e-9)
 
 
 def test_world_size_comes_from_the_flag_or_the_environment() -> None:
