@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
+from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.mutation import Mutation
@@ -301,4 +302,5 @@ MUTATIONS = (
     *RL_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *MODEL_MUTATIONS,
+    *MEMORY_MUTATIONS,
 )
