@@ -52,12 +52,14 @@ class Round:
     Attributes:
         legs: one exchange, or two with a relay.
         copies: what the rank has itself.
+        repeats: what it keeps twice, once it has arrived.
         names: the HF tensors that are complete after this round.
         dtype: declared element type; empty: that of the model.
     """
 
     legs: tuple[Leg, ...]
     copies: tuple[Transfer, ...]
+    repeats: tuple[Transfer, ...]
     names: tuple[str, ...]
     dtype: str
 
@@ -94,7 +96,9 @@ def split_rounds(
                     rounds[slot.round].append(part)
         return rounds
 
-    sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
+    sends, receives, copies, repeats = map(
+        by_round, (plan.sends, plan.receives, plan.copies, plan.repeats)
+    )
     return tuple(
         Round(
             tuple(
@@ -105,6 +109,7 @@ def split_rounds(
                 for leg in range(1, num_legs + 1)
             ),
             tuple(copies[i]),
+            tuple(repeats[i]),
             schedule.completed[i],
             schedule.dtypes[i],
         )
@@ -201,10 +206,7 @@ class Resharder:
         for i, part in enumerate(self.rounds):
             started = _Exchange(part, staging[i % len(staging)], self._dtype, self._transport)
             started.post(0, read)
-            for t in part.copies:
-                target = _view(write, t.dst_param, t.dst_view, t.dst_box)
-                target.copy_(_view(read, t.src_param, t.src_view, t.src_box))
-                copied_bytes += target.numel() * target.element_size()
+            copied_bytes += _copy(part.copies, read, write)
             if on_the_way is not None:
                 on_the_way.finish(write, after_round)
             on_the_way = started
@@ -287,6 +289,7 @@ class _Exchange:
         for leg in range(1, len(self._round.legs)):
             self.post(leg, write)
             self._take(leg, write)
+        _copy(self._round.repeats, write, write)
         if after_round is not None:
             after_round(self._round)
 
@@ -295,6 +298,20 @@ class _Exchange:
         self._pending.wait()
         for t, flat in _spans(self._incoming, self._round.legs[leg].receives.values()):
             _view(write, t.dst_param, t.dst_view, t.dst_box).copy_(flat)
+
+
+def _copy(
+    transfers: Iterable[Transfer],
+    read: Mapping[str, torch.Tensor],
+    write: Mapping[str, torch.Tensor],
+) -> int:
+    """Within the rank; the bytes that were written."""
+    num_bytes = 0
+    for t in transfers:
+        target = _view(write, t.dst_param, t.dst_view, t.dst_box)
+        target.copy_(_view(read, t.src_param, t.src_view, t.src_box))
+        num_bytes += target.numel() * target.element_size()
+    return num_bytes
 
 
 def _spans(

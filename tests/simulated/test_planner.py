@@ -36,6 +36,7 @@ from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
 from mindspeed_rl.resharding.sync_metrics import SyncTraffic
+from mindspeed_rl.resharding.traffic import element_bytes_of, rank_floor, rank_traffic
 
 UNTOUCHED = -7
 ITEM_BYTES = 4
@@ -169,6 +170,26 @@ def test_export_puts_whole_tensors_on_the_writer(case: Case) -> None:
     assert not any(others)
 
 
+@pytest.mark.parametrize("relay", [False, True])
+def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
+    """R6: the second one is a copy within the engine, bit for bit."""
+    case = replace(REDUNDANT, physical_experts=(1, 1, 0, 2, 3, 7, 6, 5, 4, 1, 0, 2))
+    source, target = layouts_of(case)
+    hf = hf_arrays(case)
+    bytes_of = element_bytes_of(source, ITEM_BYTES)
+    num_repeats = 0
+    for plan in plans_of(source, target, case, relay):
+        received = rank_traffic(plan, bytes_of, case.ranks_per_node).receive_bytes
+        assert received == rank_floor(source, target, plan.rank, bytes_of)
+        num_repeats += len(plan.repeats)
+    num_engines, num_layers, num_matrices = case.world // 4, sum(case.moe_layers), 3
+    assert num_repeats == num_engines * num_layers * num_matrices
+    for rank, written in enumerate(move(case, source, target, 10**9, relay)):
+        for name, wanted in vllm_params(case, hf, rank).items():
+            expected = np.where(wanted == PADDING, UNTOUCHED, wanted)
+            np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
+
+
 @given(cases(), st.booleans())
 @settings(max_examples=60, deadline=None)
 @example(GQA, False)
@@ -195,7 +216,7 @@ def test_plans_of_all_ranks_fit_together(case: Case, relay: bool) -> None:
             mine = transfer.src_view.of(param)[transfer.src_box.slices]
             np.testing.assert_array_equal(mine, hf[transfer.hf_name][transfer.hf_box.slices])
         times = {n: np.zeros(s, int) for n, s in target.local_shapes(plan.rank).items()}
-        for transfer in (*plan.receives, *plan.copies):
+        for transfer in (*plan.receives, *plan.copies, *plan.repeats):
             assert transfer.dst_rank == plan.rank
             transfer.dst_view.of(times[transfer.dst_param])[transfer.dst_box.slices] += 1
         for name, wanted in vllm_params(case, hf, plan.rank).items():

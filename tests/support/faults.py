@@ -88,6 +88,13 @@ MUTATIONS = (
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
+        "experts-beside-themselves-are-forgotten",
+        "resharding/executor.py",
+        "        _copy(self._round.repeats, write, write)\n",
+        "",
+        _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
+    ),
+    Mutation(
         "mirror-counted-as-a-source",
         "resharding/planner.py",
         "for s in shards if not s.mirror]",
