@@ -81,14 +81,12 @@ def train_step(
     from functools import partial
 
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.orchestration import training
 
-    trained = Denominators(chosen.num_trained)
     with timer("train"), job.watchdog.phase("train"):
         batches = training.local_batches(job, engine, chosen.samples, chosen.lengths)
-        loss = partial(supervised_loss, denominators=trained)
+        loss = partial(supervised_loss, num_tokens=chosen.num_trained)
         found = engine.forward_backward(batches, loss)
         stats = engine.step()
     metrics = MetricSet({"loss": Mean(0.0, 0.0)}).merge(found)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def train(run: RLJob) -> None:
     """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
-    from mindspeed_rl.orchestration import rl_resume, rl_step
+    from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_step
 
     report = rl_resume.start(run)
     rl_step.probe(run)
@@ -25,8 +25,11 @@ def train(run: RLJob) -> None:
         rollouts = rl_step.collect(run, step)
         run.phases.to_train()
         with run.phase("train"):
-            batches = rl_step.build_batches(run, rollouts.samples, step)
-            batches = rl_step.annotate(run, batches, rollouts.samples)
+            batches = rl_batch.build_batches(run, rollouts.samples)
+            batches = rl_batch.annotate(run, batches, rollouts.samples)
+            batches = rl_batch.with_advantages(
+                run, batches, rollouts.samples, step, rollouts.greedy
+            )
             metrics = rl_step.update(run, batches)
         report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
         rl_resume.save_if_due(run, report, step)
@@ -36,9 +39,12 @@ def train(run: RLJob) -> None:
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
     """Build the run, train, evaluate, write the results."""
-    from mindspeed_rl.orchestration import rl_report
+    from mindspeed_rl.orchestration import rl_report, selftest
     from mindspeed_rl.orchestration.rl_job import build_rl_job
 
+    if job.config.rl.rl_selftest == "loss":
+        selftest.check(job)
+        return
     run = build_rl_job(job)
     try:
         rl_report.describe(run)

@@ -1,14 +1,19 @@
-"""Policy losses: one micro-batch in, its share of the global loss out.
+"""The loss of a micro-batch: one micro-batch in, its share of the global loss out.
 
 Shapes: N trained tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from mindspeed_rl.algorithms.aggregation import token_weights
+from mindspeed_rl.algorithms.bounds import bounded
+from mindspeed_rl.algorithms.correction import Correction, CorrectionSettings, correct
+from mindspeed_rl.algorithms.kl import kl_estimate
+from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
 from mindspeed_rl.algorithms.types import (
     Denominators,
     LossInputs,
@@ -18,91 +23,88 @@ from mindspeed_rl.algorithms.types import (
     Term,
 )
 
-# exp() of a larger log-ratio overflows fp32 long after the clip has made it irrelevant.
-MAX_LOG_RATIO = 20.0
-
 
 @dataclass(frozen=True, slots=True)
-class ClipSettings:
-    """Settings of the clipped policy loss.
+class LossSettings:
+    """Everything that the loss of a policy is made of.
 
     Attributes:
-        eps_lower: the ratio is clipped at 1 - eps_lower.
-        eps_upper: the ratio is clipped at 1 + eps_upper.
-        kl_beta: weight of the k3 KL term against the reference.
+        policy_loss: a name of :data:`POLICY_LOSSES`.
+        surrogate: its settings.
+        aggregation: weights of the tokens, see :func:`token_weights`.
+        longest: limit on the length of a response, in tokens.
+        kl_beta: weight of the KL term against the reference; 0 where it is in the reward.
+        kl_estimator: its estimator, see :func:`kl_estimate`.
         entropy_weight: weight of the entropy bonus.
+        correction: of the difference to the engine.
     """
 
-    eps_lower: float = 0.2
-    eps_upper: float = 0.2
+    policy_loss: str = "ppo"
+    surrogate: SurrogateSettings = field(default_factory=SurrogateSettings)
+    aggregation: str = "token-mean"
+    longest: int = 1
     kl_beta: float = 0.0
+    kl_estimator: str = "k3"
     entropy_weight: float = 0.0
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
 
 
-def supervised_loss(inputs: LossInputs, denominators: Denominators) -> LossOutputs:
-    """Mean negative log-likelihood of the trained tokens."""
-    loss = -inputs.logprobs.sum() / denominators.tokens
+def supervised_loss(inputs: LossInputs, num_tokens: int) -> LossOutputs:
+    """Mean negative log-likelihood over the ``num_tokens`` trained tokens of the step (R35)."""
+    loss = -inputs.logprobs.sum() / num_tokens
     count = _count(inputs.logprobs)
     return LossOutputs(loss, {"loss": MeanTerm(-inputs.logprobs.detach().sum(), count)})
 
 
-def clipped_policy_loss(
-    inputs: LossInputs, settings: ClipSettings, denominators: Denominators
+def policy_loss(
+    inputs: LossInputs, settings: LossSettings, denominators: Denominators
 ) -> LossOutputs:
-    """Token-mean of -min(r A, clip(r, 1 - eps_lower, 1 + eps_upper) A).
+    """Corrected policy loss, plus the KL to the reference, less the entropy bonus.
 
-    r = exp(log p - log p_old) (Schulman et al. 2017, arXiv:1707.06347); the bounds may differ
-    (Yu et al. 2025, arXiv:2503.14476). With ``old_logprobs`` ``None`` the ratio is 1 with the
-    gradient of the log-prob, which is the on-policy case. KL is k3: exp(d) - d - 1 with
-    d = log p_ref - log p (http://joschu.net/blog/kl-approx.html).
+    The three share the weights of the aggregation; the correction weights the policy loss alone. It
+    compares the engine with the old log-probs, which must be the trainer's then. ``loss/policy`` is
+    the aggregated policy loss, averaged over optimizer steps; the other means are over tokens.
     """
     logprobs = inputs.logprobs
-    old = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - settings.eps_lower, 1.0 + settings.eps_upper)
-    policy = -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+    weights = token_weights(
+        settings.aggregation, inputs.sequences, denominators, settings.longest
+    ).to(logprobs.dtype)
+    surrogate = POLICY_LOSSES[settings.policy_loss](inputs, settings.surrogate)
+    correction = _correction(inputs, settings.correction)
+    policy = surrogate.loss * correction.weights * weights
     total = policy.sum()
     count = _count(logprobs)
+    deviation = (bounded(inputs.log_ratio.detach()).exp() - 1.0).abs()
     terms: dict[str, Term] = {
-        "loss/policy": MeanTerm(policy.detach().sum(), count),
+        "loss/policy": MeanTerm(total.detach(), count / max(1, denominators.tokens)),
         "policy/entropy": MeanTerm(inputs.entropy.detach().sum(), count),
-        "policy/clip_fraction": MeanTerm((ratio != clipped).sum().float(), count),
-        "policy/ratio_max_deviation": _max((ratio.detach() - 1.0).abs()),
+        "policy/clip_fraction": MeanTerm(surrogate.outside.sum().to(count), count),
+        "policy/ratio_max_deviation": _max(deviation),
+        **correction.terms,
     }
     if settings.kl_beta:
         if inputs.ref_logprobs is None:
             raise RuntimeError("kl_beta is set but there are no reference log-probs")
-        difference = (inputs.ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        kl = difference.exp() - difference - 1.0
-        total = total + settings.kl_beta * kl.sum()
+        kl = kl_estimate(logprobs, inputs.ref_logprobs, settings.kl_estimator)
+        total = total + settings.kl_beta * (kl * weights).sum()
         terms["loss/kl"] = MeanTerm(kl.detach().sum(), count)
     if settings.entropy_weight:
-        total = total - settings.entropy_weight * inputs.entropy.sum()
-    return LossOutputs(total / denominators.tokens, terms)
+        total = total - settings.entropy_weight * (inputs.entropy * weights).sum()
+    return LossOutputs(total, terms)
 
 
-def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:
-    """How far the engine's log-probs are from the trainer's on the sampled tokens (R14).
-
-    Both must be of the weights that sampled: after an update the difference is learning.
-    ``mismatch/k3`` estimates KL(engine || trainer) per token.
-    """
-    difference = trainer - engine
-    count = _count(difference)
-    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {
-        "mismatch/max_abs_logprob": _max(difference.abs()),
-        "mismatch/mean_abs_logprob": MeanTerm(difference.abs().sum(), count),
-        "mismatch/k3": MeanTerm((bounded.exp() - bounded - 1.0).sum(), count),
-    }
+def _correction(inputs: LossInputs, settings: CorrectionSettings) -> Correction:
+    if not settings.active:
+        return Correction(torch.ones_like(inputs.advantages), {})
+    trainer = inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs
+    return correct(trainer, inputs.rollout_logprobs, inputs.sequences, settings)
 
 
 def _count(values: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(float(values.numel()), device=values.device)
+    return values.new_tensor(float(values.numel()))
 
 
 def _max(values: torch.Tensor) -> MaxTerm:
     if values.numel() == 0:
-        return MaxTerm(torch.tensor(float("-inf"), device=values.device))
+        return MaxTerm(values.new_tensor(float("-inf")))
     return MaxTerm(values.max())

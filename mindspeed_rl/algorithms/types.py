@@ -1,11 +1,12 @@
 """What goes into a policy loss and what comes out.
 
-Shapes: N trained tokens of one micro-batch.
+Shapes: N trained tokens and S sequences of one micro-batch. Under context parallelism N are the
+tokens of this rank, while S counts whole sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -35,9 +36,50 @@ class Denominators:
 
     Attributes:
         tokens: trained tokens.
+        sequences: sequences with at least one trained token.
     """
 
     tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, num_trained: Iterable[int]) -> Denominators:
+        """Those of samples with so many trained tokens each."""
+        counts = tuple(num_trained)
+        return cls(sum(counts), sum(count > 0 for count in counts))
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Which tokens of a micro-batch belong together.
+
+    Attributes:
+        of_token: [N] int64, which of the S sequences a token belongs to.
+        num_trained: [S] fp32, trained tokens of each whole sequence, on whatever ranks they are.
+        reduce: sums a tensor over the ranks that share the sequences (context parallelism); the
+            default is for one rank. A loss calls it equally often on all of them.
+    """
+
+    of_token: torch.Tensor
+    num_trained: torch.Tensor
+    reduce: Callable[[torch.Tensor], torch.Tensor] = _alone
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over each whole sequence: [N] -> [S], without gradient. Collective as ``reduce``."""
+        local = torch.zeros_like(self.num_trained, dtype=values.dtype)
+        return self.reduce(local.index_add_(0, self.of_token, values.detach()))
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over each whole sequence: [N] -> [S]; 0 where nothing is trained. Collective."""
+        return self.sums(values) / self.num_trained.clamp(min=1)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Each token gets the value of its sequence: [S] -> [N]."""
+        return values[self.of_token]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +93,8 @@ class LossInputs:
         rollout_logprobs: the engine's.
         ref_logprobs: of the reference policy; ``None`` when there is none.
         advantages: of each token.
+        sequences: which tokens belong together.
+        selected: [N] bool, tokens chosen over the whole step (R38); ``None`` when there are none.
     """
 
     logprobs: torch.Tensor
@@ -59,6 +103,14 @@ class LossInputs:
     rollout_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
+    sequences: Sequences
+    selected: torch.Tensor | None = None
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """log p - log p_old, [N] with gradient; exactly 0 when the policy is its own old one."""
+        old = self.logprobs.detach() if self.old_logprobs is None else self.old_logprobs
+        return self.logprobs - old
 
 
 @dataclass(frozen=True, slots=True)

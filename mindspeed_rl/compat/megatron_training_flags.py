@@ -29,20 +29,20 @@ NATIVE_RL = Group(
     --grpo-iterations:1 --grpo-clamp-eps-lower:1 --grpo-clamp-eps-upper:1 --grpo-kl-beta:1
     --grpo-entropy-term-weight:1 --rl-default-temperature:1 --rl-default-top-p:1
     --rl-default-top-k:1 --rl-inference-tensor-model-parallel-size:1
-    --rl-inference-expert-model-parallel-size:1
+    --rl-inference-expert-model-parallel-size:1 --rl-inference-logprobs-is-correction:0
+    --rl-importance-sampling-truncation-coef:1
     """,
 )
 NATIVE_RL_UNAVAILABLE = Group(
     Disposition.REFUSED,
     "not available in this version; remove the flag",
     """
-    --grpo-filter-groups-with-same-reward:0 --rl-inference-logprobs-is-correction:0
-    --rl-importance-sampling-truncation-coef:1
+    --grpo-filter-groups-with-same-reward:0
     """,
 )
 NATIVE_RL_NO_CORRECTION = Group(
     Disposition.NO_MEANING,
-    "log-probs of engine and trainer are not corrected for each other in any case",
+    "off unless --rl-inference-logprobs-is-correction is given",
     "--no-rl-inference-logprobs-is-correction:0",
 )
 NATIVE_RL_ENGINE_LAYOUT = Group(
@@ -255,11 +255,18 @@ PIPELINE_PLACEMENT = Group(
     """,
 )
 RECOMPUTE = Group(
-    Disposition.NO_MEANING,
-    "recomputation changes memory, not results; if memory is short lower --micro-batch-size",
+    Disposition.HONOURED,
+    "",
     """
     --recompute-granularity:1 --recompute-method:1 --recompute-num-layers:1
-    --recompute-modules:* --recompute-activations:0 --distribute-saved-activations:0
+    --recompute-modules:*
+    """,
+)
+OLD_RECOMPUTE = Group(
+    Disposition.NO_MEANING,
+    "recomputation changes memory, not results; if memory is short use --recompute-granularity",
+    """
+    --recompute-activations:0 --distribute-saved-activations:0
     --checkpoint-activations:0 --moe-layer-recompute:0
     """,
 )
@@ -353,6 +360,7 @@ GROUPS = (
     PROCESS_GROUPS,
     PIPELINE_PLACEMENT,
     RECOMPUTE,
+    OLD_RECOMPUTE,
     OFFLOAD,
     HOST_RUNTIME,
     CUDA_GRAPHS,

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.config.algorithms import (
+    AdvantageConfig,
+    CorrectionConfig,
+    KLConfig,
+    PolicyLossConfig,
+)
+from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
@@ -12,12 +19,17 @@ from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
 __all__ = [
+    "AdvantageConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
+    "DryRunConfig",
     "IndexedDataConfig",
+    "KLConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
     "ParallelConfig",
+    "PolicyLossConfig",
     "PretrainRunConfig",
     "PromptConfig",
     "RLConfig",
@@ -46,9 +58,14 @@ class RLRunConfig:
     logging: LoggingConfig
     prompts: PromptConfig
     rl: RLConfig
+    advantages: AdvantageConfig
+    policy_loss: PolicyLossConfig
+    kl: KLConfig
+    correction: CorrectionConfig
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -73,6 +90,7 @@ class PretrainRunConfig:
     logging: LoggingConfig
     sft: SftConfig
     indexed: IndexedDataConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,9 @@ class RLConfig:
     rl_algorithm: str = flag("grpo", "Advantage estimator and loss.", choices=("grpo",))
     grpo_prompts_per_step: int = flag(32, "Prompts of one RL step, over all ranks.", minimum=1)
     grpo_group_size: int = flag(
-        8, "Samples per prompt: the group that a reward is relative to. At least 2."
+        8,
+        "Samples per prompt: the group that a reward is relative to. At least 2, or 1 with an "
+        "estimator that has no group.",
     )
     grpo_iterations: int = flag(
         1, "Passes of optimizer steps over the samples of one RL step.", minimum=1
@@ -40,14 +42,15 @@ class RLConfig:
     )
     grpo_kl_beta: float = flag(
         0.0,
-        "Weight of the k3 KL term against the first policy; 0 skips the reference pass.",
+        "Weight of the KL against the first policy; 0 skips the reference pass.",
         minimum=0.0,
     )
     grpo_entropy_term_weight: float = flag(
         0.0, "Weight of the entropy bonus in the loss; 0 is off."
     )
     grpo_no_std_normalization: bool = flag(
-        False, "Do not divide advantages by the standard deviation of the group (Dr. GRPO)."
+        False,
+        "Do not divide advantages of grpo by the standard deviation of the group, as dr_grpo does.",
     )
     old_logprob: str = flag(
         "on-policy",
@@ -61,6 +64,13 @@ class RLConfig:
         "Control experiment: shuffled-rewards permutes rewards over the samples of a step, so "
         "that nothing can be learned from them.",
         choices=("none", "shuffled-rewards"),
+    )
+    rl_selftest: str = flag(
+        "none",
+        "Check this installation on a tiny model instead of training. loss: every policy loss and "
+        "aggregation gives the same metrics and gradients in every layout of the ranks, at every "
+        "micro-batch size and packing.",
+        choices=("none", "loss"),
     )
     rl_default_temperature: float = flag(
         1.0,

@@ -62,6 +62,8 @@ class MicroBatch:
         rollout_logprobs: [N] fp32, at the masked positions in order.
         advantages: [N] fp32.
         sequence_of: [N] int64, which of the S sequences a trained token belongs to.
+        num_trained: trained tokens of each of the S whole sequences.
+        trained_index: [N] int64, which of the trained tokens of the whole row each one is.
         row_index: [T] int64, after :func:`split_context`: the position of each token in the whole
             row.
     """
@@ -75,6 +77,8 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequence_of: torch.Tensor
+    num_trained: tuple[int, ...]
+    trained_index: torch.Tensor
     row_index: torch.Tensor | None = None
 
     @property
@@ -217,6 +221,8 @@ def pack(
         rollout_logprobs=_cat(logprobs, torch.float32),
         advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32)[sequence_of],
         sequence_of=sequence_of,
+        num_trained=tuple(s.num_trained for s in samples),
+        trained_index=torch.arange(sequence_of.numel()),
     )
 
 
@@ -269,5 +275,6 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         rollout_logprobs=batch.rollout_logprobs[trained],
         advantages=batch.advantages[trained],
         sequence_of=batch.sequence_of[trained],
+        trained_index=trained,
         row_index=index,
     )

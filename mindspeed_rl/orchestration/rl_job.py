@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_rl.algorithms.losses import ClipSettings
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
@@ -48,6 +47,7 @@ class RLJob:
     """The parts of an RL run on this rank.
 
     ``version`` counts optimizer updates: it names the weights that sampled a token.
+    ``kl_beta`` is the present coefficient of the KL to the reference.
     ``rewards`` exists on the first rank of each engine only.
     """
 
@@ -63,10 +63,10 @@ class RLJob:
     ledger: MemoryLedger
     rewards: RewardPool | None
     reward_names: tuple[str, ...]
-    clip: ClipSettings
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    kl_beta: float
     version: int = 0
 
     @property
@@ -162,7 +162,6 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
     )
     output = Path(config.logging.output_dir)
-    rl = config.rl
     result = RLJob(
         job=job,
         tokenizer=tokenizer,
@@ -176,12 +175,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         ledger=ledger,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
-        clip=ClipSettings(
-            rl.grpo_clamp_eps_lower,
-            rl.grpo_clamp_eps_upper,
-            rl.grpo_kl_beta,
-            rl.grpo_entropy_term_weight,
-        ),
+        kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
         logger=RunLogger(
             output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir

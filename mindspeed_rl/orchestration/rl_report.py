@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.algorithms.correction import derived_mismatch
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -133,6 +134,7 @@ class Report:
         values = reduce_metrics(metrics.merge(times.metrics()).merge(run.ledger.metrics()))
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
+        values |= derived_mismatch(values)
         tokens = sum(s.response.numel() for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
         values["policy/version"] = float(run.version)

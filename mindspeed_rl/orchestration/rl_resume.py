@@ -26,6 +26,8 @@ def start(run: RLJob) -> Report:
         allow_changed_data=run.config.checkpoint.allow_changed_data,
     )
     run.version = loaded.extra["version"]
+    if run.config.kl.rl_kl_target:
+        run.kl_beta = loaded.extra["kl_beta"]
     return Report(run, loaded.step, loaded.extra["report"])
 
 
@@ -36,6 +38,7 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
     extra: dict[str, Any] = {
         "sampler": run.sampler.state_dict(),
         "version": run.version,
+        "kl_beta": run.kl_beta,
         "report": report.state_dict(),
     }
     with run.phase("save"):

@@ -1,48 +1,54 @@
-"""The stages of one RL step: collect, build the batch, annotate, update."""
+"""The stages of one RL step: collect and update; :mod:`rl_batch` is between them."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from mindspeed_rl.algorithms.advantages import group_relative_advantages
-from mindspeed_rl.algorithms.losses import clipped_policy_loss, mismatch_terms
-from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
-from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.algorithms.correction import mismatch_terms
+from mindspeed_rl.algorithms.kl import adapted_coefficient
+from mindspeed_rl.algorithms.losses import policy_loss
+from mindspeed_rl.algorithms.settings import advantage_estimator, loss_settings
+from mindspeed_rl.algorithms.types import (
+    Denominators,
+    LossInputs,
+    LossOutputs,
+    MaxTerm,
+    Sequences,
+)
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
-from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.rl_batch import (
+    StepBatches,
+    UpdateBatch,
+    as_train_samples,
+    select_tokens,
+)
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.trainer.train_engine import LossFunction, PreparedBatch
+from mindspeed_rl.trainer.train_engine import LossFunction
 from mindspeed_rl.types import Completion, Prompt, Rollout
-
-# What a step reports of its update, so that ranks without the loss report the same names.
-_LOSS_MEANS = ("loss/policy", "policy/entropy", "policy/clip_fraction",
-               "mismatch/mean_abs_logprob", "mismatch/k3")  # fmt: skip
-_LOSS_MAXIMA = ("policy/ratio_max_deviation", "mismatch/max_abs_logprob")
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateBatch:
-    """The share of one optimizer step: packed micro-batches and the global denominators."""
-
-    micro_batches: list[PreparedBatch]
-    denominators: Denominators
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The rollouts of a step on every rank, and what this rank has to report about them."""
+    """The rollouts of a step on every rank, and what this rank has to report about them.
+
+    Attributes:
+        samples: of the step, siblings of a prompt together.
+        metrics: of the rewards.
+        greedy: reward of the greedy response to each prompt, NaN where it abstained; ``None``
+            unless the advantage estimator asks for them.
+    """
 
     samples: list[Sample]
     metrics: MetricSet
+    greedy: list[float] | None = None
 
 
 def collect(run: RLJob, step: int) -> Collected:
@@ -50,14 +56,25 @@ def collect(run: RLJob, step: int) -> Collected:
     batch = run.plan.batch
     indices = run.sampler.next(batch.prompts)
     prompts = [p for i in indices for p in [run.prompts[i]] * batch.group_size]
+    settings = run.sampling(run.config.rl.rl_default_temperature)
+    samples, metrics = rollouts_of(run, prompts, step, settings)
+    if not advantage_estimator(run.config).needs_greedy:
+        return Collected(samples, metrics)
+    answered, more = rollouts_of(run, [run.prompts[i] for i in indices], step, run.sampling(0.0))
+    return Collected(samples, metrics.merge(more), [s.reward for s in answered])
+
+
+def rollouts_of(
+    run: RLJob, prompts: Sequence[Prompt], step: int, settings: SamplingSettings
+) -> tuple[list[Sample], MetricSet]:
+    """One scored response to each of ``prompts`` on every rank. Collective: the world."""
     with run.phase("generate"):
-        settings = run.sampling(run.config.rl.rl_default_temperature)
         rollouts = generate(run, prompts, step, settings)
     with run.phase("reward"):
         rollouts, metrics = score(run, rollouts if run.leads_engine else [])
     with run.phase("exchange"):
-        samples = exchange_rollouts(rollouts, run.reward_names, batch.samples)
-    return Collected(samples, metrics)
+        samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
+    return samples, metrics
 
 
 def my_share(run: RLJob, num_samples: int) -> range:
@@ -117,110 +134,50 @@ def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Metri
     )
 
 
-def advantages_of(run: RLJob, samples: Sequence[Sample], step: int) -> list[float]:
-    """One advantage per sample, equal on all ranks. Local."""
-    rewards = [s.reward for s in samples]
-    if run.config.rl.rl_control == "shuffled-rewards":
-        random.Random(f"{run.config.train.seed}/{step}").shuffle(rewards)
-    table = torch.tensor(rewards).view(-1, run.plan.batch.group_size)
-    divide = not run.config.rl.grpo_no_std_normalization
-    result: list[float] = group_relative_advantages(table, divide_by_std=divide).flatten().tolist()
-    if not all(map(math.isfinite, result)):
-        bad = [s.sample_id for s, a in zip(samples, result, strict=True) if not math.isfinite(a)]
-        raise FloatingPointError(f"advantages of samples {bad[:8]} are not finite")
-    return result
-
-
-def as_train_samples(
-    run: RLJob, samples: Sequence[Sample], advantages: Sequence[float] | None = None
-) -> list[TrainSample]:
-    """Prompt and response of every sample as one sequence to train on. Local."""
-    prompts = {i: torch.tensor(run.prompts[i].token_ids) for i in {s.prompt_index for s in samples}}
-    return [
-        TrainSample(
-            sample.sample_id,
-            torch.cat([prompts[sample.prompt_index], sample.response]),
-            prompts[sample.prompt_index].numel(),
-            sample.logprobs,
-            advantages[i] if advantages is not None else 0.0,
-        )
-        for i, sample in enumerate(samples)
-    ]
-
-
-def build_batches(run: RLJob, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
-    """Place and pack the samples of each optimizer step. Local, the same plan on all ranks."""
-    train_samples = as_train_samples(run, samples, advantages_of(run, samples, step))
-    size = run.plan.batch.samples_per_update
-    batches = []
-    for start in range(0, len(train_samples), size):
-        part = train_samples[start : start + size]
-        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in part))
-        batches.append(UpdateBatch(training.local_batches(run.job, run.policy, part), counts))
-    return batches
-
-
-def check_on_policy(run: RLJob, samples: Sequence[Sample]) -> None:
-    """Every sample must come from the present weights.
-
-    Raises:
-        RuntimeError: naming samples of other versions; their ratio would silently be taken as 1.
-    """
-    stale = [s.sample_id for s in samples if s.weights_version != run.version]
-    if stale:
-        raise RuntimeError(
-            f"--old-logprob on-policy: samples {stale[:8]} were sampled by other weights than "
-            f"version {run.version}; use --old-logprob recompute or rollout"
-        )
-
-
-def annotate(
-    run: RLJob, batches: list[UpdateBatch], samples: Sequence[Sample]
-) -> list[UpdateBatch]:
-    """Add old and reference log-probs where they are needed. Collective: the training grid.
-
-    On-policy old log-probs cost no pass for the first optimizer step of a batch: they are the
-    update pass's own (``old_logprobs`` stays ``None``).
-    """
-    choice, annotated = run.config.rl.old_logprob, []
-    if choice == "on-policy":
-        check_on_policy(run, samples)
-    for i, batch in enumerate(batches):
-        micro = batch.micro_batches
-        own = choice == "on-policy" and i == 0 and run.plan.batch.iterations == 1
-        if choice == "rollout":
-            micro = [replace(m, old_logprobs=m.batch.rollout_logprobs) for m in micro]
-        elif not own:
-            old = run.policy.logprobs(micro)
-            micro = [replace(m, old_logprobs=o) for m, o in zip(micro, old, strict=True)]
-        if run.reference is not None:
-            with run.phases.resident(Owner.REFERENCE):
-                ref = run.reference.logprobs(micro)
-            micro = [replace(m, ref_logprobs=o) for m, o in zip(micro, ref, strict=True)]
-        annotated.append(replace(batch, micro_batches=micro))
-    return annotated
-
-
-def update(run: RLJob, batches: Sequence[UpdateBatch]) -> MetricSet:
+def update(run: RLJob, batches: StepBatches) -> MetricSet:
     """All optimizer steps of an RL step. Collective: the training grid."""
-    metrics = MetricSet()
+    metrics = batches.metrics
     before = run.version
     for _ in range(run.plan.batch.iterations):
-        for batch in batches:
+        for batch in batches.updates:
             metrics = metrics.merge(update_once(run, batch, run.version == before))
+    if run.config.rl.grpo_kl_beta:
+        metrics = metrics.merge({"policy/kl_beta": Max(run.kl_beta)})
+        adapt_kl(run, metrics)
     return metrics
 
 
-def policy_loss(run: RLJob, denominators: Denominators, first_update: bool) -> LossFunction:
+def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
+    """Move the KL coefficient of the next step towards ``--rl-kl-target``. Collective: the world.
+
+    A step that trained on no token leaves it as it is.
+    """
+    flags = run.config.kl
+    if not flags.rl_kl_target:
+        return
+    name = "reward/kl" if flags.rl_kl_in_reward else "loss/kl"
+    kl = reduce_metrics(MetricSet({name: metrics[name]}))[name]
+    if not math.isnan(kl):
+        run.kl_beta = adapted_coefficient(
+            run.kl_beta,
+            kl,
+            target=flags.rl_kl_target,
+            horizon=flags.rl_kl_horizon,
+            num_samples=run.plan.batch.samples,
+        )
+
+
+def step_loss(run: RLJob, denominators: Denominators, first_update: bool) -> LossFunction:
     """The loss of one optimizer step, with the mismatch where it can be told.
 
     The trainer's log-probs under the weights that sampled are the old log-probs, unless those are
     the engine's own, or the present ones as long as no update has been made.
     """
     old_is_trainers = run.config.rl.old_logprob != "rollout"
+    settings = loss_settings(run.config, run.kl_beta)
 
     def loss(inputs: LossInputs) -> LossOutputs:
-        outputs = clipped_policy_loss(inputs, run.clip, denominators)
+        outputs = policy_loss(inputs, settings, denominators)
         known = inputs.old_logprobs if old_is_trainers else None
         if known is None and first_update:
             known = inputs.logprobs.detach()
@@ -233,17 +190,27 @@ def policy_loss(run: RLJob, denominators: Denominators, first_update: bool) -> L
     return loss
 
 
+def silent_metrics(loss: LossFunction) -> MetricSet:
+    """Names and kinds of what a loss reports, for ranks that do not compute it. Local."""
+    none, flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
+    inputs = LossInputs(none, none, none, none, none, none, owners, flags)
+    terms = loss(inputs).terms
+    return MetricSet(
+        {n: Max() if isinstance(term, MaxTerm) else Mean(0.0, 0.0) for n, term in terms.items()}
+    )
+
+
 def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet:
     """One optimizer step; a batch without a single trained token is skipped and counted (R37)."""
-    silent: MetricSet = MetricSet({name: Mean(0.0, 0.0) for name in _LOSS_MEANS})
-    silent |= {name: Max() for name in _LOSS_MAXIMA}
-    if run.reference is not None:
-        silent["loss/kl"] = Mean(0.0, 0.0)
+    silent = silent_metrics(step_loss(run, batch.denominators, True))
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})
+    if run.config.policy_loss.selects:
+        batch = select_tokens(run, batch, first_update)
     found = run.policy.forward_backward(
-        batch.micro_batches, policy_loss(run, batch.denominators, first_update)
+        batch.micro_batches, step_loss(run, batch.denominators, first_update)
     )
     stats = run.policy.step()
     run.version += 1

@@ -21,7 +21,8 @@ from mindspeed_rl.resharding.layouts.base import TableLayout
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.trainer import parallel_state
-from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
+from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import TrainEngine
 
 _EXPORT_BUCKET_BYTES = 512 << 20
 

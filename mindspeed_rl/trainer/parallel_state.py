@@ -8,6 +8,11 @@ from mindspeed_rl.parallel.groups import check_group
 from mindspeed_rl.parallel.layout import ParallelLayout
 
 
+def forget() -> None:
+    """Forget megatron-core's groups, so that another layout can be initialized. Local."""
+    parallel_state.destroy_model_parallel()
+
+
 def initialize(layout: ParallelLayout, seed: int) -> None:
     """Create megatron-core's groups and seed its parallel random states. Collective: the world."""
     vpp = layout.stages.vpp

@@ -37,7 +37,8 @@ from mindspeed_rl.trainer.model import build_model
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
-from mindspeed_rl.trainer.packed_attention import PackedRow, make_packed_row
+from mindspeed_rl.trainer.packed_attention import make_packed_row
+from mindspeed_rl.trainer.prepared import PreparedBatch
 
 ROUTER_BIAS = "router.expert_bias"
 _BATCH_TENSORS = (
@@ -48,22 +49,10 @@ _BATCH_TENSORS = (
     "rollout_logprobs",
     "advantages",
     "sequence_of",
+    "trained_index",
 )
 
 LossFunction = Callable[[LossInputs], LossOutputs]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A micro-batch on the device with its attention borders; reused by every pass over it.
-
-    ``old_logprobs`` and ``ref_logprobs`` are [N] fp32 on the last pipeline stage once computed.
-    """
-
-    batch: MicroBatch
-    row: PackedRow
-    old_logprobs: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class TrainEngine:
         self._train = train
         self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
-            self.spec, layout.parallel, model, train.bf16, parallel.shards_sequence
+            self.spec, layout.parallel, model, train, parallel.shards_sequence
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
@@ -163,6 +152,15 @@ class TrainEngine:
         self._dispatcher_caches.drop()
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Accumulated gradients of this rank's weights, fp32, named as the weights.
+
+        Whole without the distributed optimizer, which leaves each rank a share of them; 0 for
+        weights that are not trained.
+        """
+        weights = self.named_parameters()
+        return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
 
     def weights_changed(self) -> None:
         """Call after writing parameters from outside: master weights follow. Local."""
@@ -228,23 +226,37 @@ class TrainEngine:
         def loss(
             prepared: PreparedBatch, logp: torch.Tensor, entropy: torch.Tensor
         ) -> tuple[torch.Tensor, LossOutputs]:
-            batch = prepared.batch
-            outputs = loss_function(
-                LossInputs(
-                    logprobs=logp,
-                    entropy=entropy,
-                    old_logprobs=prepared.old_logprobs,
-                    rollout_logprobs=batch.rollout_logprobs,
-                    ref_logprobs=prepared.ref_logprobs,
-                    advantages=batch.advantages,
-                )
-            )
+            outputs = loss_function(prepared.loss_inputs(logp, entropy, self.sum_over_context))
             return outputs.loss, replace(outputs, loss=outputs.loss.detach())
 
         outputs = self._run(batches, loss, backward=True)
-        if self.is_last and parallel_state.get_tensor_model_parallel_rank() == 0:
+        if self.reports:
             return _collect_metrics(outputs)
         return MetricSet()
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for the tokens it holds: tensor-parallel ranks share them."""
+        return bool(self.is_last and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+    def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share each sequence of a micro-batch; without gradient.
+
+        Collective: the context-parallel group.
+        """
+        if self.layout.parallel.cp > 1:
+            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return values
+
+    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this stage that hold the other tokens of a step.
+
+        Collective: the data- and context-parallel group.
+        """
+        if self.layout.parallel.dp * self.layout.parallel.cp > 1:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(values, group=group)
+        return values
 
     def step(self) -> UpdateStats:
         """Clip, update, advance the schedule. Collective over the training grid.

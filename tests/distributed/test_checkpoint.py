@@ -106,7 +106,6 @@ def train(
     from support.training_worlds import in_hf_coordinates, make_samples
 
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.orchestration import training
     from mindspeed_rl.trainer.optimizer import torch_optimizers
@@ -114,10 +113,10 @@ def train(
     steps = []
     for step in range(start + 1, stop + 1):
         samples = make_samples(307, seed=step)
-        counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples))
+        num_tokens = sum(s.num_trained for s in samples)
         found = engine.forward_backward(
             training.local_batches(job, engine, samples),
-            partial(supervised_loss, denominators=counts),
+            partial(supervised_loss, num_tokens=num_tokens),
         )
         stats = engine.step()
         silent: MetricSet = MetricSet({"loss": Mean(0.0, 0.0)})

@@ -33,9 +33,14 @@ CASES = [(family, "direct") for family in FLAGS] + [(family, "stream") for famil
 
 @pytest.mark.parametrize(("family", "path"), CASES)
 def test_three_syncs_equal_a_fresh_load(family: str, path: str, tmp_path: Path) -> None:
-    """Packed experts and absorbed projections follow every update, exactly once."""
+    """Packed experts and absorbed projections follow every update, exactly once.
+
+    With experts, the engine's weights leave memory before every update, too.
+    """
     model = write_tiny_model(tmp_path / "model", family=family)
     flags = [*FLAGS[family].split(), "--reshard-path", path]
+    if family in WITH_EXPERTS:
+        flags += ["--rl-offload", "optimizer", "--rollout-sleep", "all"]
     args = (str(model), flags, str(tmp_path))
     for syncs in run_ranks(family_sync_world, 4, work_dir=tmp_path, args=args):
         assert len(syncs) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
@@ -14,7 +15,6 @@ _SCHEDULE = "tests/simulated/test_schedule.py::"
 _PLANNER = "tests/simulated/test_planner.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
 _CHECKSUMS = "tests/simulated/test_checksums.py::"
-_LOSSES = "tests/unit/test_losses.py::"
 _ENGINE = "tests/unit/test_vllm_engine.py::"
 _PARITY = "tests/distributed/test_parity.py::"
 _TRAINING = "tests/distributed/test_training.py::"
@@ -142,48 +142,6 @@ MUTATIONS = (
         "line = torch.arange(lo, lo + size,",
         "line = torch.arange(0, size,",
         _CHECKSUMS + "test_any_cut_of_a_tensor_sums_to_the_whole",
-    ),
-    Mutation(
-        "denominator-per-micro-batch",
-        "algorithms/losses.py",
-        "return LossOutputs(total / denominators.tokens, terms)",
-        "return LossOutputs(total / max(1, logprobs.numel()), terms)",
-        _LOSSES + "test_micro_batches_add_up_to_the_batch",
-    ),
-    Mutation(
-        "clip-bounds-swapped",
-        "algorithms/losses.py",
-        "ratio.clamp(1.0 - settings.eps_lower, 1.0 + settings.eps_upper)",
-        "ratio.clamp(1.0 - settings.eps_upper, 1.0 + settings.eps_lower)",
-        _LOSSES + "test_clipped_objective_of_one_token",
-    ),
-    Mutation(
-        "clip-takes-the-larger-side",
-        "algorithms/losses.py",
-        "policy = -torch.minimum(",
-        "policy = -torch.maximum(",
-        _LOSSES + "test_clipped_objective_of_one_token",
-    ),
-    Mutation(
-        "kl-with-the-sign-turned",
-        "algorithms/losses.py",
-        "difference = (inputs.ref_logprobs - logprobs).clamp(",
-        "difference = (logprobs - inputs.ref_logprobs).clamp(",
-        _LOSSES + "test_loss_equals_an_independent_formula",
-    ),
-    Mutation(
-        "standard-deviation-biased",
-        "algorithms/advantages.py",
-        "(count - 1).clamp(min=1)",
-        "count.clamp(min=1)",
-        _LOSSES + "test_advantages_of_a_group",
-    ),
-    Mutation(
-        "abstained-reward-counts-as-0",
-        "algorithms/advantages.py",
-        "known = ~rewards.isnan()",
-        "known = torch.ones_like(rewards, dtype=torch.bool)\n    rewards = rewards.nan_to_num()",
-        _LOSSES + "test_advantages_of_a_group",
     ),
     Mutation(
         "tensor-parallel-sum-dropped",
@@ -320,9 +278,9 @@ MUTATIONS = (
     ),
     Mutation(
         "loss-mean-of-each-micro-batch",
-        "algorithms/losses.py",
-        "return LossOutputs(total / denominators.tokens, terms)",
-        "return LossOutputs(total / max(1, logprobs.numel()), terms)",
+        "algorithms/aggregation.py",
+        "return ones / max(1, denominators.tokens)",
+        "return ones / max(1, ones.numel())",
         _TRAINING + "test_gradients_follow_the_norm_rule[tp1]",
     ),
     Mutation(
@@ -348,5 +306,6 @@ MUTATIONS = (
     ),
     *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
+    *ALGORITHM_MUTATIONS,
     *MODEL_MUTATIONS,
 )

@@ -16,8 +16,7 @@ from typing import Any, cast
 import torch
 from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, TableEngine, first_table
 
-from mindspeed_rl.algorithms.losses import ClipSettings
-from mindspeed_rl.algorithms.types import LossInputs, MeanTerm
+from mindspeed_rl.algorithms.types import MeanTerm
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
@@ -37,7 +36,8 @@ from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.trainer.packed_attention import make_packed_row
-from mindspeed_rl.trainer.train_engine import LossFunction, PreparedBatch, UpdateStats
+from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import LossFunction, UpdateStats
 from mindspeed_rl.types import Prompt
 
 NUM_PROMPTS = 12
@@ -67,6 +67,8 @@ class TablePolicy:
         gradients: of every update.
     """
 
+    is_last = reports = True
+
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table.clone().requires_grad_()
         self.num_passes = 0
@@ -90,17 +92,8 @@ class TablePolicy:
         metrics = MetricSet()
         for prepared in batches:
             logprobs = self._logprobs(prepared)
-            batch = prepared.batch
-            outputs = loss(
-                LossInputs(
-                    logprobs=logprobs,
-                    entropy=torch.zeros_like(logprobs),
-                    old_logprobs=prepared.old_logprobs,
-                    rollout_logprobs=batch.rollout_logprobs,
-                    ref_logprobs=prepared.ref_logprobs,
-                    advantages=batch.advantages,
-                )
-            )
+            entropy = torch.zeros_like(logprobs)
+            outputs = loss(prepared.loss_inputs(logprobs, entropy, self.sum_over_context))
             outputs.loss.backward()  # type: ignore[no-untyped-call]
             found: dict[str, Metric] = {
                 name: Mean(float(term.sum), float(term.weight))
@@ -110,6 +103,14 @@ class TablePolicy:
             }
             metrics = metrics.merge(found)
         return metrics
+
+    def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
+        """One rank."""
+        return values
+
+    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """One rank."""
+        return values
 
     def step(self) -> UpdateStats:
         """table -= gradient."""
@@ -201,12 +202,7 @@ def make_run(
         ledger=MemoryLedger({}, job.platform.memory, None, 0),
         rewards=cast(Any, TableRewards(rewards or {})),
         reward_names=("format",),
-        clip=ClipSettings(
-            rl.grpo_clamp_eps_lower,
-            rl.grpo_clamp_eps_upper,
-            rl.grpo_kl_beta,
-            rl.grpo_entropy_term_weight,
-        ),
+        kl_beta=rl.grpo_kl_beta,
         timer=timer,
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),

@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.algorithms.losses import ClipSettings, clipped_policy_loss, supervised_loss
+from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
+from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
@@ -34,10 +35,13 @@ from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
 
 if TYPE_CHECKING:
-    from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
+    from mindspeed_rl.trainer.prepared import PreparedBatch
+    from mindspeed_rl.trainer.train_engine import TrainEngine
 
 PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 14), (3, 2), (9, 11), (4, 17), (6, 5))
-CLIP = ClipSettings(eps_lower=0.2, eps_upper=0.28, kl_beta=0.05, entropy_weight=0.01)
+CLIP = LossSettings(
+    surrogate=SurrogateSettings(eps_lower=0.2, eps_upper=0.28), kl_beta=0.05, entropy_weight=0.01
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +239,7 @@ def make_loss(
     seen: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Any:
     """The case's loss; what it was given is appended to ``seen``."""
-    counts = Denominators(sum(s.length - s.num_prompt_tokens for s in samples))
+    counts = Denominators.of(s.num_trained for s in samples)
 
     def loss(inputs: LossInputs) -> LossOutputs:
         seen.append((inputs.logprobs.detach().clone(), inputs.entropy.detach().clone()))
@@ -243,9 +247,9 @@ def make_loss(
         if case.fault == "local-denominator":
             used = replace(counts, tokens=max(1, inputs.logprobs.numel()) * num_micro_batches)
         if case.loss == "sft":
-            return supervised_loss(inputs, used)
-        settings = CLIP if case.loss == "grpo" else ClipSettings()
-        return clipped_policy_loss(inputs, settings, used)
+            return supervised_loss(inputs, used.tokens)
+        settings = CLIP if case.loss == "grpo" else LossSettings()
+        return policy_loss(inputs, settings, used)
 
     return loss
 

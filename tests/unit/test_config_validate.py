@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.config import (
+    AdvantageConfig,
     CheckpointConfig,
+    CorrectionConfig,
     IndexedDataConfig,
+    KLConfig,
     LoggingConfig,
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
+    PolicyLossConfig,
     PretrainRunConfig,
     PromptConfig,
     RewardConfig,
@@ -77,6 +81,10 @@ def build(files: Path) -> Build:
             logging=LoggingConfig(output_dir=str(files / "out")),
             prompts=PromptConfig(prompt_data=str(files / "rl.jsonl"), max_prompt_length=64),
             rl=RLConfig(grpo_prompts_per_step=4, grpo_group_size=4),
+            advantages=AdvantageConfig(),
+            policy_loss=PolicyLossConfig(),
+            kl=KLConfig(),
+            correction=CorrectionConfig(),
             rollout=RolloutConfig(
                 rl_inference_tensor_model_parallel_size=4, rollout_max_response_length=64
             ),

@@ -18,9 +18,10 @@ import torch
 from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run
 from support.table_engine import STOP, VOCAB, TableEngine, first_table, response_of, single_rank
 
+from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
-from mindspeed_rl.orchestration import rl_step
+from mindspeed_rl.orchestration import rl_batch, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.phases.machine import Phase
 
@@ -59,9 +60,14 @@ def collected(run: RLJob, step: int = 1) -> rl_step.Collected:
     return rollouts
 
 
-def annotated(run: RLJob) -> list[rl_step.UpdateBatch]:
+def annotated(run: RLJob) -> rl_batch.StepBatches:
     samples = collected(run).samples
-    return rl_step.annotate(run, rl_step.build_batches(run, samples, 1), samples)
+    return prepared(run, samples)
+
+
+def prepared(run: RLJob, samples: list[Sample], step: int = 1) -> rl_batch.StepBatches:
+    batches = rl_batch.annotate(run, rl_batch.build_batches(run, samples), samples)
+    return rl_batch.with_advantages(run, batches, samples, step)
 
 
 def whole_step(run: RLJob) -> MetricSet:
@@ -84,7 +90,9 @@ def own_gradient(samples: range, num_tokens: int) -> dict[int, float]:
 def sample(i: int, reward: float = 0.0, version: int = 0) -> Sample:
     ids = torch.tensor(response_of(i))
     stopped = bool(ids[-1] == STOP)
-    return Sample(i, i // 3, ids, first_table()[ids], stopped, version, reward, (reward,))
+    return Sample(
+        i, i // 3 % len(PROMPTS), ids, first_table()[ids], stopped, version, reward, (reward,)
+    )
 
 
 # --- rollouts and rewards ----------------------------------------------------------------------
@@ -151,7 +159,14 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
 
 
 def advantages(run: RLJob, rewards: list[float], step: int = 1) -> list[float]:
-    return rl_step.advantages_of(run, [sample(i, r) for i, r in enumerate(rewards)], step)
+    """Of each sample, which all of its tokens must share."""
+    batches = prepared(run, [sample(i, r) for i, r in enumerate(rewards)], step)
+    found: dict[int, set[float]] = {}
+    for m in batches.micro_batches:
+        for owner, a in zip(m.batch.sequence_of.tolist(), m.batch.advantages.tolist(), strict=True):
+            found.setdefault(m.batch.sample_ids[owner], set()).add(a)
+    assert all(len(values) == 1 for values in found.values())
+    return [found[i].pop() for i in range(len(rewards))]
 
 
 def test_advantages_are_relative_to_the_own_group(tmp_path: Path) -> None:
@@ -194,11 +209,11 @@ def test_every_token_is_trained_once_with_its_samples_advantage(
 ) -> None:
     run = make_run(tmp_path, f"--global-batch-size {per_update}", REWARDS)
     samples = collected(run).samples
-    batches = rl_step.build_batches(run, samples, 1)
-    assert len(batches) == 6 // per_update
-    for number, batch in enumerate(batches):
+    batches = prepared(run, samples)
+    assert len(batches.updates) == 6 // per_update
+    for number, batch in enumerate(batches.updates):
         ids = range(number * per_update, (number + 1) * per_update)
-        assert batch.denominators.tokens == sum(COUNTS[i] for i in ids)
+        assert batch.denominators == Denominators(sum(COUNTS[i] for i in ids), per_update)
         micro = [m.batch for m in batch.micro_batches]
         assert [i for m in micro for i in m.sample_ids] == list(ids)
         trained = torch.cat([m.targets[m.loss_mask] for m in micro])
@@ -232,34 +247,36 @@ def test_old_logprobs_are_computed_where_no_pass_has_them(
     engine_of(run).stale = 0.125
     batches = annotated(run)
     assert policy_of(run).num_passes == num_passes
-    found = [[m.old_logprobs is not None for m in b.micro_batches] for b in batches]
-    assert found == [[old] * len(b.micro_batches) for old, b in zip(has_old, batches, strict=True)]
+    updates = batches.updates
+    found = [[m.old_logprobs is not None for m in b.micro_batches] for b in updates]
+    assert found == [[old] * len(b.micro_batches) for old, b in zip(has_old, updates, strict=True)]
+    assert value(batches.metrics["forward/old"]) == num_passes
     shift = 0.125 if "rollout" in flags else 0.0
-    for prepared in (m for b in batches for m in b.micro_batches if m.old_logprobs is not None):
-        targets = prepared.batch.targets[prepared.batch.loss_mask]
-        torch.testing.assert_close(prepared.old_logprobs, first_table()[targets] + shift)
-        assert prepared.ref_logprobs is None
+    for m in batches.micro_batches:
+        if m.old_logprobs is not None:
+            targets = m.batch.targets[m.batch.loss_mask]
+            torch.testing.assert_close(m.old_logprobs, first_table()[targets] + shift)
+        assert m.ref_logprobs is None
 
 
 def test_reference_logprobs_are_the_references(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
     cast(TablePolicy, run.reference).table = first_table() - 0.5
-    for batch in annotated(run):
-        for m in batch.micro_batches:
-            targets = m.batch.targets[m.batch.loss_mask]
-            torch.testing.assert_close(m.ref_logprobs, first_table()[targets] - 0.5)
-            assert m.old_logprobs is None
+    for m in annotated(run).micro_batches:
+        targets = m.batch.targets[m.batch.loss_mask]
+        torch.testing.assert_close(m.ref_logprobs, first_table()[targets] - 0.5)
+        assert m.old_logprobs is None
 
 
 def test_on_policy_samples_must_come_from_the_present_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path, "", REWARDS)
     samples = collected(run).samples
     samples[2] = replace(samples[2], weights_version=3)
-    batches = rl_step.build_batches(run, samples, 1)
+    batches = rl_batch.build_batches(run, samples)
     with pytest.raises(RuntimeError, match=r"samples \[2\] were sampled by other weights than ver"):
-        rl_step.annotate(run, batches, samples)
+        rl_batch.annotate(run, batches, samples)
     other = make_run(tmp_path, "--old-logprob recompute", REWARDS)
-    rl_step.annotate(other, batches, samples)
+    rl_batch.annotate(other, batches, samples)
 
 
 # --- updates -----------------------------------------------------------------------------------
@@ -354,8 +371,7 @@ def test_a_batch_without_a_trained_token_is_skipped_and_counted(tmp_path: Path) 
         replace(sample(i), response=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
         for i in range(6)
     ]
-    batches = rl_step.annotate(run, rl_step.build_batches(run, empty, 1), empty)
-    metrics = rl_step.update(run, batches)
+    metrics = rl_step.update(run, prepared(run, empty))
     assert value(metrics["optimizer/skipped"]) == 1.0
     assert (run.version, policy_of(run).gradients) == (0, [])
     torch.testing.assert_close(policy_of(run).table.detach(), first_table(), rtol=0, atol=0)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Protocol
 
 from mindspeed_rl.models.expert_rules import ExpertRow
@@ -341,6 +342,14 @@ class TableLayout(ABC):
         """Shape of every local parameter of a rank."""
         return {
             param: row.local_shape(self.spec, share)
+            for param, (row, share) in self._parameters(rank).items()
+        }
+
+    def local_bytes(self, rank: int, item_bytes: int) -> dict[str, int]:
+        """Bytes of every local parameter; ``item_bytes`` where it has the model's type."""
+        return {
+            param: prod(row.local_shape(self.spec, share))
+            * (4 if row.dtype == "float32" else item_bytes)
             for param, (row, share) in self._parameters(rank).items()
         }
 

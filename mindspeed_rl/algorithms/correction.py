@@ -1,0 +1,152 @@
+"""Correction of the difference between the engine that samples and the trainer that learns.
+
+Shapes: N trained tokens and S sequences of one micro-batch. rho = p_trainer / p_engine at the
+weights that sampled, over one token, over a sequence (product of its tokens) or its geometric mean.
+Weights multiply the policy loss of each token; a weight of 0 leaves the token in all denominators.
+Sources: truncated weights, Yao et al. 2025 (fengyao.notion.site/off-policy-rl) after Espeholt et
+al. 2018, arXiv:1802.01561; masking (IcePop), Ling team 2025, arXiv:2510.18855; sequences, Liu et
+al. 2025 (richardli.xyz/rl-collapse).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.algorithms.bounds import bounded
+from mindspeed_rl.algorithms.types import MaxTerm, MeanTerm, Sequences, Term
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionSettings:
+    """How the difference is corrected.
+
+    Attributes:
+        mode: weight tokens by min(rho, upper) (truncate), by rho where it is within
+            [lower, upper] and 0 elsewhere (mask), or not at all.
+        level: what rho is taken over.
+        upper: largest weight.
+        lower: smallest weight of mask.
+        rejection: drop what diverges by this estimator of KL(engine || trainer).
+        rejection_level: sum over the sequence (sequence), its mean (geometric), or single tokens.
+        rejection_threshold: largest value that is kept; of k1, of its magnitude.
+    """
+
+    mode: str = "none"
+    level: str = "token"
+    upper: float = 2.0
+    lower: float = 0.5
+    rejection: str = "none"
+    rejection_level: str = "token"
+    rejection_threshold: float = 0.1
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is corrected."""
+        return self.mode != "none" or self.rejection != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Weights of the policy loss, [N] without gradient, and what to report."""
+
+    weights: torch.Tensor
+    terms: Mapping[str, Term]
+
+
+def correct(
+    trainer: torch.Tensor, engine: torch.Tensor, sequences: Sequences, settings: CorrectionSettings
+) -> Correction:
+    """Weights of the trained tokens. Collective as ``sequences.reduce``.
+
+    Args:
+        trainer: [N] log-probs of the trainer at the weights that sampled.
+        engine: [N], of the engine.
+        sequences: which tokens belong together.
+        settings: how.
+    """
+    log_rho = trainer.detach() - engine
+    weights = torch.ones_like(log_rho)
+    terms: dict[str, Term] = {}
+    count = torch.full_like(log_rho.sum(), log_rho.numel())
+    if settings.mode != "none":
+        rho = bounded(_over(log_rho, sequences, settings.level)).exp()
+        weights = rho.clamp(max=settings.upper)
+        bent = rho > settings.upper
+        if settings.mode == "mask":
+            bent = bent | (rho < settings.lower)
+            weights = rho.masked_fill(bent, 0.0)
+        terms["correction/bounded_fraction"] = MeanTerm(bent.sum().to(count), count)
+    if settings.rejection != "none":
+        divergence = _over(_estimate(log_rho, settings.rejection), sequences,
+                           settings.rejection_level)  # fmt: skip
+        # a NaN is rejected, too
+        rejected = ~(divergence.abs() <= settings.rejection_threshold)
+        weights = weights.masked_fill(rejected, 0.0)
+        terms["correction/rejected_fraction"] = MeanTerm(rejected.sum().to(count), count)
+    terms["correction/weight"] = MeanTerm(weights.sum(), count)
+    return Correction(weights, terms)
+
+
+def _over(values: torch.Tensor, sequences: Sequences, level: str) -> torch.Tensor:
+    """[N] -> [N]: the token's own value, or the sum or mean over its sequence."""
+    if level == "token":
+        return values
+    whole = sequences.sums(values) if level == "sequence" else sequences.means(values)
+    return sequences.spread(whole)
+
+
+def _estimate(log_rho: torch.Tensor, estimator: str) -> torch.Tensor:
+    """KL(engine || trainer) per token."""
+    if estimator == "k1":
+        return -log_rho
+    if estimator == "k2":
+        return 0.5 * log_rho.square()
+    log_rho = bounded(log_rho)
+    return log_rho.exp() - log_rho - 1.0
+
+
+def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:
+    """How far the engine's log-probs are from the trainer's on the sampled tokens (R14).
+
+    Both must be of the weights that sampled: after an update the difference is learning. k1 and k3
+    estimate KL(engine || trainer) per token, chi2 is the mean of rho^2 - 1, and the two negative
+    log-likelihoods are the logarithms of the perplexities.
+    """
+    difference = trainer - engine
+    count = torch.full_like(difference.sum(), difference.numel())
+    rho = bounded(difference).exp()
+
+    def mean(values: torch.Tensor) -> MeanTerm:
+        return MeanTerm(values.sum(), count)
+
+    largest = difference.abs().max() if difference.numel() else count.new_tensor(-math.inf)
+    return {
+        "mismatch/max_abs_logprob": MaxTerm(largest),
+        "mismatch/mean_abs_logprob": mean(difference.abs()),
+        "mismatch/k1": mean(-difference),
+        "mismatch/k3": mean(rho - bounded(difference) - 1.0),
+        "mismatch/chi2": mean(rho.square() - 1.0),
+        "mismatch/ratio": mean(rho),
+        "mismatch/trainer_nll": mean(-trainer),
+        "mismatch/engine_nll": mean(-engine),
+    }
+
+
+def derived_mismatch(values: Mapping[str, float]) -> dict[str, float]:
+    """What follows from the reduced means of :func:`mismatch_terms`.
+
+    ``ess``: share of the tokens that would say as much without weights, (mean rho)^2 / mean rho^2
+    (Kish 1965). ``*_ppl``: perplexities.
+    """
+    chi2 = values.get("mismatch/chi2", math.nan)
+    if math.isnan(chi2):
+        return {}
+    return {
+        "mismatch/ess": values["mismatch/ratio"] ** 2 / (chi2 + 1.0),
+        "mismatch/trainer_ppl": math.exp(values["mismatch/trainer_nll"]),
+        "mismatch/engine_ppl": math.exp(values["mismatch/engine_nll"]),
+    }

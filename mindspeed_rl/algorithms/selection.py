@@ -1,0 +1,158 @@
+"""Selection of tokens over the whole optimizer step, before it is cut into micro-batches (R38).
+
+Shapes: N trained tokens of each micro-batch of this rank.
+
+Which tokens are chosen depends on their log-prob, advantage, sample and place alone, so every
+layout chooses the same ones, up to rounding of the log-probs. No token travels: a selection is
+eight sums of 256 counts over the ranks that hold the other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_BYTES = 8  # of a key
+_SIGN = -(2**63)
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The trained tokens of one optimizer step on this rank, by micro-batch, each [N].
+
+    Attributes:
+        logprobs: of the present policy, without gradient.
+        log_ratio: to the old policy.
+        advantages: of each token.
+        sample_ids: int64, equal in every layout.
+        places: int64, position in the sequence.
+    """
+
+    logprobs: Sequence[torch.Tensor]
+    log_ratio: Sequence[torch.Tensor]
+    advantages: Sequence[torch.Tensor]
+    sample_ids: Sequence[torch.Tensor]
+    places: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CovarianceSettings:
+    """Which tokens are selected.
+
+    Attributes:
+        ratio: share of the trained tokens of the step; at least one token is selected.
+        largest: take the largest covariances (kl_cov) instead of random ones within the bounds
+            (clip_cov).
+        lower: smallest covariance that may be selected at random.
+        upper: the largest one.
+        eps_lower: tokens that the clip of the ratio stops anyway are not selected at random.
+        eps_upper: the same above.
+        seed: of the random choice; another one for every optimizer step.
+    """
+
+    ratio: float
+    largest: bool
+    lower: float = 1.0
+    upper: float = 5.0
+    eps_lower: float = 0.2
+    eps_upper: float = 0.2
+    seed: int = 0
+
+
+def select_by_covariance(
+    tokens: StepTokens, settings: CovarianceSettings, reduce: Reduce
+) -> list[torch.Tensor]:
+    """Tokens by (log p - mean log p)(A - mean A), means over the step: [N] bool per micro-batch.
+
+    Cui et al. 2025, arXiv:2505.22617. Collective as ``reduce``: 10 calls.
+
+    Args:
+        tokens: of this rank.
+        settings: which and how many.
+        reduce: sums a tensor over the ranks that hold the other tokens.
+    """
+    covariances = _covariances(tokens, reduce)
+    device = tokens.logprobs[0].device
+    count = torch.tensor([sum(c.numel() for c in covariances)], device=device)
+    number = max(1, int(settings.ratio * int(reduce(count))))
+    keys, allowed = [], []
+    for i, covariance in enumerate(covariances):
+        tie = _hashed(tokens.sample_ids[i], tokens.places[i], settings.seed)
+        if settings.largest:
+            keys.append(_ordered(covariance) & ~0xFFFFFFFF | tie & 0xFFFFFFFF)
+            allowed.append(torch.ones_like(covariance, dtype=torch.bool))
+        else:
+            keys.append(tie)
+            inside = (covariance > settings.lower) & (covariance < settings.upper)
+            allowed.append(inside & ~_stopped(tokens, settings, i))
+    return largest_keys(keys, allowed, number, reduce)
+
+
+def _covariances(tokens: StepTokens, reduce: Reduce) -> list[torch.Tensor]:
+    def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([p.sum() for p in parts]).sum()
+
+    count = total([torch.ones_like(p) for p in tokens.logprobs])
+    sums = reduce(torch.stack([total(tokens.logprobs), total(tokens.advantages), count]))
+    logprob, advantage = (sums[:2] / sums[2].clamp(min=1)).unbind()
+    pairs = zip(tokens.logprobs, tokens.advantages, strict=True)
+    return [(logp - logprob) * (a - advantage) for logp, a in pairs]
+
+
+def _stopped(tokens: StepTokens, settings: CovarianceSettings, i: int) -> torch.Tensor:
+    """Where the clip of the ratio leaves no gradient."""
+    ratio, advantage = tokens.log_ratio[i].exp(), tokens.advantages[i]
+    above = (ratio > 1 + settings.eps_upper) & (advantage > 0)
+    return above | ((ratio < 1 - settings.eps_lower) & (advantage < 0))
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
+    """fp32 -> int64 of the same order in its upper half; a NaN is the smallest."""
+    bits = values.float().contiguous().view(torch.int32).to(torch.int64)
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return torch.where(values.isnan(), torch.full_like(bits, -(2**31)), bits) << 32
+
+
+def _hashed(sample_ids: torch.Tensor, places: torch.Tensor, seed: int) -> torch.Tensor:
+    """int64 that looks random, of the sample, the place and the seed (splitmix64's mixing)."""
+    mixed = sample_ids * 0x632BE5AB + places * 0x9E3779B1 + (seed * 0x85EBCA77 & (2**62 - 1))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return mixed ^ (mixed >> 31 & (1 << 33) - 1)
+
+
+def largest_keys(
+    keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: Reduce
+) -> list[torch.Tensor]:
+    """Where the ``number`` largest allowed keys of all ranks are; all of them when there are fewer.
+
+    Radix selection: byte by byte from the top, the counts of each value are summed over the ranks.
+    Keys that are equal to the smallest chosen one are all chosen. Collective: 8 calls of
+    ``reduce``.
+
+    Args:
+        keys: [N] int64 of each micro-batch.
+        allowed: [N] bool each.
+        number: how many.
+        reduce: sums an int64 tensor over the ranks.
+    """
+    # unsigned order: the sign bit is flipped
+    flat = torch.cat([(k ^ _SIGN)[a] for k, a in zip(keys, allowed, strict=True)])
+    border = 0
+    for level in range(_BYTES - 1, -1, -1):
+        digit = flat >> 8 * level & 0xFF
+        counts = reduce(torch.bincount(digit, minlength=256)).tolist()
+        value = 255
+        while value > 0 and counts[value] < number:
+            number -= counts[value]
+            value -= 1
+        border |= value << 8 * level
+        flat = flat[digit == value]
+    if border >= 2**63:
+        border -= 2**64
+    smallest = border ^ _SIGN  # back to the order of signed integers
+    return [(k >= smallest) & a for k, a in zip(keys, allowed, strict=True)]

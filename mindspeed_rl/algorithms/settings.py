@@ -1,0 +1,81 @@
+"""Flags to the settings of the algorithms."""
+
+from __future__ import annotations
+
+from mindspeed_rl.algorithms.advantages import ESTIMATORS, Estimator
+from mindspeed_rl.algorithms.correction import CorrectionSettings
+from mindspeed_rl.algorithms.losses import LossSettings
+from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
+from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.config import RLRunConfig
+
+
+def advantage_estimator(config: RLRunConfig) -> Estimator:
+    """That of ``--rl-advantage-estimator``; grpo without the division is dr_grpo."""
+    name = config.advantages.rl_advantage_estimator
+    if config.rl.grpo_no_std_normalization:
+        name = "dr_grpo"
+    return ESTIMATORS[name]
+
+
+def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
+    """Settings of the policy's loss.
+
+    Args:
+        config: the configuration.
+        kl_beta: present coefficient of the KL, in the loss or in the reward.
+    """
+    rl, loss, kl = config.rl, config.policy_loss, config.kl
+    return LossSettings(
+        policy_loss=loss.rl_policy_loss,
+        surrogate=SurrogateSettings(
+            eps_lower=rl.grpo_clamp_eps_lower,
+            eps_upper=rl.grpo_clamp_eps_upper,
+            clip_ratio_c=loss.rl_clip_ratio_c,
+            ratio_cap=loss.rl_dppo_ratio_cap,
+            sapo_tau_pos=loss.rl_sapo_tau_pos,
+            sapo_tau_neg=loss.rl_sapo_tau_neg,
+            dro_beta=loss.rl_dro_beta,
+            kl_cov_coef=loss.rl_kl_cov_coef,
+        ),
+        aggregation=loss.aggregation,
+        longest=config.rollout.rollout_max_response_length,
+        kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,
+        kl_estimator=kl.rl_kl_estimator,
+        entropy_weight=rl.grpo_entropy_term_weight,
+        correction=correction_settings(config),
+    )
+
+
+def correction_settings(config: RLRunConfig) -> CorrectionSettings:
+    """Settings of the correction of the rollout mismatch."""
+    flags = config.correction
+    weighted = flags.rl_inference_logprobs_is_correction
+    return CorrectionSettings(
+        mode=flags.rl_is_correction_mode if weighted else "none",
+        level=flags.rl_is_correction_level,
+        upper=flags.rl_importance_sampling_truncation_coef,
+        lower=flags.rl_is_correction_lower,
+        rejection=flags.rl_rejection,
+        rejection_level=flags.rl_rejection_level,
+        rejection_threshold=flags.rl_rejection_threshold,
+    )
+
+
+def covariance_settings(config: RLRunConfig, update: int) -> CovarianceSettings:
+    """Settings of the selection of tokens for one optimizer step.
+
+    Args:
+        config: the configuration.
+        update: number of the optimizer step in the run; makes the random choice another one.
+    """
+    rl, loss = config.rl, config.policy_loss
+    return CovarianceSettings(
+        ratio=loss.rl_cov_ratio,
+        largest=loss.rl_policy_loss == "kl_cov",
+        lower=loss.rl_clip_cov_lower,
+        upper=loss.rl_clip_cov_upper,
+        eps_lower=rl.grpo_clamp_eps_lower,
+        eps_upper=rl.grpo_clamp_eps_upper,
+        seed=config.train.seed * 1_000_003 + update,
+    )

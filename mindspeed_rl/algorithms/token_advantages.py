@@ -1,0 +1,121 @@
+"""Advantages that differ between the tokens of a sample, and statistics over all tokens.
+
+Shapes: N trained tokens of S whole sequences, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.algorithms.advantages import MIN_STD
+
+
+def discounted_sums(values: torch.Tensor, lengths: Sequence[int], discount: float) -> torch.Tensor:
+    """R_t = v_t + discount R_{t+1} within each sequence; 0 behind its last token. Local.
+
+    Args:
+        values: [N].
+        lengths: tokens of each of the S sequences; they add up to N.
+        discount: of one token.
+
+    Returns:
+        [N].
+    """
+    if not values.numel():
+        return values
+    rows = torch.nn.utils.rnn.pad_sequence(
+        list(torch.split(values, list(lengths))), batch_first=True
+    )
+    if discount == 1.0:
+        rows = rows.flip(1).cumsum(1).flip(1)
+    else:
+        total = torch.zeros_like(rows[:, 0])
+        for t in range(rows.size(1) - 1, -1, -1):
+            total = rows[:, t] + discount * total
+            rows[:, t] = total
+    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+
+def rewards_to_tokens(rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The reward of each sequence at its last token, 0 elsewhere: [S] -> [N]. Local."""
+    tokens = rewards.new_zeros(sum(lengths))
+    if not lengths:
+        return tokens
+    counts = torch.tensor(lengths, device=rewards.device)
+    has_tokens = counts > 0
+    tokens[counts.cumsum(0)[has_tokens] - 1] = rewards[has_tokens]
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTargets:
+    """Advantages and returns of a critic's values, both [N]."""
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+def generalized_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    discount: float,
+    trace_decay: float,
+) -> ValueTargets:
+    """GAE: A_t = d_t + (discount trace_decay) A_{t+1}, d_t = r_t + discount V_{t+1} - V_t. Local.
+
+    Schulman et al. 2015, arXiv:1506.02438. V is 0 behind the last token of a sequence. Returns are
+    A + V, the targets of the critic.
+
+    Args:
+        rewards: [N] of each token.
+        values: [N], the critic's, without gradient.
+        lengths: tokens of each sequence.
+        discount: gamma.
+        trace_decay: lambda; 1 is the discounted return less the value, 0 the one-step error.
+    """
+    following = values.roll(-1)
+    if lengths:
+        ends = torch.tensor([n for n in lengths if n], device=values.device).cumsum(0) - 1
+        following[ends] = 0.0
+    errors = rewards + discount * following - values
+    advantages = discounted_sums(errors, lengths, discount * trace_decay)
+    return ValueTargets(advantages, advantages + values)
+
+
+def whitened(
+    parts: Sequence[torch.Tensor],
+    counted: Sequence[torch.Tensor],
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """(x - mean) / std over all counted tokens of the step, on all ranks and micro-batches (R38).
+
+    The standard deviation is unbiased, in two passes. All 0 when it is below 1e-4 or fewer than
+    two tokens count (R37). Collective as ``reduce`` is: two calls.
+
+    Args:
+        parts: [N] of each micro-batch of this rank.
+        counted: [N] bool each; the others become 0 and are in no statistic.
+        reduce: sums a tensor over the ranks that hold the other tokens.
+    """
+    kept = [x[mask] for x, mask in zip(parts, counted, strict=True)]
+    device = kept[0].device
+    count = sum(x.numel() for x in kept)
+    local = torch.stack([_sum(kept), torch.tensor(float(count), device=device)])
+    total, number = reduce(local).tolist()
+    mean = total / max(1.0, number)
+    squares = reduce(_sum([(x - mean).square() for x in kept])[None])
+    std = float((squares / max(1.0, number - 1)).sqrt())
+    if std < MIN_STD or number < 2:
+        return [torch.zeros_like(x) for x in parts]
+    return [
+        ((x - mean) / std).masked_fill(~mask, 0.0) for x, mask in zip(parts, counted, strict=True)
+    ]
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.sum() for x in parts]).sum()

@@ -1,0 +1,326 @@
+"""From the samples of an RL step to the batches of its optimizer steps.
+
+Shapes: N trained tokens of a micro-batch. The log-probs and advantages of tokens exist on the last
+pipeline stage alone, where the loss is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mindspeed_rl.algorithms.advantages import GroupRewards
+from mindspeed_rl.algorithms.kl import kl_estimate
+from mindspeed_rl.algorithms.selection import (
+    CovarianceSettings,
+    StepTokens,
+    select_by_covariance,
+)
+from mindspeed_rl.algorithms.settings import advantage_estimator, covariance_settings
+from mindspeed_rl.algorithms.token_advantages import (
+    discounted_sums,
+    rewards_to_tokens,
+    whitened,
+)
+from mindspeed_rl.algorithms.types import Denominators
+from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """The share of one optimizer step: packed micro-batches and the global denominators."""
+
+    micro_batches: list[PreparedBatch]
+    denominators: Denominators
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """The batches of all optimizer steps of an RL step, and what making them has to report."""
+
+    updates: list[UpdateBatch]
+    metrics: MetricSet = field(default_factory=MetricSet)
+
+    @property
+    def micro_batches(self) -> list[PreparedBatch]:
+        """Those of all optimizer steps."""
+        return [m for update in self.updates for m in update.micro_batches]
+
+    def with_advantages(self, parts: Sequence[torch.Tensor]) -> StepBatches:
+        """The same with the advantages of every token, [N] per micro-batch in order."""
+        given = iter(parts)
+        updates = [
+            replace(u, micro_batches=[m.with_advantages(next(given)) for m in u.micro_batches])
+            for u in self.updates
+        ]
+        return replace(self, updates=updates)
+
+
+def as_train_samples(run: RLJob, samples: Sequence[Sample]) -> list[TrainSample]:
+    """Prompt and response of every sample as one sequence to train on. Local."""
+    prompts = {i: torch.tensor(run.prompts[i].token_ids) for i in {s.prompt_index for s in samples}}
+    return [
+        TrainSample(
+            sample.sample_id,
+            torch.cat([prompts[sample.prompt_index], sample.response]),
+            prompts[sample.prompt_index].numel(),
+            sample.logprobs,
+        )
+        for sample in samples
+    ]
+
+
+def build_batches(run: RLJob, samples: Sequence[Sample]) -> StepBatches:
+    """Place and pack the samples of each optimizer step. Local, the same plan on all ranks."""
+    train_samples = as_train_samples(run, samples)
+    size = run.plan.batch.samples_per_update
+    updates = []
+    for start in range(0, len(train_samples), size):
+        part = train_samples[start : start + size]
+        counts = Denominators.of(s.num_trained for s in part)
+        updates.append(UpdateBatch(training.local_batches(run.job, run.policy, part), counts))
+    return StepBatches(updates)
+
+
+def check_on_policy(run: RLJob, samples: Sequence[Sample]) -> None:
+    """Every sample must come from the present weights.
+
+    Raises:
+        RuntimeError: naming samples of other versions; their ratio would silently be taken as 1.
+    """
+    stale = [s.sample_id for s in samples if s.weights_version != run.version]
+    if stale:
+        raise RuntimeError(
+            f"--old-logprob on-policy: samples {stale[:8]} were sampled by other weights than "
+            f"version {run.version}; use --old-logprob recompute or rollout"
+        )
+
+
+def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> StepBatches:
+    """Add old and reference log-probs where they are needed. Collective: the training grid.
+
+    On-policy old log-probs cost no pass for the first optimizer step of a batch: they are the
+    update pass's own (``old_logprobs`` stays ``None``), unless something needs them before it.
+    ``forward/*`` counts the passes without gradient, in optimizer batches.
+    """
+    choice, updates = run.config.rl.old_logprob, []
+    early = run.config.kl.rl_kl_in_reward or run.config.policy_loss.selects
+    if choice == "on-policy":
+        check_on_policy(run, samples)
+    num_old = 0
+    for i, batch in enumerate(batches.updates):
+        micro = batch.micro_batches
+        first = i == 0 and run.plan.batch.iterations == 1
+        own = choice == "on-policy" and first and not early
+        if choice == "rollout":
+            micro = [replace(m, old_logprobs=m.batch.rollout_logprobs) for m in micro]
+        elif not own:
+            old = run.policy.logprobs(micro)
+            micro = [replace(m, old_logprobs=o) for m, o in zip(micro, old, strict=True)]
+            num_old += 1
+        updates.append(replace(batch, micro_batches=micro))
+    if run.reference is not None:
+        with run.phases.resident(Owner.REFERENCE):
+            updates = [_with_reference(run.reference, batch) for batch in updates]
+    num_reference = len(updates) if run.reference is not None else 0
+    counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
+    return StepBatches(updates, batches.metrics.merge(counts))
+
+
+def _with_reference(reference: TrainEngine, batch: UpdateBatch) -> UpdateBatch:
+    micro = batch.micro_batches
+    found = reference.logprobs(micro)
+    micro = [replace(m, ref_logprobs=o) for m, o in zip(micro, found, strict=True)]
+    return replace(batch, micro_batches=micro)
+
+
+def with_advantages(
+    run: RLJob,
+    batches: StepBatches,
+    samples: Sequence[Sample],
+    step: int,
+    greedy: Sequence[float] | None = None,
+) -> StepBatches:
+    """Rewards to the advantage of every token. Collective: the last pipeline stage.
+
+    Args:
+        run: the run.
+        batches: with old and reference log-probs where the KL is in the reward.
+        samples: of the step, in the order of the groups.
+        step: seeds the control experiment.
+        greedy: rewards of the greedy responses to each prompt, where the estimator asks for them.
+
+    Raises:
+        FloatingPointError: an advantage is not finite; names samples.
+    """
+    estimator, in_reward = advantage_estimator(run.config), run.config.kl.rl_kl_in_reward
+    device = run.job.platform.device
+    rewards = torch.tensor(rewards_of(run, samples, step))
+    index = {s.sample_id: i for i, s in enumerate(samples)}
+    metrics = MetricSet({"reward/kl": Mean(0.0, 0.0)}) if in_reward else MetricSet()
+    micro = batches.micro_batches
+    penalties: list[torch.Tensor] = []
+    if in_reward and run.policy.is_last:
+        kl = [_kl(run, m) for m in micro]
+        metrics = metrics.merge({"reward/kl": _token_mean(run, kl)})
+        penalties = [run.kl_beta * k for k in kl]
+        if not estimator.returns:
+            rewards = rewards - _sample_sums(run, micro, penalties, index).cpu()
+            penalties = []
+    values = estimator.of_samples(_group_rewards(run, rewards, samples, greedy)).flatten()
+    _refuse_not_finite([s.sample_id for s, v in zip(samples, values.tolist(), strict=True)
+                        if not math.isfinite(v)])  # fmt: skip
+    result = replace(batches, metrics=batches.metrics.merge(metrics))
+    if not run.policy.is_last:
+        return result
+    of_sample, known = values.to(device), ~rewards.isnan().to(device)
+    owners = [_owners(m, index, device) for m in micro]
+    parts = [of_sample[owner] for owner in owners]
+    if estimator.returns:
+        given: list[torch.Tensor | None] = list(penalties) or [None] * len(micro)
+        parts = [_returns(run, m, of_sample, index, p) for m, p in zip(micro, given, strict=True)]
+    if estimator.whiten:
+        counted = [known[owner] for owner in owners]
+        parts = whitened(parts, counted, run.policy.sum_over_tokens)
+    for m, part in zip(micro, parts, strict=True):
+        bad = sorted(set(m.batch.sequence_of[~part.isfinite()].tolist()))
+        _refuse_not_finite([m.batch.sample_ids[i] for i in bad])
+    return result.with_advantages(parts)
+
+
+def rewards_of(run: RLJob, samples: Sequence[Sample], step: int) -> list[float]:
+    """The reward of every sample; permuted in the control experiment. Local, equal on all ranks."""
+    rewards = [s.reward for s in samples]
+    if run.config.rl.rl_control == "shuffled-rewards":
+        random.Random(f"{run.config.train.seed}/{step}").shuffle(rewards)
+    return rewards
+
+
+def _group_rewards(
+    run: RLJob, rewards: torch.Tensor, samples: Sequence[Sample], greedy: Sequence[float] | None
+) -> GroupRewards:
+    size = run.plan.batch.group_size
+    lengths = torch.tensor([s.response.numel() for s in samples]).view(-1, size)
+    baselines = None if greedy is None else torch.tensor(list(greedy))
+    return GroupRewards(rewards.view(-1, size), lengths, baselines)
+
+
+def _refuse_not_finite(sample_ids: Sequence[int]) -> None:
+    if sample_ids:
+        raise FloatingPointError(f"advantages of samples {sample_ids[:8]} are not finite")
+
+
+def _kl(run: RLJob, micro: PreparedBatch) -> torch.Tensor:
+    """[N] KL of the old policy to the reference."""
+    assert micro.old_logprobs is not None and micro.ref_logprobs is not None
+    estimator = run.config.kl.rl_kl_estimator
+    return kl_estimate(micro.old_logprobs, micro.ref_logprobs, estimator)
+
+
+def _token_mean(run: RLJob, parts: Sequence[torch.Tensor]) -> Mean:
+    """This rank's share; nothing on the tensor-parallel ranks that hold the same tokens."""
+    if not run.policy.reports:
+        return Mean(0.0, 0.0)
+    return Mean(float(sum(p.sum() for p in parts)), float(sum(p.numel() for p in parts)))
+
+
+def _owners(micro: PreparedBatch, index: Mapping[int, int], device: torch.device) -> torch.Tensor:
+    """[N] int64: which sample of the step each token belongs to."""
+    order = [index[i] for i in micro.batch.sample_ids]
+    return torch.tensor(order, dtype=torch.int64, device=device)[micro.batch.sequence_of]
+
+
+def _sample_sums(
+    run: RLJob,
+    micro: Sequence[PreparedBatch],
+    parts: Sequence[torch.Tensor],
+    index: Mapping[int, int],
+) -> torch.Tensor:
+    """[samples of the step]: the sum over all tokens of each, on whatever ranks they are."""
+    sums = torch.zeros(len(index), device=run.job.platform.device)
+    for m, part in zip(micro, parts, strict=True):
+        sums.index_add_(0, _owners(m, index, sums.device), part)
+    return run.policy.sum_over_tokens(sums)
+
+
+def _returns(
+    run: RLJob,
+    micro: PreparedBatch,
+    values: torch.Tensor,
+    index: Mapping[int, int],
+    penalty: torch.Tensor | None,
+) -> torch.Tensor:
+    """[N] discounted sums of the reward at the last token less the KL of each token.
+
+    They need whole sequences, so the tokens of all context-parallel ranks are put in their places
+    first. A sample without a reward has none of its tokens counted: see ``whitened``.
+    """
+    batch = micro.batch
+    order = [index[i] for i in batch.sample_ids]
+    rewards = values[torch.tensor(order, dtype=torch.int64, device=values.device)]
+    tokens = rewards_to_tokens(rewards, batch.num_trained)
+    if penalty is not None:
+        row = torch.zeros_like(tokens).index_copy_(0, batch.trained_index, penalty)
+        tokens = tokens - run.policy.sum_over_context(row)
+    discount = run.config.advantages.rl_gamma
+    return discounted_sums(tokens, batch.num_trained, discount)[batch.trained_index]
+
+
+def select_tokens(run: RLJob, batch: UpdateBatch, first_update: bool) -> UpdateBatch:
+    """Choose tokens over the whole optimizer step by the present policy (R38).
+
+    The old log-probs are those of the present policy before the first update; later ones, and the
+    engine's, need a pass. Collective: the training grid.
+    """
+    micro = batch.micro_batches
+    current: Sequence[torch.Tensor | None]
+    if first_update and run.config.rl.old_logprob != "rollout":
+        current = [m.old_logprobs for m in micro]
+    else:
+        current = run.policy.logprobs(micro)
+    settings = covariance_settings(run.config, run.version)
+    if not run.policy.is_last:
+        return batch
+    marked = selected_tokens(micro, current, settings, run.policy.sum_over_tokens)
+    return replace(batch, micro_batches=marked)
+
+
+def selected_tokens(
+    micro: Sequence[PreparedBatch],
+    current: Sequence[torch.Tensor | None],
+    settings: CovarianceSettings,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> list[PreparedBatch]:
+    """The micro-batches of an optimizer step with their selected tokens marked.
+
+    On the last pipeline stage. Collective as ``reduce``.
+
+    Args:
+        micro: of this rank, with old log-probs and advantages.
+        current: log-probs of the present policy.
+        settings: which and how many.
+        reduce: sums a tensor over the ranks that hold the other tokens.
+    """
+    logprobs = [c for c in current if c is not None]
+    old = [m.old_logprobs for m in micro if m.old_logprobs is not None]
+    sample_ids = {i: i for m in micro for i in m.batch.sample_ids}
+    tokens = StepTokens(
+        logprobs=logprobs,
+        log_ratio=[c - o for c, o in zip(logprobs, old, strict=True)],
+        advantages=[m.batch.advantages for m in micro],
+        sample_ids=[_owners(m, sample_ids, m.batch.positions.device) for m in micro],
+        places=[m.batch.positions[m.batch.loss_mask] for m in micro],
+    )
+    chosen = select_by_covariance(tokens, settings, reduce)
+    return [replace(m, selected=c) for m, c in zip(micro, chosen, strict=True)]

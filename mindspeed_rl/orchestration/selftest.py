@@ -1,0 +1,432 @@
+"""``--rl-selftest loss``: loss, metrics and gradients do not depend on the layout (R35, R36, R39).
+
+A tiny random model trains on the same few samples in every layout that the world can be factored
+into and with every way of cutting the samples into micro-batches; the results are compared with
+those of one rank and one micro-batch. Every policy loss is tried with every aggregation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.algorithms.correction import CorrectionSettings
+from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
+from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
+from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
+from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
+from mindspeed_rl.config.algorithms import AGGREGATIONS, POLICY_LOSSES
+from mindspeed_rl.config.validate import RLPlan, check_layout
+from mindspeed_rl.data.packing import TrainSample, pack
+from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.observability.metrics import reduce_metrics
+from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.rl_batch import selected_tokens
+from mindspeed_rl.orchestration.rl_step import silent_metrics
+from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.trainer import parallel_state
+from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
+
+NUM_LAYERS, NUM_HEADS = 4, 4
+VOCAB_SIZE = 307  # no tensor-parallel degree divides it
+LONGEST = 32
+# Prompt and trained tokens: ragged, one sequence of a single trained token, one of none.
+PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 0), (3, 2), (9, 11))
+
+# The norm rule: sums in another order over ranks, and products in another order within layers.
+METRIC_TOLERANCE = 1e-6
+EXTREME_TOLERANCE = 5e-6  # of single tokens, where layers are cut
+GRADIENT_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE_CUT = 2e-5
+
+Gradients = dict[str, torch.Tensor]
+RLJobOf = Job[RLRunConfig, RLPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A training layout; what is left of the world is data parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    sp: bool = False
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether the numbers within a layer are summed in another order."""
+        return self.tp * self.cp > 1
+
+    def name(self, world: int) -> str:
+        """As people write it."""
+        dp = world // (self.tp * self.pp * self.cp)
+        return f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the samples of a rank become micro-batches: by number, or packed up to some tokens."""
+
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """As people write it."""
+        return f"packed to {self.tokens} tokens" if self.tokens else f"micro-batch {self.samples}"
+
+
+CUTS = (Cut(samples=1), Cut(samples=2), Cut(samples=8), Cut(tokens=48))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A policy loss with an aggregation."""
+
+    loss: str
+    aggregation: str
+
+    @property
+    def scale(self) -> float:
+        """What rounding of the loss is relative to."""
+        return _SCALES.get(self.aggregation, 1.0)
+
+    @property
+    def settings(self) -> LossSettings:
+        """Every term is on: dual clip, KL, entropy, weights and rejection of whole sequences."""
+        return LossSettings(
+            policy_loss=self.loss,
+            surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3),
+            aggregation=self.aggregation,
+            longest=LONGEST,
+            kl_beta=0.05,
+            entropy_weight=0.01,
+            correction=CorrectionSettings("mask", "geometric", 1.05, 0.9, "k3", "sequence", 0.09),
+        )
+
+
+# How many token means an aggregation adds up, which may cancel.
+_TOKENS = sum(trained for _, trained in PAIRS)
+_SCALES = {
+    "token-sum": float(_TOKENS),
+    "seq-mean-token-sum": _TOKENS / sum(trained > 0 for _, trained in PAIRS),
+}
+CASES = tuple(Case(loss, mode) for loss, mode in product(POLICY_LOSSES, AGGREGATIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one case: reduced metrics, and gradients by HF name, whole, on rank 0 only."""
+
+    metrics: Mapping[str, float]
+    gradients: Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The worst differences of one layout and cut over its cases; on rank 0 only.
+
+    Attributes:
+        layout: name.
+        cut: name.
+        metric: largest difference of a metric over its tolerance, and whose.
+        gradient: largest |g - g_ref| / |g_ref| over its tolerance, and whose.
+    """
+
+    layout: str
+    cut: str
+    metric: tuple[float, str]
+    gradient: tuple[float, str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether both are within their tolerance; a NaN is not."""
+        return self.metric[0] <= 1.0 and self.gradient[0] <= 1.0
+
+
+def layouts_of(world: int) -> list[Layout]:
+    """All factorings of a world that the tiny model allows, with and without sequence parallelism.
+
+    Args:
+        world: ranks.
+    """
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    found = []
+    for tp, pp, cp in product(sizes, repeat=3):
+        if world % (tp * pp * cp) == 0 and NUM_HEADS % tp == 0 and NUM_LAYERS % pp == 0:
+            found += [Layout(tp, pp, cp, sp) for sp in ((False, True) if tp > 1 else (False,))]
+    return found
+
+
+def run(
+    job: RLJobOf,
+    layouts: Sequence[Layout] | None = None,
+    cases: Sequence[Case] = CASES,
+    cuts: Sequence[Cut] = CUTS,
+    stride: int = 1,
+) -> list[Finding]:
+    """Compare all layouts with one rank. Collective: the world.
+
+    Args:
+        job: of the RL entry; its model and batches are not used.
+        layouts: to compare; all of :func:`layouts_of` by default.
+        cases: losses and aggregations.
+        cuts: into micro-batches.
+        stride: every so many cases for each layout and cut, others for the next; 1 tries all.
+
+    Returns:
+        One finding per layout and cut on rank 0, nothing elsewhere.
+    """
+    job = _tiny_job(job)
+    with job.watchdog.phase("selftest: one rank"), _InLayout(job, Layout()) as (_, engine, whole):
+        samples = _with_behaviour(engine, _samples())
+        everything = engine.prepare([pack(samples, sum(s.length for s in samples))])
+        wanted = {c: _outcome(engine, whole, everything, samples, c, _alone) for c in cases}
+    for outcome in wanted.values():  # every rank had all samples
+        for gradient in outcome.gradients.values():
+            gradient /= job.world.size
+    findings, turn = [], 0
+    for layout in layouts_of(job.world.size) if layouts is None else layouts:
+        where = layout.name(job.world.size)
+        with (
+            job.watchdog.phase(f"selftest: {where}"),
+            _InLayout(job, layout) as (
+                local,
+                engine,
+                whole,
+            ),
+        ):
+            for cut in cuts:
+                batches = training.local_batches(_cut(local, cut), engine, samples)
+                chosen = cases[turn % stride :: stride]
+                found = {c: _outcome(engine, whole, batches, samples, c) for c in chosen}
+                turn += 1
+                if job.world.rank == 0:
+                    findings.append(_compare(where, cut.name, layout, found, wanted))
+    return findings
+
+
+def check(job: RLJobOf) -> None:
+    """The self-test of the command line: every case in every layout. Collective: the world.
+
+    Raises:
+        RuntimeError: something depends on the layout.
+    """
+    job.say(f"self-test of the loss: {len(CASES)} cases in {len(layouts_of(job.world.size))} "
+            f"layouts of {job.world.size} ranks, {len(CUTS)} cuts each")  # fmt: skip
+    findings = run(job)
+    for f in findings:
+        job.say(
+            f"{'ok  ' if f.holds else 'FAIL'} {f.layout}, {f.cut}: worst metric "
+            f"{f.metric[0]:.2g} ({f.metric[1]}), worst gradient {f.gradient[0]:.2g} "
+            f"({f.gradient[1]}) of its tolerance"
+        )
+    failed = torch.tensor([sum(not f.holds for f in findings)], device=job.platform.device)
+    dist.broadcast(failed, 0)
+    if int(failed):
+        raise RuntimeError(
+            f"self-test of the loss: {int(failed)} layouts or cuts give other results than one "
+            "rank; the lines above name the worst of each"
+        )
+    job.say("self-test of the loss: passed")
+
+
+def _tiny_job(job: RLJobOf) -> RLJobOf:
+    """The job with the tiny model, which the first rank of every node writes. Collective."""
+    folder = Path(job.config.logging.output_dir) / "selftest_model"
+    if job.world.local_rank == 0:
+        write_tiny_model(
+            folder,
+            vocab_size=VOCAB_SIZE,
+            num_layers=NUM_LAYERS,
+            num_heads=NUM_HEADS,
+            num_kv_heads=NUM_HEADS,
+        )
+    dist.barrier()
+    model = ModelConfig(hf_checkpoint=str(folder), make_vocab_size_divisible_by=8)
+    return replace(job, config=replace(job.config, model=model, train=TrainConfig(train_iters=1)))
+
+
+class _InLayout:
+    """The job in a layout, and its policy; megatron-core's state is undone at the end."""
+
+    def __init__(self, job: RLJobOf, layout: Layout) -> None:
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            sequence_parallel=layout.sp,
+            platform=job.config.parallel.platform,
+        )
+        config = replace(job.config, parallel=parallel)
+        base = check_layout(config.model, parallel, config.train, job.world.size)
+        plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
+        self._job = replace(job, config=config, plan=plan)
+
+    def __enter__(self) -> tuple[RLJobOf, TrainEngine, WholeTensors]:
+        training.initialize_parallel(self._job)
+        engine = training.build_engine(self._job, "policy", 1)
+        return self._job, engine, WholeTensors(self._job)
+
+    def __exit__(self, *_: object) -> None:
+        parallel_state.forget()
+
+
+def _cut(job: RLJobOf, cut: Cut) -> RLJobOf:
+    train = replace(
+        job.config.train,
+        micro_batch_size=max(1, cut.samples),
+        max_tokens_per_micro_batch=cut.tokens,
+    )
+    return replace(job, config=replace(job.config, train=train))
+
+
+def _samples() -> list[TrainSample]:
+    """The same on every rank; behaviour log-probs are noise so far."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for i, (num_prompt, num_trained) in enumerate(PAIRS):
+        ids = torch.randint(5, VOCAB_SIZE, (num_prompt + num_trained,), generator=generator)
+        noise = torch.randn(num_trained, generator=generator)
+        advantage = (-1.0) ** i * (0.2 + float(torch.rand((), generator=generator)))
+        samples.append(TrainSample(i, ids, num_prompt, noise, advantage))
+    return samples
+
+
+def _with_behaviour(engine: TrainEngine, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The engine's log-probs 0.15 sigma around the policy's: some ratios are clipped."""
+    result = []
+    for sample in samples:
+        (logp,) = engine.logprobs(engine.prepare([pack([sample], sample.length)]))
+        assert logp is not None and sample.rollout_logprobs is not None
+        near = logp.cpu() + 0.15 * sample.rollout_logprobs
+        result.append(replace(sample, rollout_logprobs=near))
+    return result
+
+
+def _annotated(prepared: PreparedBatch) -> PreparedBatch:
+    """Old and reference log-probs that are a function of the token alone."""
+    batch = prepared.batch
+    places = batch.positions[batch.loss_mask].float()
+    return replace(
+        prepared,
+        old_logprobs=batch.rollout_logprobs + 0.05 * places.sin(),
+        ref_logprobs=batch.rollout_logprobs - 0.1,
+    )
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def _outcome(
+    engine: TrainEngine,
+    whole: WholeTensors,
+    batches: Sequence[PreparedBatch],
+    samples: Sequence[TrainSample],
+    case: Case,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Outcome:
+    """One update without its step. Collective: the world.
+
+    ``reduce`` replaces the sum over the ranks with other tokens where there are none.
+    """
+    batches = [_annotated(b) for b in batches]
+    if case.loss in ("clip_cov", "kl_cov"):
+        chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
+        current = engine.logprobs(batches)
+        if engine.is_last:
+            batches = selected_tokens(batches, current, chosen, reduce or engine.sum_over_tokens)
+    loss = make_loss(case, Denominators.of(s.num_trained for s in samples))
+    found = engine.forward_backward(batches, loss)
+    metrics = reduce_metrics(silent_metrics(loss).merge(found))
+    return Outcome(metrics, whole.gather(engine.gradients()))
+
+
+def make_loss(case: Case, denominators: Denominators) -> LossFunction:
+    """The loss of a case."""
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        return policy_loss(inputs, case.settings, denominators)
+
+    return loss
+
+
+class WholeTensors:
+    """Gathers what is named and cut like the weights. Collective: the world."""
+
+    def __init__(self, job: RLJobOf) -> None:
+        source, rank, device = job.plan.megatron, job.world.rank, job.platform.device
+        target = HfFileLayout(source.hf_shapes)
+        self._shapes, self._device = target.local_shapes(rank), device
+        self._resharder = Resharder(
+            source,
+            target,
+            rank=rank,
+            ranks_per_node=job.world.size,
+            transport=AllToAllTransport(job.world.size, device, None),
+            dtype=torch.float32,
+            bucket_bytes=1 << 20,
+        )
+
+    def gather(self, params: Mapping[str, torch.Tensor]) -> Gradients:
+        """Whole tensors by HF name on rank 0, fp32; empty elsewhere. Collective: the world."""
+        whole = {
+            name: torch.full(shape, math.nan, device=self._device)
+            for name, shape in self._shapes.items()
+        }
+        self._resharder.run(params, whole)
+        return whole
+
+
+def _compare(
+    where: str,
+    cut: str,
+    layout: Layout,
+    found: Mapping[Case, Outcome],
+    wanted: Mapping[Case, Outcome],
+) -> Finding:
+    metrics = [e for c, o in found.items() for e in _metric_errors(layout, c, o, wanted[c])]
+    limit = GRADIENT_TOLERANCE_CUT if layout.cuts_layers else GRADIENT_TOLERANCE
+    gradients = [
+        (error / limit, f"{c.loss} {c.aggregation} {name}")
+        for c, o in found.items()
+        for name, error in relative_errors(o.gradients, wanted[c].gradients).items()
+    ]
+    return Finding(where, cut, _worst(metrics), _worst(gradients))
+
+
+def _metric_errors(
+    layout: Layout, case: Case, found: Outcome, wanted: Outcome
+) -> Iterator[tuple[float, str]]:
+    assert found.metrics.keys() == wanted.metrics.keys()
+    for name, value in found.metrics.items():
+        extreme = "max" in name and layout.cuts_layers
+        limit = EXTREME_TOLERANCE if extreme else METRIC_TOLERANCE
+        limit *= max(1.0, abs(wanted.metrics[name]), case.scale if name == "loss/policy" else 0.0)
+        yield abs(value - wanted.metrics[name]) / limit, f"{case.loss} {case.aggregation} {name}"
+
+
+def relative_errors(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """|g - g_ref| / |g_ref| by name, Euclidean norms in fp64."""
+    assert found.keys() == wanted.keys()
+    return {
+        name: float((found[name].double() - ref.double()).norm() / ref.double().norm())
+        for name, ref in wanted.items()
+    }
+
+
+def _worst(errors: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest; a NaN is larger than everything."""
+    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0])

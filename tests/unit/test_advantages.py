@@ -1,0 +1,220 @@
+"""Advantages against independent formulas; degenerate groups; whitening (R37, R38, R43)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.shared_sums import Reduce, on_ranks
+
+from mindspeed_rl.algorithms.advantages import ESTIMATORS, GroupRewards
+from mindspeed_rl.algorithms.token_advantages import (
+    discounted_sums,
+    generalized_advantages,
+    rewards_to_tokens,
+    whitened,
+)
+from mindspeed_rl.config import algorithms as flags
+
+NAN = float("nan")
+RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "opo")
+
+
+def alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def step_of(
+    rows: list[list[float]],
+    lengths: list[list[int]] | None = None,
+    greedy: list[float] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> GroupRewards:
+    rewards = torch.tensor(rows, dtype=dtype)
+    tokens = torch.tensor(lengths) if lengths else torch.ones_like(rewards, dtype=torch.int64)
+    return GroupRewards(rewards, tokens, None if greedy is None else torch.tensor(greedy).to(dtype))
+
+
+def expected(name: str, rows: list[list[float]], lengths: list[list[int]]) -> list[list[float]]:
+    """One group after the other, with the statistics module."""
+    known = [[r for r in row if not math.isnan(r)] for row in rows]
+    same = [len(k) < 2 or statistics.stdev(k) < 1e-4 for k in known]
+    result = []
+    for row, tokens, values, degenerate in zip(rows, lengths, known, same, strict=True):
+        new = []
+        for r in row:
+            if math.isnan(r) or degenerate:
+                new.append(0.0)
+                continue
+            mean = statistics.fmean(values)
+            if name == "grpo":
+                new.append((r - mean) / (statistics.stdev(values) + 1e-4))
+            elif name == "rloo":
+                new.append(r - (sum(values) - r) / (len(values) - 1))
+            elif name == "gpg":
+                new.append((r - mean) * len(rows) / max(1, same.count(False)))
+            elif name == "opo":
+                weights = [t for t, x in zip(tokens, row, strict=True) if not math.isnan(x)]
+                new.append(r - np.average(values, weights=weights))
+            else:
+                assert name in ("dr_grpo", "reinforce_plus_plus_baseline")
+                new.append(r - mean)
+        result.append(new)
+    return result
+
+
+def test_names_are_those_of_the_flag() -> None:
+    assert tuple(ESTIMATORS) == flags.ADVANTAGE_ESTIMATORS
+
+
+@pytest.mark.parametrize("name", RELATIVE)
+def test_relative_advantages_are_those_of_the_source(name: str) -> None:
+    rows = [[1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 7.0, NAN], [5.0, 5.0, 5.0, 5.0], [NAN, 1.0, NAN, NAN]]
+    lengths = [[3, 9, 1, 4], [2, 2, 8, 5], [1, 2, 3, 4], [4, 3, 2, 1]]
+    found = ESTIMATORS[name].of_samples(step_of(rows, lengths))
+    np.testing.assert_allclose(found.numpy(), expected(name, rows, lengths), rtol=1e-12, atol=1e-15)
+
+
+def test_remax_subtracts_the_greedy_reward() -> None:
+    rows = [[1.0, 0.0], [0.5, NAN], [1.0, 2.0]]
+    found = ESTIMATORS["remax"].of_samples(step_of(rows, greedy=[0.25, 1.0, NAN]))
+    assert found.tolist() == [[0.75, -0.25], [-0.5, 0.0], [0.0, 0.0]]
+    with pytest.raises(RuntimeError, match="remax needs the rewards of greedy responses"):
+        ESTIMATORS["remax"].of_samples(step_of(rows))
+
+
+def test_plain_rewards_and_abstentions() -> None:
+    found = ESTIMATORS["reinforce_plus_plus"].of_samples(step_of([[1.5], [NAN]]))
+    assert found.tolist() == [[1.5], [0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1, 0.1, 0.1],  # whose mean in fp32 is not 0.1
+        [0.1 + 0.2, 0.3, 0.3],
+        [1e6, 1e6, 1e6],
+        [0.7, NAN, NAN],
+        [NAN, NAN, NAN],
+        [-0.0, 0.0, 0.0],
+    ],
+)
+@pytest.mark.parametrize("name", RELATIVE)
+def test_degenerate_groups_teach_nothing(
+    name: str, rewards: list[float], dtype: torch.dtype
+) -> None:
+    """Exactly 0, not rounding divided by rounding (R37)."""
+    found = ESTIMATORS[name].of_samples(step_of([rewards], [[5, 1, 9]], dtype=dtype))
+    assert found.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", RELATIVE)
+def test_a_group_of_one_teaches_nothing(name: str) -> None:
+    assert ESTIMATORS[name].of_samples(step_of([[3.0]])).tolist() == [[0.0]]
+    assert ESTIMATORS[name].min_group_size == 2
+
+
+@pytest.mark.parametrize("name", RELATIVE)
+def test_a_large_common_reward_does_not_cancel(name: str) -> None:
+    """Two passes: in fp32 the squares of 1e6 have no digits left for a difference of 2."""
+    large = ESTIMATORS[name].of_samples(
+        step_of([[1e6 + 1, 1e6 - 1]], [[1, 3]], dtype=torch.float32)
+    )
+    small = ESTIMATORS[name].of_samples(step_of([[1.0, -1.0]], [[1, 3]], dtype=torch.float32))
+    torch.testing.assert_close(large, small)
+
+
+@given(
+    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
+)
+@settings(deadline=None)
+@pytest.mark.parametrize("name", [n for n in RELATIVE if n != "gpg"])
+def test_groups_do_not_see_each_other(name: str, rewards: list[list[float]]) -> None:
+    estimator = ESTIMATORS[name].of_samples
+    together = estimator(step_of(rewards, dtype=torch.float32))
+    parts = [estimator(step_of([row], dtype=torch.float32)) for row in rewards]
+    torch.testing.assert_close(together, torch.cat(parts), rtol=0, atol=0)
+    assert together.isfinite().all()
+    assert (together.sum(1).abs() < 1e-3).all(), "lengths are equal, so every baseline is the mean"
+
+
+# --- tokens ------------------------------------------------------------------------------------
+
+LENGTHS = [3, 0, 1, 5]
+
+
+def rows_of(values: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
+    return [part.numpy() for part in values.split(lengths)]
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
+def test_discounted_sums(discount: float) -> None:
+    values = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = [
+        sum(discount ** (k - t) * row[k] for k in range(t, len(row)))
+        for row in rows_of(values, LENGTHS)
+        for t in range(len(row))
+    ]
+    found = discounted_sums(values, LENGTHS, discount)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12)
+    assert discounted_sums(values[:0], [], discount).numel() == 0
+    assert discounted_sums(values[:0], [0, 0], discount).numel() == 0
+
+
+def test_a_reward_is_at_the_last_token() -> None:
+    tokens = rewards_to_tokens(torch.tensor([1.0, 2.0, 3.0, 4.0]), LENGTHS)
+    assert tokens.tolist() == [0, 0, 1, 3, 0, 0, 0, 0, 4]
+    assert rewards_to_tokens(torch.zeros(0), []).numel() == 0
+
+
+@pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_generalized_advantages(discount: float, trace: float) -> None:
+    """The sum over all n-step errors, sequence by sequence."""
+    generator = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, 9, dtype=torch.float64, generator=generator)
+    wanted = []
+    for r, v in zip(rows_of(rewards, LENGTHS), rows_of(values, LENGTHS), strict=True):
+        after = np.append(v[1:], 0.0)
+        errors = r + discount * after - v if len(v) else r
+        wanted += [
+            sum((discount * trace) ** (k - t) * errors[k] for k in range(t, len(r)))
+            for t in range(len(r))
+        ]
+    found = generalized_advantages(rewards, values, LENGTHS, discount=discount, trace_decay=trace)
+    np.testing.assert_allclose(found.advantages.numpy(), wanted, rtol=1e-12)
+    torch.testing.assert_close(found.returns, found.advantages + values)
+    if trace == 1.0:
+        np.testing.assert_allclose(
+            found.returns.numpy(), discounted_sums(rewards, LENGTHS, discount).numpy(), rtol=1e-9
+        )
+
+
+def test_whitening_is_over_all_counted_tokens_of_all_ranks() -> None:
+    """Micro-batches and ranks do not show (R38); an abstained token is in no statistic (R43)."""
+    values = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 5
+    counted = torch.arange(20) % 5 != 0
+    kept = values[counted].tolist()
+    wanted = (values - statistics.fmean(kept)) / statistics.stdev(kept)
+    wanted[~counted] = 0.0
+    (whole,) = whitened([values], [counted], alone)
+    torch.testing.assert_close(whole, wanted)
+
+    def work(rank: int, reduce: Reduce) -> list[torch.Tensor]:
+        mine, mask = values[rank::2], counted[rank::2]
+        return whitened([mine[:3], mine[3:3], mine[3:]], [mask[:3], mask[3:3], mask[3:]], reduce)
+
+    for rank, parts in enumerate(on_ranks(2, work)):
+        torch.testing.assert_close(torch.cat(parts), wanted[rank::2])
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [3.0], [], [1e6, 1e6]])
+def test_whitening_of_what_does_not_vary(values: list[float]) -> None:
+    part = torch.tensor(values)
+    (found,) = whitened([part], [torch.ones_like(part, dtype=torch.bool)], alone)
+    assert found.tolist() == [0.0] * len(values)

@@ -1,0 +1,112 @@
+"""Contradictions between algorithm flags are refused: flag, value, what is allowed, fix (R55)."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.algorithms import POLICY_LOSSES
+from mindspeed_rl.config.check_algorithms import check_algorithms
+
+
+def check(flags: str) -> RLRunConfig:
+    config = parse(RLRunConfig, flags.split(), "test").config
+    check_algorithms(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--grpo-group-size 1 --rl-advantage-estimator reinforce_plus_plus --rl-gamma 0.99",
+        "--grpo-group-size 1 --rl-advantage-estimator remax",
+        "--grpo-no-std-normalization --rl-loss-aggregation seq-mean-token-sum-norm",
+        "--rl-policy-loss gspo --grpo-clamp-eps-lower 3e-4 --grpo-clamp-eps-upper 4e-4",
+        "--rl-policy-loss ppo --rl-clip-ratio-c 3",
+        "--rl-policy-loss clip_cov --rl-clip-cov-lower 0.5 --rl-cov-ratio 0.01",
+        "--rl-policy-loss kl_cov --rl-kl-cov-coef 0.5",
+        "--rl-policy-loss sapo --rl-sapo-tau-neg 1.2",
+        "--rl-policy-loss dro --rl-dro-beta 0.1",
+        "--rl-policy-loss dppo_tv --rl-dppo-ratio-cap 5",
+        "--grpo-kl-beta 0.05 --rl-kl-in-reward --rl-kl-estimator k1 --rl-kl-target 0.1",
+        "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 5 "
+        "--rl-is-correction-mode mask --rl-is-correction-lower 0.2",
+        "--rl-rejection k3 --rl-rejection-threshold 0.01 --rl-rejection-level geometric",
+    ],
+)
+def test_what_belongs_together_is_accepted(flags: str) -> None:
+    check(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--grpo-group-size 1", "--grpo-group-size 1: .* at least 2 .* or remax"),
+        ("--grpo-group-size 0 --rl-advantage-estimator remax", "--grpo-group-size 0"),
+        ("--rl-gamma 0.9", "--rl-gamma 0.9 has no effect with --rl-advantage-estimator grpo; .*"),
+        (
+            "--grpo-no-std-normalization --rl-advantage-estimator rloo",
+            "--grpo-no-std-normalization has no effect with --rl-advantage-estimator rloo; .* grpo",
+        ),
+        (
+            "--rl-policy-loss sapo --grpo-clamp-eps-upper 0.28",
+            "--grpo-clamp-eps-upper 0.28 has no effect with --rl-policy-loss sapo; .* cispo",
+        ),
+        (
+            "--rl-clip-ratio-c 3 --rl-policy-loss gspo",
+            "--rl-clip-ratio-c 3.0 has no .*ppo, clip_co",
+        ),
+        ("--rl-clip-ratio-c 0.5", "--rl-clip-ratio-c 0.5: must be above 1"),
+        ("--rl-clip-ratio-c 1", "--rl-clip-ratio-c 1: must be above 1"),
+        ("--rl-policy-loss sapo --rl-sapo-tau-pos 0", "--rl-sapo-tau-pos 0: must be positive"),
+        (
+            "--rl-policy-loss clip_cov --rl-clip-cov-lower 5",
+            "--rl-clip-cov-lower 5 is not below --rl-clip-cov-upper 5",
+        ),
+        ("--rl-dro-beta 1", "--rl-dro-beta 1.0 has no effect with --rl-policy-loss ppo; .* dro"),
+        ("--rl-kl-in-reward", "--rl-kl-in-reward has no effect with --grpo-kl-beta 0"),
+        ("--rl-kl-target 0.1", "--rl-kl-target 0.1 has no effect with --grpo-kl-beta 0"),
+        ("--rl-kl-estimator k2", "--rl-kl-estimator k2 has no effect with --grpo-kl-beta 0"),
+        (
+            "--grpo-kl-beta 1 --rl-kl-in-reward --rl-kl-estimator k3+",
+            r"--rl-kl-estimator k3\+ differs from k3 in its gradient alone",
+        ),
+        (
+            "--rl-importance-sampling-truncation-coef 5",
+            "--rl-importance-sampling-truncation-coef 5.0 has no effect without "
+            "--rl-inference-logprobs-is-correction; add it",
+        ),
+        (
+            "--rl-inference-logprobs-is-correction --rl-is-correction-lower 0.1",
+            "--rl-is-correction-lower 0.1 has no effect with --rl-is-correction-mode truncate",
+        ),
+        (
+            "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 0.5",
+            "--rl-importance-sampling-truncation-coef 0.5: must be at least 1",
+        ),
+        (
+            "--rl-rejection-threshold 1",
+            "--rl-rejection-threshold 1.0 .* --rl-rejection none; .* k3",
+        ),
+        (
+            "--rl-rejection k1 --old-logprob rollout",
+            "--old-logprob rollout puts the engine's log-probs into the ratio",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused(flags: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check(flags)
+
+
+def test_the_aggregation_is_that_of_the_source_unless_given() -> None:
+    by_sequence = {
+        loss
+        for loss in POLICY_LOSSES
+        if check(f"--rl-policy-loss {loss}").policy_loss.aggregation == "seq-mean-token-mean"
+    }
+    assert by_sequence == {"gspo", "geo_mean", "sapo"}
+    given = check("--rl-policy-loss gspo --rl-loss-aggregation token-sum")
+    assert given.policy_loss.aggregation == "token-sum"

@@ -1,0 +1,318 @@
+"""Every policy loss and aggregation against closed forms in fp64, in any layout (R35, R37, R38)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from support.loss_oracle import LOSSES, Knobs, Sequence1, loss_and_gradient
+from support.shared_sums import Reduce, on_ranks
+
+from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
+from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
+from mindspeed_rl.algorithms.types import (
+    Denominators,
+    LossInputs,
+    LossOutputs,
+    MeanTerm,
+    Sequences,
+)
+from mindspeed_rl.config import algorithms as flags
+
+LENGTHS = (5, 1, 0, 7, 3)  # one sequence has no trained token
+LONGEST = 16
+KNOBS = Knobs()
+SURROGATE = SurrogateSettings(eps_lower=KNOBS.low, eps_upper=KNOBS.high)
+BASE = LossSettings(surrogate=SURROGATE, longest=LONGEST)
+
+
+@dataclass(frozen=True)
+class Step:
+    """All tokens of a step, one sequence after the other."""
+
+    sequences: list[Sequence1]
+
+    def flat(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(s, name) for s in self.sequences]))
+
+    @property
+    def counts(self) -> list[int]:
+        return [s.now.size for s in self.sequences]
+
+    @property
+    def owner(self) -> torch.Tensor:
+        return torch.repeat_interleave(torch.tensor(self.counts))
+
+
+def make_step(seed: int = 0, spread: float = 0.4) -> Step:
+    generator = np.random.default_rng(seed)
+    rows = []
+    for i, length in enumerate(LENGTHS):
+        old = -generator.uniform(0.05, 3.0, length)
+        now = np.minimum(old + spread * generator.standard_normal(length), -0.01)
+        advantage = np.full(length, (-1) ** i * (0.2 + generator.random()))
+        rows.append(Sequence1(now, old, advantage, generator.random(length) < 0.3))
+    return Step(rows)
+
+
+def share(
+    step: Step, chosen: torch.Tensor, logprobs: torch.Tensor, reduce: Reduce | None = None
+) -> LossInputs:
+    """The tokens ``chosen`` of a step; the sequences are numbered as in the step."""
+    counts = torch.tensor(step.counts, dtype=torch.float64)
+    of_token = step.owner[chosen]
+    sequences = Sequences(of_token, counts, reduce) if reduce else Sequences(of_token, counts)
+    now = logprobs[chosen]
+    old = step.flat("old")[chosen]
+    return LossInputs(
+        logprobs=now,
+        entropy=torch.full_like(now, 0.7),
+        old_logprobs=old,
+        rollout_logprobs=old,
+        ref_logprobs=None,
+        advantages=step.flat("advantage")[chosen],
+        sequences=sequences,
+        selected=step.flat("selected")[chosen],
+    )
+
+
+def denominators(step: Step) -> Denominators:
+    return Denominators.of(step.counts)
+
+
+def value_and_gradient(step: Step, settings: LossSettings) -> tuple[LossOutputs, torch.Tensor]:
+    logprobs = step.flat("now").requires_grad_()
+    inputs = share(step, torch.arange(logprobs.numel()), logprobs)
+    outputs = policy_loss(inputs, settings, denominators(step))
+    return outputs, torch.autograd.grad(outputs.loss, logprobs)[0]
+
+
+def mean_of(outputs: LossOutputs, name: str) -> float:
+    term = outputs.terms[name]
+    assert isinstance(term, MeanTerm)
+    return float(term.sum / term.weight)
+
+
+def test_names_are_those_of_the_flag() -> None:
+    assert tuple(POLICY_LOSSES) == flags.POLICY_LOSSES == tuple(LOSSES)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("mode", flags.AGGREGATIONS)
+@pytest.mark.parametrize("name", flags.POLICY_LOSSES)
+def test_value_and_gradient_are_those_of_the_source(name: str, mode: str, seed: int) -> None:
+    step = make_step(seed)
+    outputs, gradient = value_and_gradient(step, replace(BASE, policy_loss=name, aggregation=mode))
+    value, slopes = loss_and_gradient(name, step.sequences, KNOBS, mode, LONGEST)
+    assert float(outputs.loss) == pytest.approx(value, rel=1e-12, abs=1e-14)
+    np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-7, atol=1e-9)
+    assert mean_of(outputs, "loss/policy") == pytest.approx(value, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", ["ppo", "clip_cov"])
+def test_dual_clip(name: str) -> None:
+    """A bad sample that became far more probable has a bounded loss and no gradient."""
+    step = make_step(2, spread=2.0)
+    dual = replace(BASE, policy_loss=name, surrogate=replace(SURROGATE, clip_ratio_c=1.5))
+    outputs, gradient = value_and_gradient(step, dual)
+    value, slopes = loss_and_gradient(
+        name, step.sequences, replace(KNOBS, dual=1.5), "token-mean", LONGEST
+    )
+    assert float(outputs.loss) == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-7, atol=1e-9)
+    undone = value_and_gradient(step, replace(BASE, policy_loss=name))[0]
+    assert float(undone.loss) > value + 0.01, "the bound must act somewhere"
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"ratio_cap": 1.1}, "dppo_tv"),
+        ({"ratio_cap": 1.1}, "dppo_kl"),
+        ({"sapo_tau_pos": 2.0}, "sapo"),
+        ({"sapo_tau_neg": 3.0}, "sapo"),
+        ({"dro_beta": 0.7}, "dro"),
+        ({"kl_cov_coef": 0.3}, "kl_cov"),
+        ({"eps_lower": 0.01}, "gspo"),
+        ({"eps_upper": 0.01}, "geo_mean"),
+    ],
+)
+def test_settings_are_read(changed: dict[str, float], name: str) -> None:
+    names = {
+        "ratio_cap": "cap",
+        "sapo_tau_pos": "tau_pos",
+        "sapo_tau_neg": "tau_neg",
+        "dro_beta": "beta",
+        "kl_cov_coef": "coef",
+        "eps_lower": "low",
+        "eps_upper": "high",
+    }
+    step = make_step(3)
+    settings = replace(BASE, policy_loss=name, surrogate=replace(SURROGATE, **changed))
+    knobs = replace(KNOBS, **{names[key]: value for key, value in changed.items()})
+    value, _ = loss_and_gradient(name, step.sequences, knobs, "token-mean", LONGEST)
+    before, _ = loss_and_gradient(name, step.sequences, KNOBS, "token-mean", LONGEST)
+    found = float(value_and_gradient(step, settings)[0].loss)
+    assert found == pytest.approx(value, rel=1e-12)
+    assert abs(value - before) > 1e-6
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def split_by_sequence(step: Step) -> list[torch.Tensor]:
+    """Micro-batches of two sequences, one, none, and two."""
+    groups = ((0, 1), (2,), (), (3, 4))
+    return [torch.isin(step.owner, torch.tensor(g)).nonzero()[:, 0] for g in groups]
+
+
+@pytest.mark.parametrize("mode", flags.AGGREGATIONS)
+@pytest.mark.parametrize("name", flags.POLICY_LOSSES)
+def test_micro_batches_add_up_to_the_batch(name: str, mode: str) -> None:
+    """Denominators are of the step, not of a micro-batch (R35)."""
+    step, settings = make_step(), replace(BASE, policy_loss=name, aggregation=mode)
+    whole, wanted = value_and_gradient(step, settings)
+    logprobs = step.flat("now").requires_grad_()
+    parts = [
+        policy_loss(share(step, chosen, logprobs), settings, denominators(step))
+        for chosen in split_by_sequence(step)
+    ]
+    total = torch.stack([p.loss for p in parts]).sum()
+    torch.testing.assert_close(total, whole.loss)
+    torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], wanted)
+    for metric, term in whole.terms.items():
+        if isinstance(term, MeanTerm):
+            terms = [p.terms[metric] for p in parts]
+            sums = [(float(t.sum), float(t.weight)) for t in terms if isinstance(t, MeanTerm)]
+            found = sum(s for s, _ in sums) / sum(w for _, w in sums)
+            assert found == pytest.approx(mean_of(whole, metric), rel=1e-12, abs=1e-15), metric
+
+
+@pytest.mark.parametrize("name", flags.POLICY_LOSSES)
+def test_context_parallel_ranks_add_up_to_the_batch(name: str) -> None:
+    """Tokens of a sequence on several ranks, and ranks without any of some sequence (R36)."""
+    mode = "seq-mean-token-mean"
+    step, settings = make_step(), replace(BASE, policy_loss=name, aggregation=mode)
+    whole, wanted = value_and_gradient(step, settings)
+    generator = torch.Generator().manual_seed(1)
+    place = torch.randint(0, 3, (len(step.owner),), generator=generator)
+
+    def work(rank: int, reduce: Reduce) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = step.flat("now").requires_grad_()
+        inputs = share(step, (place == rank).nonzero()[:, 0], logprobs, reduce)
+        loss = policy_loss(inputs, settings, denominators(step)).loss
+        return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+
+    parts = on_ranks(3, work)
+    torch.testing.assert_close(torch.stack([p[0] for p in parts]).sum(), whole.loss.detach())
+    torch.testing.assert_close(torch.stack([p[1] for p in parts]).sum(0), wanted)
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", flags.POLICY_LOSSES)
+@pytest.mark.parametrize("mode", flags.AGGREGATIONS)
+def test_nothing_trained_is_nothing_lost(name: str, mode: str, dtype: torch.dtype) -> None:
+    """A micro-batch of fully masked sequences, and a step of them (R37)."""
+    none = torch.zeros(0, dtype=dtype)
+    logprobs = none.clone().requires_grad_()
+    owners = Sequences(torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=dtype))
+    inputs = LossInputs(logprobs, none, none, none, None, none, owners, none.bool())
+    for counts in (Denominators(10, 3), Denominators(0, 0)):
+        outputs = policy_loss(inputs, replace(BASE, policy_loss=name, aggregation=mode), counts)
+        assert float(outputs.loss) == 0.0
+        assert torch.autograd.grad(outputs.loss, logprobs)[0].numel() == 0
+
+
+@pytest.mark.parametrize("nats", [30.0, -30.0, 300.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("name", flags.POLICY_LOSSES)
+def test_ratios_of_e_to_the_30_stay_finite(name: str, advantage: float, nats: float) -> None:
+    old = torch.tensor([-0.5 - max(0.0, nats), -1.0])
+    logprobs = (old + torch.tensor([nats, 0.1])).requires_grad_()
+    sequences = Sequences(torch.tensor([0, 1]), torch.ones(2))
+    inputs = LossInputs(
+        logprobs, torch.zeros(2), old, old, None, torch.full((2,), advantage), sequences,
+        torch.tensor([True, False]),
+    )  # fmt: skip
+    outputs = policy_loss(inputs, replace(BASE, policy_loss=name), Denominators(2, 2))
+    (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
+    assert math.isfinite(outputs.loss) and gradient.isfinite().all()
+    assert all(
+        bool(torch.as_tensor(getattr(t, "sum", getattr(t, "value", 0.0))).isfinite())
+        for t in outputs.terms.values()
+    )
+
+
+@pytest.mark.parametrize("name", flags.POLICY_LOSSES)
+def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
+    """At ratio 1 every loss has the slope -A: they differ in what comes after."""
+    step = make_step()
+    settings = replace(BASE, policy_loss=name)
+    logprobs = step.flat("now").requires_grad_()
+    inputs = share(step, torch.arange(logprobs.numel()), logprobs)
+    inputs = replace(inputs, old_logprobs=None, selected=torch.zeros_like(inputs.selected))
+    outputs = policy_loss(inputs, settings, denominators(step))
+    (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
+    torch.testing.assert_close(gradient, -step.flat("advantage") / len(gradient))
+    assert float(outputs.terms["policy/ratio_max_deviation"].value) == 0.0
+    assert mean_of(outputs, "policy/clip_fraction") == 0.0
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_selection_must_have_been_made(name: str) -> None:
+    step = make_step()
+    logprobs = step.flat("now")
+    inputs = replace(share(step, torch.arange(len(logprobs)), logprobs), selected=None)
+    with pytest.raises(RuntimeError, match="no tokens were selected"):
+        policy_loss(inputs, replace(BASE, policy_loss=name), denominators(step))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "slope"),
+    [
+        # slope is d objective / d log p: ratio x advantage where the unclipped side is taken
+        (1.0, 2.0, 2.0, 2.0),
+        (1.25, 2.0, 2.5, 2.5),
+        (1.5, 2.0, 2.6, 0.0),  # above 1 + 0.3: no reason to go further up
+        (0.5, 2.0, 1.0, 1.0),  # below 1 - 0.1, but the reward pulls back
+        (1.5, -2.0, -3.0, -3.0),
+        (0.95, -2.0, -1.9, -1.9),
+        (0.5, -2.0, -1.8, 0.0),  # below 1 - 0.1: no reason to go further down
+    ],
+)
+def test_clipped_objective_of_one_token(
+    ratio: float, advantage: float, objective: float, slope: float
+) -> None:
+    """min(r A, clip(r, 0.9, 1.3) A): the two bounds are not the same."""
+    old = torch.tensor([-2.0])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    inputs = LossInputs(
+        logprobs, torch.zeros(1), old, old, None, torch.tensor([advantage]),
+        Sequences(torch.zeros(1, dtype=torch.int64), torch.ones(1)),
+    )  # fmt: skip
+    settings = LossSettings(surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.3))
+    outputs = policy_loss(inputs, settings, Denominators(4, 1))
+    assert outputs.loss.item() == pytest.approx(-objective / 4, rel=1e-6)
+    (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
+    assert float(gradient) == pytest.approx(-slope / 4, rel=1e-5)
+    assert mean_of(outputs, "policy/clip_fraction") == float(not 0.9 <= ratio <= 1.3)
+
+
+def sequences_of(lengths: Sequence[int]) -> Sequences:
+    counts = torch.tensor(lengths)
+    return Sequences(torch.repeat_interleave(counts), counts.float())
+
+
+def test_sums_and_means_of_sequences() -> None:
+    owners = sequences_of([2, 0, 3])
+    values = torch.tensor([1.0, 3.0, 2.0, 4.0, 6.0])
+    assert owners.sums(values).tolist() == [4.0, 0.0, 12.0]
+    assert owners.means(values).tolist() == [2.0, 0.0, 4.0]
+    assert owners.spread(owners.means(values)).tolist() == [2.0, 2.0, 4.0, 4.0, 4.0]

@@ -1,0 +1,265 @@
+"""Every algorithm through the step of a run whose model is a table, number by number.
+
+Sample ``i`` answers with 1 + i % 3 times token 4 + i, the odd ones with the stop token behind it;
+two prompts, three samples each (R11, R37, R38, R39).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from support.rl_run import TablePolicy, TableRewards, make_run
+from support.table_engine import VOCAB, TableEngine, first_table, response_of, single_rank
+
+from mindspeed_rl.config.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration import rl_batch, rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+
+REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
+COUNTS = [len(response_of(i)) for i in range(6)]
+NUM_TOKENS = sum(COUNTS)
+MEANS = [1 / 3] * 3 + [2.5 / 3] * 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def policy_of(run: RLJob) -> TablePolicy:
+    return cast(TablePolicy, run.policy)
+
+
+def step_of(run: RLJob) -> rl_batch.StepBatches:
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, 1)
+    run.phases.to_train()
+    batches = rl_batch.build_batches(run, rollouts.samples)
+    batches = rl_batch.annotate(run, batches, rollouts.samples)
+    return rl_batch.with_advantages(run, batches, rollouts.samples, 1, rollouts.greedy)
+
+
+def advantages(batches: rl_batch.StepBatches) -> list[list[float]]:
+    """Of every token, sample by sample."""
+    found: dict[int, list[float]] = {i: [] for i in range(6)}
+    for m in batches.micro_batches:
+        for owner, a in zip(m.batch.sequence_of.tolist(), m.batch.advantages.tolist(), strict=True):
+            found[m.batch.sample_ids[owner]].append(a)
+    return [found[i] for i in range(6)]
+
+
+def same_in_each(values: list[float]) -> list[Any]:
+    return [pytest.approx([v] * n, rel=1e-5, abs=1e-7) for v, n in zip(values, COUNTS, strict=True)]
+
+
+def value(metrics: MetricSet, name: str) -> float:
+    metric = metrics[name]
+    assert isinstance(metric, (Mean, Max))
+    return metric.value
+
+
+# --- advantages --------------------------------------------------------------------------------
+
+
+def by_hand(name: str) -> list[float]:
+    rewards = [cast(float, REWARDS[i]) for i in range(6)]
+    centred = [r - m for r, m in zip(rewards, MEANS, strict=True)]
+    if name == "rloo":
+        return [1.5 * c for c in centred]
+    if name == "opo":
+        weighted = [np.average(rewards[g : g + 3], weights=COUNTS[g : g + 3]) for g in (0, 3)]
+        return [r - weighted[i // 3] for i, r in enumerate(rewards)]
+    if name == "remax":  # the greedy answers have the ids 0 and 1 of their own batch
+        return [r - (1.0 if i < 3 else 0.0) for i, r in enumerate(rewards)]
+    if name == "grpo":
+        spread = [statistics.stdev(rewards[g : g + 3]) + 1e-4 for g in (0, 3)]
+        return [c / spread[i // 3] for i, c in enumerate(centred)]
+    if name.startswith("reinforce"):
+        values = rewards if name == "reinforce_plus_plus" else centred
+        tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
+        return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
+    assert name in ("dr_grpo", "gpg"), name
+    return centred
+
+
+@pytest.mark.parametrize("per_update", [6, 3])
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_update: int) -> None:
+    """Statistics are of the whole step, however many optimizer steps it has (R38)."""
+    flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
+    run = make_run(tmp_path, flags, REWARDS)
+    assert advantages(step_of(run)) == same_in_each(by_hand(name))
+    asked = cast(TableEngine, run.engine).asked
+    assert [(len(r), s.temperature) for r, s in asked[1:]] == ([(2, 0.0)] * (name == "remax"))
+
+
+def test_remax_scores_the_greedy_answers(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "--rl-advantage-estimator remax", REWARDS)
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, 1)
+    requests = cast(TableRewards, run.rewards).requests
+    assert rollouts.greedy == [1.0, 0.0]
+    assert [r.prompt for r in requests] == [
+        run.prompts[rollouts.samples[i].prompt_index].text for i in (0, 3)
+    ]
+
+
+def test_discounted_returns_with_the_kl_in_the_reward(tmp_path: Path) -> None:
+    """R_t = sum of gamma^k (reward at the end - beta KL), whitened over all tokens."""
+    run = make_run(
+        tmp_path,
+        "--rl-advantage-estimator reinforce_plus_plus --rl-gamma 0.5 --grpo-kl-beta 0.1 "
+        "--rl-kl-in-reward --rl-kl-estimator k1",
+        REWARDS,
+    )
+    shift = torch.linspace(-0.5, 0.5, VOCAB)
+    cast(TablePolicy, run.reference).table = first_table() - shift
+    batches = step_of(run)
+    returns = []
+    for i in range(6):
+        tokens = [-0.1 * float(shift[t]) for t in response_of(i)]
+        tokens[-1] += cast(float, REWARDS[i])
+        n = len(tokens)
+        returns.append([sum(0.5 ** (k - t) * tokens[k] for k in range(t, n)) for t in range(n)])
+    flat = [r for row in returns for r in row]
+    mean, std = statistics.fmean(flat), statistics.stdev(flat)
+    wanted = [pytest.approx([(r - mean) / std for r in row], rel=1e-4) for row in returns]
+    assert advantages(batches) == wanted
+    kl = statistics.fmean(float(shift[t]) for i in range(6) for t in response_of(i))
+    assert value(batches.metrics, "reward/kl") == pytest.approx(kl, rel=1e-5)
+
+
+def test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        "--rl-advantage-estimator dr_grpo --grpo-kl-beta 0.1 --rl-kl-in-reward --rl-kl-estimator "
+        "k1 --global-batch-size 3",
+        REWARDS,
+    )
+    cast(TablePolicy, run.reference).table = first_table() - 0.5
+    batches = step_of(run)
+    rewards = [cast(float, REWARDS[i]) - 0.1 * 0.5 * COUNTS[i] for i in range(6)]
+    means = [statistics.fmean(rewards[g : g + 3]) for g in (0, 3)]
+    assert advantages(batches) == same_in_each([r - means[i // 3] for i, r in enumerate(rewards)])
+    assert value(batches.metrics, "forward/old") == 2  # the KL needs log-probs before the update
+    assert value(batches.metrics, "forward/reference") == 2
+    metrics = rl_step.update(run, batches)
+    assert value(metrics, "reward/kl") == pytest.approx(0.5)
+    assert "loss/kl" not in metrics, "the KL must not count twice"
+
+
+@pytest.mark.parametrize("in_reward", [True, False])
+@pytest.mark.parametrize(("distance", "grows"), [(0.5, True), (0.01, False)])
+def test_the_coefficient_follows_the_kl(
+    tmp_path: Path, in_reward: bool, distance: float, grows: bool
+) -> None:
+    where = "--rl-kl-in-reward" if in_reward else ""
+    run = make_run(
+        tmp_path,
+        f"--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-horizon 60 {where}",
+        REWARDS,
+    )
+    cast(TablePolicy, run.reference).table = first_table() - distance
+    metrics = rl_step.update(run, step_of(run))
+    assert value(metrics, "policy/kl_beta") == 0.1  # that of the step itself
+    assert run.kl_beta == pytest.approx(0.1 * (1.02 if grows else 0.98))
+
+
+def test_a_constant_coefficient_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
+    rl_step.update(run, step_of(run))
+    assert run.kl_beta == 0.1
+
+
+# --- losses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("correction", ["", "--rl-inference-logprobs-is-correction"])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_loss_trains_and_reports_the_same_names_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, correction: str
+) -> None:
+    run = make_run(tmp_path, f"--rl-policy-loss {loss} --global-batch-size 3 {correction}", REWARDS)
+    batches = step_of(run)
+    spoken = rl_step.update(run, batches)
+    first, second = policy_of(run).gradients
+    assert first.isfinite().all() and second.isfinite().all() and first.any() and second.any()
+    assert run.version == 2
+
+    def silent(self: TablePolicy, *args: Any) -> MetricSet:
+        self.table.grad = torch.zeros(VOCAB)
+        return MetricSet()
+
+    monkeypatch.setattr(TablePolicy, "forward_backward", silent)
+    assert rl_step.update(run, batches).keys() == spoken.keys()
+
+
+@pytest.mark.parametrize(
+    ("choice", "before", "during"),
+    # an update needs log-probs of the present policy: the old ones are, before the first update
+    [("on-policy", 2, 1), ("recompute", 2, 1), ("rollout", 0, 2)],
+)
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_passes_of_a_loss_that_selects(
+    tmp_path: Path, loss: str, choice: str, before: int, during: int
+) -> None:
+    flags = f"--rl-policy-loss {loss} --global-batch-size 3 --old-logprob {choice}"
+    run = make_run(tmp_path, flags, REWARDS)
+    batches = step_of(run)
+    assert policy_of(run).num_passes == before
+    rl_step.update(run, batches)
+    assert policy_of(run).num_passes == before + during
+
+
+def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path) -> None:
+    """One of fifteen tokens, in three micro-batches: not one of each."""
+    flags = "--rl-policy-loss kl_cov --rl-cov-ratio 0.1 --rl-advantage-estimator dr_grpo"
+    run = make_run(tmp_path, flags, REWARDS)
+    (batch,) = step_of(run).updates
+    assert len(batch.micro_batches) == 3
+    chosen = rl_batch.select_tokens(run, batch, first_update=True)
+    logp = first_table()
+    rows = [(float(logp[t]), a) for i, a in enumerate(by_hand("dr_grpo")) for t in response_of(i)]
+    mean, advantage = (statistics.fmean(column) for column in zip(*rows, strict=True))
+    covariances = [(p - mean) * (a - advantage) for p, a in rows]
+    best = {i for i, c in enumerate(covariances) if c == max(covariances)}
+    found = torch.cat([cast(torch.Tensor, m.selected) for m in chosen.micro_batches])
+    assert int(found.sum()) == 1 and set(found.nonzero()[:, 0].tolist()) <= best
+
+
+def test_a_rejected_sample_has_no_gradient(tmp_path: Path) -> None:
+    """The engine is off at every token: sequences of up to two tokens stay within the bound."""
+    flags = "--rl-rejection k1 --rl-rejection-threshold 0.3 --rl-rejection-level sequence"
+    run = make_run(tmp_path, flags, REWARDS)
+    cast(TableEngine, run.engine).stale = 0.125
+    metrics = rl_step.update(run, step_of(run))
+    (gradient,) = policy_of(run).gradients
+    kept = [i for i, n in enumerate(COUNTS) if 0.125 * n <= 0.3]
+    moved = {int(t) - 4 for t in gradient[4:].nonzero()[:, 0] + 4}
+    assert 0 < len(kept) < 6 and moved == set(kept)
+    rejected = sum(n for i, n in enumerate(COUNTS) if i not in kept) / NUM_TOKENS
+    assert value(metrics, "correction/rejected_fraction") == pytest.approx(rejected)
+
+
+def test_importance_weights_compare_the_engine_with_the_weights_that_sampled(
+    tmp_path: Path,
+) -> None:
+    """Also in later updates, where the present policy is another one."""
+    flags = "--rl-inference-logprobs-is-correction --global-batch-size 3"
+    run = make_run(tmp_path, flags, REWARDS)
+    cast(TableEngine, run.engine).stale = -0.125
+    metrics = rl_step.update(run, step_of(run))
+    plain = make_run(tmp_path, "--global-batch-size 3", REWARDS)
+    rl_step.update(plain, step_of(plain))
+    first, _ = policy_of(run).gradients
+    torch.testing.assert_close(first, policy_of(plain).gradients[0] * math.exp(0.125))
+    assert value(metrics, "correction/weight") == pytest.approx(math.exp(0.125))
