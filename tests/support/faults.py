@@ -116,6 +116,13 @@ MUTATIONS = (
         _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
     ),
     Mutation(
+        "streamed-experts-queue-up",
+        "resharding/schedule.py",
+        "for column in zip_longest(*of_holders.values()):",
+        "for column in of_holders.values():",
+        _SCHEDULE + "test_experts_of_all_ranks_stream_side_by_side",
+    ),
+    Mutation(
         "stages-cost-alike",
         "resharding/layouts/base.py",
         "return tuple(map(id, rows)), shape, self.lane_of(rows[0], layer)",
