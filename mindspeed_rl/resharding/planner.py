@@ -45,7 +45,7 @@ class Transfer:
         return self.hf_box.num_elements
 
     def parts(self, count: int) -> tuple[Transfer | None, ...]:
-        """``count`` slices along the longest dimension, ``None`` where one is empty."""
+        """``count`` slices, ``None`` where one is empty."""
         if count == 1:
             return (self,)
         slices = _slices((self.hf_box, self.src_box, self.dst_box), count)

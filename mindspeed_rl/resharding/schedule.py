@@ -69,7 +69,8 @@ class _Cost:
     Attributes:
         loads: [legs, world] bytes that each rank sends plus receives, if all of the unit travels.
         most: the largest of them.
-        narrowest: the smallest longest dimension of its rectangles: into more parts they do not go.
+        narrowest: the least extent of its rectangles along what slices cut: into more parts they do
+            not go.
     """
 
     loads: Loads
@@ -201,7 +202,7 @@ class _Costs:
         for name in unit.names:
             found = overlaps(self._source, self._target, name, self._ranks_per_node, self._relay)
             for cell, dst, box, assigned in found:
-                narrowest = min(narrowest, max(box.size))
+                narrowest = min(narrowest, box.size[box.sliced_dim])
                 num_bytes = float(box.num_elements * size)
                 charges = [(1, ranks, assigned.most_sent) for ranks in cell.sources]
                 charges.append((1, dst.holders, 1))

@@ -88,9 +88,16 @@ MUTATIONS = (
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
+        "strided-memory-sent-as-if-it-were-one-run",
+        "resharding/exchange.py",
+        "if view.is_contiguous() and view.dtype is self._dtype:",
+        "if view.dtype is self._dtype:",
+        _PLANNER + "test_every_element_arrives_without_staging",
+    ),
+    Mutation(
         "experts-beside-themselves-are-forgotten",
-        "resharding/executor.py",
-        "        _copy(self._round.repeats, write, write)\n",
+        "resharding/exchange.py",
+        "        copy_within(self._round.repeats, self._write, self._write)\n",
         "",
         _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
     ),
