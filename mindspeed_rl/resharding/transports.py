@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-TRANSPORTS = ("all-to-all", "p2p")
-
 # Flat messages by peer, in order.
 Tensors = Mapping[int, Sequence[torch.Tensor]]
 
@@ -144,6 +142,6 @@ def make_transport(
     name: str, world: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Transport:
     """The transport of ``--reshard-transport``."""
-    if name == "p2p":
+    if name == "p2p" or (name == "auto" and device.type == "cpu"):
         return PointToPointTransport(world, device, group)
     return AllToAllTransport(world, device, group)
