@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-
 # Cut into as many slices as usual, slices of this many rows differ by a few percent.
 _LONG = 512
 

@@ -68,8 +68,8 @@ LAYOUT_MUTATIONS = (
     Mutation(
         "router-bias-travels-in-bf16",
         "resharding/executor.py",
-        "self._dtype = wire_dtype(part.dtype, dtype)",
-        "self._dtype = dtype",
+        "dtype = wire_dtype(part.dtype, self._dtype)",
+        "dtype = self._dtype",
         "tests/simulated/test_checkpoint_round_trip.py::test_a_checkpoint_comes_back_bit_for_bit",
     ),
     Mutation(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 from support.layout_cases import GQA, layouts_of, spec_of
+from support.published import published_config
 
 from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
@@ -92,6 +94,46 @@ def test_end_tokens(eos: object, ids: tuple[int, ...]) -> None:
 def test_models_that_are_not_computed_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec_from_hf_config(CONFIG | change)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("hidden_size", "4096", "a whole number, 0 or more"),
+        ("num_hidden_layers", 2.5, "a whole number, 0 or more"),
+        ("num_attention_heads", True, "a whole number, 0 or more"),
+        ("vocab_size", -1, "a whole number, 0 or more"),
+        ("rms_norm_eps", "1e-6", "a finite number"),
+        ("rope_theta", float("nan"), "a finite number"),
+        ("tie_word_embeddings", 1, "true or false"),
+        ("hidden_act", 3, "a text"),
+        ("rope_scaling", [], "an object"),
+    ],
+)
+def test_values_of_wrong_types_are_refused(key: str, value: object, needed: str) -> None:
+    told = re.escape(f"config.json: {key} {value!r}: must be {needed}")
+    with pytest.raises(ValueError, match=told):
+        spec_from_hf_config(published_config("qwen3-8b") | {key: value})
+
+
+def test_values_inside_of_objects_are_looked_at() -> None:
+    scaling = {"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 32768}
+    with pytest.raises(ValueError, match=r"rope_scaling\.factor '4': must be a finite number"):
+        spec_from_hf_config(published_config("qwen3-8b") | {"rope_scaling": scaling})
+
+
+def test_null_means_as_much_as_no_key() -> None:
+    config = published_config("qwen3-8b")
+    absent = {k: v for k, v in config.items() if k not in ("head_dim", "rms_norm_eps")}
+    nulls = {"head_dim": None, "rms_norm_eps": None}
+    assert spec_from_hf_config(config | nulls) == spec_from_hf_config(absent)
+    with pytest.raises(ValueError, match="lacks the key 'hidden_size'"):
+        spec_from_hf_config(config | {"hidden_size": None})
+
+
+def test_heads_that_cannot_be_rotated_are_refused() -> None:
+    with pytest.raises(ValueError, match="33 rotated channels; rotary embeddings turn pairs"):
+        spec_from_hf_config(published_config("qwen3-8b") | {"head_dim": 33})
 
 
 def test_a_missing_key_is_named() -> None:
