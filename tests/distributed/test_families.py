@@ -45,13 +45,7 @@ class FamilyLayout:
 
     def models(self) -> list[str]:
         """Names of the variants that fit."""
-        cases = FAMILY_CASES.values()
-        tensor_parallel = "--tensor-model-parallel-size" in self.flags
-        return [
-            c.name
-            for c in cases
-            if (c.experts or not self.experts_only) and (c.shardable or not tensor_parallel)
-        ]
+        return [c.name for c in FAMILY_CASES.values() if c.experts or not self.experts_only]
 
 
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "gqa-split-as-thirds",
         "models/attention_rules.py",
-        'yield self._cut(spec, "k", group * head, base + q_rows, head)',
-        'yield self._cut(spec, "k", group * head, groups * q_rows + local * head, head)',
+        'yield "k", group * head, base + q_rows, head',
+        'yield "k", group * head, spec.q_size + group * head, head',
         _ARRIVES,
     ),
     Mutation(

@@ -52,6 +52,13 @@ LAYOUT_MUTATIONS = (
         _ARRIVES,
     ),
     Mutation(
+        "runs-of-a-group-begin-at-its-head",
+        "models/attention_rules.py",
+        "part, hf_row + low - start, low - first, high - low)",
+        "part, hf_row, low - first, high - low)",
+        _ARRIVES,
+    ),
+    Mutation(
         "shared-experts-always-cut",
         "resharding/layouts/vllm.py",
         "Share() if whole else Share(tp, engine.tp, multiple=multiple)",

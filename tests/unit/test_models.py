@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +186,26 @@ def test_every_row_has_a_name_of_its_own() -> None:
 
 def test_heads_that_a_trainer_cannot_share() -> None:
     spec = spec_of(GQA)
-    layout = ParallelLayout.build(world=4, stages=even_stages(4), tp=4)
-    with pytest.raises(
-        ValueError, match=r"--tensor-model-parallel-size 4 .* 2 key/value heads; allowed: the div"
-    ):
+    layout = ParallelLayout.build(world=3, stages=even_stages(4), tp=3)
+    told = r"--tensor-model-parallel-size 3 does not fit .* 2 key/value heads; allowed: their div"
+    with pytest.raises(ValueError, match=told):
         MegatronLayout(spec, layout, 8)
+
+
+def test_ranks_share_a_key_value_head() -> None:
+    """Four query heads, a key and a value of two channels: runs of 12 / 4 rows, by hand."""
+    spec = replace(spec_of(GQA), num_heads=4, num_kv_heads=1, head_dim=2)
+    row = GroupedQKV("qkv", hf="{p}", bias=True)
+    held = [
+        [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.hf_box.size[0]) for c in cuts]
+        for cuts in (row.cuts(spec, Share(tp, 4)) for tp in range(4))
+    ]
+    assert held == [
+        [("q", 0, 0, 3)],
+        [("q", 3, 0, 3)],
+        [("q", 6, 0, 2), ("k", 0, 2, 1)],
+        [("k", 1, 0, 1), ("v", 0, 1, 2)],
+    ]
 
 
 @pytest.mark.parametrize("tp", [5, 24])
