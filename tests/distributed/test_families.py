@@ -31,7 +31,7 @@ GRADIENT_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE_SHARDED = 2e-5
 # One rank against transformers in fp64.
 REFERENCE_TOLERANCE = 2e-5
-_COMMON = ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2")
+COMMON = ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def families(
     def run(name: str) -> WorldResult:
         layout = LAYOUTS[name]
         cases = [Case(m, (), "sft", model=str(models[m])) for m in layout.models()]
-        flags = [*layout.flags, *_COMMON]
+        flags = [*layout.flags, *COMMON]
         results = run_ranks(
             train_world,
             layout.num_ranks,
