@@ -407,7 +407,7 @@ def usage_error(argv, **ranks):
         (["--train-iters", "0"], {}, ("--train-iters", "at least 1", "'0'")),
         (["--vllm-max-num-seq", "4"], {}, ("--vllm-max-num-seq", "nearest: --vllm-max-num-seqs")),
         (["--tensor-model-parallel-size", "4"], {"WORLD_SIZE": 4}, (
-            "--tensor-model-parallel-size 4", "key/value heads", "allowed")),
+            "--tensor-model-parallel-size", "6 attention heads", "allowed")),
         (["--rollout-tp", "3"], {"WORLD_SIZE": 4}, (
             "--rollout-tp 3", "world size 4", "allowed")),
         (["--rollout-tp", "4"], {"WORLD_SIZE": 4}, (
