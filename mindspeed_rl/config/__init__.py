@@ -9,6 +9,7 @@ from mindspeed_rl.config.algorithms import (
     CorrectionConfig,
     KLConfig,
     PolicyLossConfig,
+    SamplingConfig,
 )
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
@@ -34,6 +35,7 @@ __all__ = [
     "RLRunConfig",
     "RewardConfig",
     "RolloutConfig",
+    "SamplingConfig",
     "ScoreConfig",
     "ScoreRunConfig",
     "SftConfig",
@@ -60,6 +62,7 @@ class RLRunConfig:
     policy_loss: PolicyLossConfig
     kl: KLConfig
     correction: CorrectionConfig
+    sampling: SamplingConfig
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
