@@ -248,11 +248,18 @@ PIPELINE_PLACEMENT = Group(
     """,
 )
 RECOMPUTE = Group(
-    Disposition.NO_MEANING,
-    "recomputation changes memory, not results; if memory is short lower --micro-batch-size",
+    Disposition.HONOURED,
+    "",
     """
     --recompute-granularity:1 --recompute-method:1 --recompute-num-layers:1
-    --recompute-modules:* --recompute-activations:0 --distribute-saved-activations:0
+    --recompute-modules:*
+    """,
+)
+OLD_RECOMPUTE = Group(
+    Disposition.NO_MEANING,
+    "recomputation changes memory, not results; if memory is short use --recompute-granularity",
+    """
+    --recompute-activations:0 --distribute-saved-activations:0
     --checkpoint-activations:0 --moe-layer-recompute:0
     """,
 )
@@ -345,6 +352,7 @@ GROUPS = (
     PROCESS_GROUPS,
     PIPELINE_PLACEMENT,
     RECOMPUTE,
+    OLD_RECOMPUTE,
     OFFLOAD,
     HOST_RUNTIME,
     CUDA_GRAPHS,

@@ -101,7 +101,7 @@ NPU_DETERMINISM = Group(
 )
 RECOMPUTE = Group(
     Disposition.NO_MEANING,
-    "recomputation changes memory, not results; if memory is short lower --micro-batch-size",
+    "recomputation changes memory, not results; if memory is short use --recompute-granularity",
     """
     --recompute-activation-function:0 --recompute-activation-function-num-layers:1
     --recompute-norm:0 --recompute-norm-num-layers:1 --recompute-in-bubble:0

@@ -11,6 +11,7 @@ from mindspeed_rl.config.algorithms import (
     PolicyLossConfig,
     SamplingConfig,
 )
+from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
@@ -22,6 +23,7 @@ __all__ = [
     "AdvantageConfig",
     "CheckpointConfig",
     "CorrectionConfig",
+    "DryRunConfig",
     "IndexedDataConfig",
     "KLConfig",
     "LoggingConfig",
@@ -66,6 +68,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -90,6 +93,7 @@ class PretrainRunConfig:
     logging: LoggingConfig
     sft: SftConfig
     indexed: IndexedDataConfig
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
 
 @dataclass(frozen=True, slots=True)

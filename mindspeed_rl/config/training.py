@@ -70,6 +70,29 @@ class TrainConfig:
     )
     bf16: bool = flag(False, "Train in bfloat16 with fp32 master weights instead of fp32.")
     seed: int = flag(1234, "Seed of data order, sampling and dropout.", minimum=0)
+    recompute_granularity: str = flag(
+        "none",
+        "What is computed again in the backward pass instead of being kept. full: whole layers, "
+        "see --recompute-method; selective: the parts of --recompute-modules in every layer. It "
+        "trades time for memory and changes no result.",
+        choices=("none", "selective", "full"),
+    )
+    recompute_method: str = flag(
+        "",
+        "Which layers --recompute-granularity full recomputes. uniform: all, keeping the input of "
+        "every --recompute-num-layers layers; block: the first --recompute-num-layers layers of "
+        "each pipeline stage (of each chunk of an interleaved pipeline), each by itself.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(
+        None, "Layers that --recompute-method counts in; needed with it.", minimum=1
+    )
+    recompute_modules: tuple[str, ...] = flag(
+        ("core_attn",),
+        "Parts that --recompute-granularity selective recomputes: core_attn (attention without its "
+        "projections), mlp (of layers without experts), moe (experts with their dispatch).",
+        nargs="+",
+    )
     logprob_chunk_tokens: int = flag(
         1024,
         "Response tokens whose logits exist at one time; memory is this x vocabulary / TP x 4 B.",

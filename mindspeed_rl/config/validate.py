@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config import (
     ModelConfig,
@@ -16,6 +17,7 @@ from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.outputs import check_paths
+from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
@@ -88,8 +90,8 @@ class RLPlan(RunPlan):
     max_model_len: int
 
 
-def check_rl(config: RLRunConfig, world: int) -> RLPlan:
-    """Validate an RL configuration for ``world`` ranks.
+def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
+    """Validate an RL configuration for ``world`` ranks; ``files``: also what it reads and writes.
 
     Raises:
         ValueError: naming the flag, its value, what is allowed and the fix.
@@ -107,9 +109,11 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
             f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
             "for training are sampled, evaluation is greedy by itself"
         )
-    _need_file("--prompt-data", config.prompts.prompt_data)
-    if config.prompts.eval_prompt_data:
-        _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+    if files:
+        _need_file("--prompt-data", config.prompts.prompt_data)
+        if config.prompts.eval_prompt_data:
+            _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+        check_paths(config)
     if config.rollout.rollout_kv_cache_gb <= 0:
         raise ValueError(
             f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
@@ -117,14 +121,13 @@ def check_rl(config: RLRunConfig, world: int) -> RLPlan:
         )
     _check_dropout(config.model)
     _check_steps(config.train)
-    check_paths(config)
     if config.rewards.reward_timeout_s > config.logging.phase_timeout_s:
         raise ValueError(
             f"--reward-timeout-s {config.rewards.reward_timeout_s:g} exceeds --phase-timeout-s "
             f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
             "former or raise the latter"
         )
-    base = check_layout(config.model, config.parallel, config.train, world)
+    base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
@@ -193,19 +196,20 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
     )
 
 
-def check_pretrain(config: PretrainRunConfig, world: int) -> RunPlan:
-    """Validate a supervised configuration for ``world`` ranks.
+def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
+    """Validate a supervised configuration for ``world`` ranks; ``files``: also what it reads.
 
     Raises:
         ValueError: naming the flag, its value, what is allowed and the fix.
     """
-    if config.sft.stage == "pretrain":
+    if files and config.sft.stage == "pretrain":
         check_indexed_data(config.indexed, config.train.seq_length)
-    else:
+    elif files:
         _check_sft_data(config)
     _check_steps(config.train)
-    check_paths(config)
-    base = check_layout(config.model, config.parallel, config.train, world)
+    if files:
+        check_paths(config)
+    base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:
         raise ValueError(
@@ -299,7 +303,11 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
 
 
 def check_layout(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, world: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    world: int,
+    files: bool = True,
 ) -> RunPlan:
     """Spec and training layout of a model on ``world`` ranks.
 
@@ -313,11 +321,22 @@ def check_layout(
             f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
             f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
         )
-    spec = spec_from_hf_config(read_hf_config(model.hf_checkpoint))
+    check_recompute(train)
+    spec = spec_from_hf_config(model_config(model.hf_checkpoint, files=files))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
     megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
     return RunPlan(spec, layout, megatron)
+
+
+def model_config(checkpoint: str, *, files: bool) -> dict[str, Any]:
+    """The ``config.json`` of ``--hf-checkpoint``.
+
+    Without ``files`` nothing but the architecture counts: it may be the file itself, and of a
+    quantised checkpoint (the published DeepSeek) the numbers of its bfloat16 form are taken.
+    """
+    config = read_hf_config(checkpoint, or_file=not files)
+    return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
 
 
 def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:

@@ -10,7 +10,7 @@ class Owner(enum.StrEnum):
 
     PARAMETERS = "parameters"  # of the policy, in the training precision
     GRAD_BUFFERS = "grad_buffers"
-    OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq, steps
+    OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq
     REFERENCE = "reference"  # parameters of the first policy, for the KL term
     ACTIVATIONS = "activations"  # what forward keeps for backward, and what both work with
     LOGITS = "logits"  # of the tokens of one chunk and their vocabulary shard, in fp32

@@ -228,9 +228,16 @@ def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (int(eos),)
 
 
-def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a Hugging Face checkpoint directory."""
-    path = Path(checkpoint) / "config.json"
+def read_hf_config(checkpoint: str | Path, *, or_file: bool = False) -> dict[str, Any]:
+    """The parsed ``config.json`` of a Hugging Face checkpoint directory.
+
+    Args:
+        checkpoint: the directory.
+        or_file: whether it may be the ``config.json`` itself, for which no weights are needed.
+    """
+    path = Path(checkpoint)
+    if not or_file or path.suffix != ".json":
+        path /= "config.json"
     if not path.is_file():
         raise ValueError(
             f"--hf-checkpoint {checkpoint}: {path} is missing; give a directory that holds "

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from mindspeed_rl import bootstrap
-from mindspeed_rl.arguments import parse
+from mindspeed_rl.arguments import ParsedArguments, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.config.validate import model_config
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.orchestration.limits import JOIN, Limits
@@ -82,11 +83,13 @@ def run_entry(
         bootstrap.refuse_foreign_package()
         parsed = parse(run_type, arguments, prog)
         config = parsed.config
+        if isinstance(config, RLRunConfig | PretrainRunConfig):
+            if config.dry_run.rl_dry_run:
+                sys.exit(_dry_run(config, parsed, world))
+            _check_world_size(config, world)
         bootstrap.require_launcher(prog, os.environ)
         plan = check(config, world.size)
-        hf_config = read_hf_config(config.model.hf_checkpoint)
-        implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
-        check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+        _check_script(parsed, read_hf_config(config.model.hf_checkpoint))
     except ValueError as error:
         _usage_error(prog, error, world, limits or Limits())
     parallel = config.parallel
@@ -108,6 +111,34 @@ def run_entry(
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+def _dry_run(
+    config: RLRunConfig | PretrainRunConfig, parsed: ParsedArguments[Any], world: bootstrap.World
+) -> int:
+    """Predict the run; under torchrun the first rank speaks for all."""
+    if world.rank != 0:
+        return 0
+    from mindspeed_rl.dryrun.command import dry_run
+
+    hf_config = model_config(config.model.hf_checkpoint, files=False)
+    _check_script(parsed, hf_config)
+    return dry_run(config, parsed.ignored, os.environ)
+
+
+def _check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:
+    """Compare the architecture flags of the script with the model (R51)."""
+    implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
+    check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+
+
+def _check_world_size(config: RLRunConfig | PretrainRunConfig, world: bootstrap.World) -> None:
+    given = config.dry_run.rl_world_size
+    if given and given != world.size and "RANK" in os.environ:
+        raise ValueError(
+            f"--rl-world-size {given}, but torchrun started {world.size} ranks; start "
+            "that many, or remove the flag"
+        )
 
 
 def _start_watchdog(

@@ -18,6 +18,7 @@ from mindspeed_rl.resharding.planner import (
     plan_reshard,
 )
 from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
+from mindspeed_rl.resharding.sync_metrics import SyncTraffic
 from mindspeed_rl.resharding.transports import Pending, Transport
 
 ROUNDS_IN_FLIGHT = 2
@@ -87,8 +88,9 @@ def split_rounds(
     def by_round(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
         rounds: list[list[Transfer]] = [[] for _ in range(count)]
         for transfer in transfers:
-            for slot in schedule.slots_of(source, transfer.hf_name):
-                if part := transfer.part(slot.part, slot.parts):
+            slots = schedule.slots_of(source, transfer.hf_name)
+            for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                if part:
                     rounds[slot.round].append(part)
         return rounds
 
@@ -175,7 +177,7 @@ class Resharder:
         read: Mapping[str, torch.Tensor],
         write: Mapping[str, torch.Tensor],
         after_round: Callable[[Round], None] | None = None,
-    ) -> None:
+    ) -> SyncTraffic:
         """Move everything. Collective over the transport's ranks.
 
         Args:
@@ -184,25 +186,35 @@ class Resharder:
                 runs.
             after_round: called when a round's targets are complete.
 
+        Returns:
+            What this rank moved.
+
         Raises:
             RuntimeError: on all ranks, before the first round: some have another plan.
         """
         if not self._compared:
             self._compare_plans()
+        transport, copied_bytes = self._transport, 0
+        sent_bytes, received_bytes = transport.sent_bytes, transport.received_bytes
         staging = [self._new_staging() for _ in range(self._num_slots)]
         on_the_way: _Exchange | None = None
         for i, part in enumerate(self.rounds):
             started = _Exchange(part, staging[i % len(staging)], self._dtype, self._transport)
             started.post(0, read)
             for t in part.copies:
-                _view(write, t.dst_param, t.dst_view, t.dst_box).copy_(
-                    _view(read, t.src_param, t.src_view, t.src_box)
-                )
+                target = _view(write, t.dst_param, t.dst_view, t.dst_box)
+                target.copy_(_view(read, t.src_param, t.src_view, t.src_box))
+                copied_bytes += target.numel() * target.element_size()
             if on_the_way is not None:
                 on_the_way.finish(write, after_round)
             on_the_way = started
         if on_the_way is not None:
             on_the_way.finish(write, after_round)
+        return SyncTraffic(
+            transport.received_bytes - received_bytes,
+            transport.sent_bytes - sent_bytes,
+            copied_bytes,
+        )
 
     def staging_bytes(self) -> int:
         """What :meth:`run` allocates besides the parameters."""

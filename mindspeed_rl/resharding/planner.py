@@ -44,30 +44,36 @@ class Transfer:
         """Elements that travel."""
         return self.hf_box.num_elements
 
-    def part(self, index: int, count: int) -> Transfer | None:
-        """One of ``count`` slices along the longest dimension; ``None`` when it is empty."""
+    def parts(self, count: int) -> tuple[Transfer | None, ...]:
+        """``count`` slices along the longest dimension, ``None`` where one is empty."""
         if count == 1:
-            return self
-        dim, first, size = self.hf_box.span(index, count)
-        if not size:
-            return None
-        hf, src, dst = (
-            box.with_dim(dim, box.lo[dim] + first, size)
-            for box in (self.hf_box, self.src_box, self.dst_box)
+            return (self,)
+        slices = _slices((self.hf_box, self.src_box, self.dst_box), count)
+        return tuple(
+            Transfer(
+                self.src_rank,
+                self.dst_rank,
+                self.hf_name,
+                boxes[0],
+                self.src_param,
+                boxes[1],
+                self.src_view,
+                self.dst_param,
+                boxes[2],
+                self.dst_view,
+                self.leg,
+            )
+            if boxes
+            else None
+            for boxes in slices
         )
-        return Transfer(
-            self.src_rank,
-            self.dst_rank,
-            self.hf_name,
-            hf,
-            self.src_param,
-            src,
-            self.src_view,
-            self.dst_param,
-            dst,
-            self.dst_view,
-            self.leg,
-        )
+
+
+@lru_cache(maxsize=1 << 12)
+def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...] | None, ...]:
+    """Slices of rectangles of one size; layers and experts are sliced alike."""
+    slices = (tuple(box.slice(index, count) for box in boxes) for index in range(count))
+    return tuple(several if several[0].num_elements else None for several in slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +93,16 @@ class ReshardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rectangle that the source layout cuts a tensor into, and everyone who holds it."""
+    """A rectangle that the source layout cuts a tensor into, and the ranks that hold it."""
 
     box: Box
     shards: tuple[Shard, ...]
+    sources: tuple[range, ...]
 
-    @property
-    def sources(self) -> tuple[range, ...]:
-        """The ranks that hold it, mirrors included."""
-        return tuple(shard.holders for shard in self.shards)
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...]) -> Cell:
+        """Shards of one rectangle, mirrors included."""
+        return cls(shards[0].piece.hf_box, shards, tuple(shard.holders for shard in shards))
 
     def piece_of(self, rank: int) -> Piece:
         """Where ``rank`` holds it."""
@@ -105,11 +112,12 @@ class Cell:
 def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
     """The rectangles of a tensor that hold every element exactly once, with all their holders."""
     shards = source.shards(hf_name)
-    return [
-        Cell(s.piece.hf_box, tuple(o for o in shards if o.piece.hf_box == s.piece.hf_box))
-        for s in shards
-        if not s.mirror
-    ]
+    if len(shards) == 1:
+        return [Cell.of(shards)]
+    same: dict[Box, list[Shard]] = {}
+    for shard in shards:
+        same.setdefault(shard.piece.hf_box, []).append(shard)
+    return [Cell.of(tuple(same[s.piece.hf_box])) for s in shards if not s.mirror]
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,10 +65,12 @@ class _Cost:
 
     Attributes:
         loads: [legs, world] bytes that each rank sends plus receives, if all of the unit travels.
+        most: the largest of them.
         narrowest: the smallest longest dimension of its rectangles: into more parts they do not go.
     """
 
     loads: Loads
+    most: float
     narrowest: int
 
 
@@ -197,7 +200,7 @@ class _Costs:
         table = np.zeros((2 if self._relay else 1, world))
         for (leg, ranks), load in loads.items():
             table[leg - 1, ranks.start : ranks.stop : ranks.step] += load
-        return _Cost(table, narrowest)
+        return _Cost(table, float(table.max(initial=0.0)), narrowest)
 
 
 def _fill(
@@ -241,7 +244,7 @@ def _too_small(bucket_bytes: int, needed: float) -> ValueError:
 
 def _slices(unit: Unit, costs: _Costs, quantum: float) -> list[_Item]:
     cost = costs.of(unit)
-    parts = int(np.ceil(cost.loads.max(initial=0.0) / quantum))
+    parts = ceil(cost.most / quantum)
     parts = max(1, min(parts, cost.narrowest))
     return [_Item(unit, cost, part, parts) for part in range(parts)]
 
@@ -264,7 +267,7 @@ def _spread(queues: list[list[_Item]], count: int) -> list[list[_Item]]:
     """Every queue over ``count`` rounds, in proportion to the bytes before each item's middle."""
     rounds: list[list[_Item]] = [[] for _ in range(count)]
     for queue in queues:
-        weights = np.array([item.cost.loads.max(initial=0.0) / item.parts for item in queue])
+        weights = np.array([item.cost.most / item.parts for item in queue])
         middles = np.cumsum(weights) - weights / 2
         whole = max(weights.sum(), 1e-300)
         for item, position in zip(queue, middles / whole * count, strict=True):

@@ -83,36 +83,101 @@ def _assign(
     sources: tuple[range, ...], destinations: range, ranks_per_node: int, turn: int, relay: bool
 ) -> Assignment:
     """:func:`assign_sources`, once for every turn that matters."""
+    fixed = _fixed(sources, destinations, ranks_per_node)
+    src, dst, near, far, leg = fixed.src, fixed.dst, fixed.near, fixed.far, fixed.leg
+    source = fixed.source.copy()
+    choice = near.first + (near.position + turn) % near.count
+    source[near.index] = src[choice]
+    entering = far.index
+    if relay and far.index.size:
+        leaders = far.first + (turn + far.node) % far.count
+        passed_on = leaders != np.arange(far.index.size)
+        source[far.index[passed_on]] = dst[far.index[leaders[passed_on]]]
+        leg = leg.copy()
+        leg[far.index[passed_on]] = 2
+        entering = far.index[~passed_on]
+    loads = np.bincount(choice, minlength=src.size)
+    shares, surplus = _level(loads, entering.size, turn)
+    source[entering] = np.repeat(src, shares)
+    return Assignment(
+        dst,
+        source,
+        leg,
+        most_sent=int((loads + shares).max()),
+        fan_out=fixed.fan_out,
+        even=fixed.even,
+        level=not relay and fixed.near_is_level and not surplus,
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Group:
+    """Some destinations, and for each the run that its choice rotates in.
+
+    Attributes:
+        index: [n] which destinations.
+        node: [n] their nodes.
+        first: [n] where the run begins: in the sources (near), or in this group (far).
+        count: [n] its length.
+        position: [n] of the destination among those of its node.
+    """
+
+    index: Ranks
+    node: Ranks
+    first: Ranks
+    count: Ranks
+    position: Ranks
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Fixed:
+    """What no turn changes.
+
+    Attributes:
+        src: [S] the sources, ascending.
+        dst: [D] the destinations, ascending.
+        source: [D] themselves where they are sources, else -1.
+        leg: [D] 0 there, else 1.
+        near: destinations with a source on their node; runs of sources.
+        far: the others; runs of destinations.
+        near_is_level: every source of a node serves equally many of it.
+        fan_out: as in :class:`Assignment`.
+        even: as in :class:`Assignment`.
+    """
+
+    src: Ranks
+    dst: Ranks
+    source: Ranks
+    leg: NDArray[np.int8]
+    near: _Group
+    far: _Group
+    near_is_level: bool
+    fan_out: int
+    even: bool
+
+
+@lru_cache(maxsize=1 << 14)
+def _fixed(sources: tuple[range, ...], destinations: range, ranks_per_node: int) -> _Fixed:
     src = _ranks(sources[0])
     if len(sources) > 1:
         src = np.unique(np.concatenate([_ranks(several) for several in sources]))
     dst = _ranks(destinations)
     found = np.minimum(np.searchsorted(src, dst), src.size - 1)
     source = np.where(src[found] == dst, dst, -1)
-    leg = np.where(source >= 0, 0, 1).astype(np.int8)
+    leg = (source < 0).astype(np.int8)
     src_node, dst_node = src // ranks_per_node, dst // ranks_per_node
     first = np.searchsorted(src_node, dst_node, "left")
     count = np.searchsorted(src_node, dst_node, "right") - first
-    near = np.flatnonzero((source < 0) & (count > 0))
-    position, length = _runs(dst_node[near])
-    choice = first[near] + (position + turn) % count[near]
-    level = not relay and not (length % count[near]).any()
-    source[near] = src[choice]
-    far = np.flatnonzero(source < 0)
-    fan_out = _runs(dst_node[far])[1]
-    if relay and far.size:
-        leaders = _leaders(dst_node[far], turn)
-        passed_on = np.flatnonzero(leaders != np.arange(far.size))
-        source[far[passed_on]] = dst[far[leaders[passed_on]]]
-        leg[far[passed_on]] = 2
-        far = np.flatnonzero(source < 0)
-    loads = np.bincount(choice, minlength=src.size)
-    shares, surplus = _level(loads, far.size, turn)
-    source[far] = np.repeat(src, shares)
-    most = int((loads + shares).max())
-    even = bool((fan_out == fan_out[:1]).all())
-    most_far = int(fan_out.max(initial=0))
-    return Assignment(dst, source, leg, most, most_far, even, level and not surplus)
+    index = np.flatnonzero((source < 0) & (count > 0))
+    position, length = _runs(dst_node[index])
+    near = _Group(index, dst_node[index], first[index], count[index], position)
+    near_is_level = not (length % near.count).any()
+    index = np.flatnonzero((source < 0) & (count == 0))
+    position, length = _runs(dst_node[index])
+    far = _Group(index, dst_node[index], np.arange(index.size) - position, length, position)
+    even = bool((length == length[:1]).all())
+    fan_out = int(length.max(initial=0))
+    return _Fixed(src, dst, source, leg, near, far, near_is_level, fan_out, even)
 
 
 def _ranks(several: range) -> Ranks:
@@ -126,28 +191,20 @@ def _runs(values: Ranks) -> tuple[Ranks, Ranks]:
     return np.arange(values.size) - first, length
 
 
-def _leaders(nodes: Ranks, turn: int) -> Ranks:
-    """For every entry of sorted ``nodes`` the index of the entry that leads its node."""
-    position, length = _runs(nodes)
-    return np.arange(nodes.size) - position + (turn + nodes) % length
-
-
 def _level(loads: Ranks, extra: int, turn: int) -> tuple[Ranks, int]:
     """How much of ``extra`` each source takes on top of its load so that the largest is least.
+
+    Up to a level L the k smallest loads take k L less their sum, and no choice of sources takes
+    more than the best k: the level is the least that is enough for some k.
 
     Returns:
         The shares, and how many sources take one less than others could.
     """
     if not extra:
         return np.zeros_like(loads), 0
-    low, high = 0, int(loads.max()) + extra
-    while low < high:
-        middle = (low + high) // 2
-        if np.maximum(middle - loads, 0).sum() >= extra:
-            high = middle
-        else:
-            low = middle + 1
-    shares = np.maximum(low - loads, 0)
+    total = extra + np.cumsum(np.sort(loads))
+    level = int((-(-total // np.arange(1, loads.size + 1))).min())
+    shares = np.maximum(level - loads, 0)
     surplus = int(shares.sum()) - extra
     takers = np.flatnonzero(shares)
     if surplus:

@@ -14,6 +14,7 @@ import torch
 from mindspeed_rl.resharding.executor import Resharder, Round, wire_dtype
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.resharding.sync_metrics import SyncTraffic
 from mindspeed_rl.resharding.transports import Transport
 
 
@@ -60,23 +61,22 @@ class TensorStream:
         self,
         read: Mapping[str, torch.Tensor],
         deliver: Callable[[str, torch.Tensor], None] | None,
-    ) -> None:
+    ) -> SyncTraffic:
         """Call ``deliver(name, tensor)`` on every receiver for every HF tensor, as they come.
 
         Collective over the transport's ranks. The tensor belongs to ``deliver``, which only the
-        receivers have.
+        receivers have. Returns what this rank moved.
         """
         if deliver is None:
             assert not self._receives, "a receiver must take its tensors"
-            self.resharder.run(read, {})
-            return
+            return self.resharder.run(read, {})
         tensors = _WholeTensors(self._target, self._dtype, self._device)
 
         def complete(part: Round) -> None:
             for name in part.names:
                 deliver(name, tensors.pop(name))
 
-        self.resharder.run(read, tensors, after_round=complete)
+        return self.resharder.run(read, tensors, after_round=complete)
 
 
 class _WholeTensors(dict[str, torch.Tensor]):

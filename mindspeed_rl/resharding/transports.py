@@ -25,9 +25,13 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves the messages of rounds. ``device`` is where buffers must be."""
+    """Moves the messages of rounds. ``device`` is where buffers must be.
+
+    ``sent_bytes`` and ``received_bytes`` count since the beginning.
+    """
 
     sent_bytes: int
+    received_bytes: int
     device: torch.device
 
     def start(
@@ -62,6 +66,11 @@ class _GroupTransport:
         self.device = device
         self._group = group
         self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def _count(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        self.received_bytes += incoming.numel() * incoming.element_size()
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Every rank's message in rank order. Collective."""
@@ -82,7 +91,7 @@ class AllToAllTransport(_GroupTransport):
         receive_sizes: Mapping[int, int],
     ) -> Pending:
         """Post the collective."""
-        self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        self._count(outgoing, incoming)
         received, sent = (
             [sizes.get(p, 0) for p in range(self._world)] for sizes in (receive_sizes, send_sizes)
         )
@@ -114,7 +123,7 @@ class PointToPointTransport(_GroupTransport):
         receive_sizes: Mapping[int, int],
     ) -> Pending:
         """Post one send or receive per peer."""
-        self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        self._count(outgoing, incoming)
         operations = [
             dist.P2POp(kind, part, peer, self._group)
             for kind, buffer, sizes in (

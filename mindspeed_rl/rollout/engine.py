@@ -22,7 +22,7 @@ class EngineState(enum.Enum):
     """What of the engine is in memory."""
 
     ASLEEP = "asleep"  # neither weights nor cache
-    WEIGHTS = "weights"
+    WEIGHTS = "without its cache"
     AWAKE = "awake"  # weights and key/value cache
 
 

@@ -23,6 +23,7 @@ class EngineCapabilities:
         in_place_latent: so may those of latent attention.
         data_parallel_replicas: several engines with data parallelism fit into one world.
         expert_multiple: each rank's channels of an expert are padded to a multiple of this.
+        whole_shared_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
     """
 
     version: str
@@ -31,6 +32,7 @@ class EngineCapabilities:
     in_place_latent: bool
     data_parallel_replicas: bool
     expert_multiple: int
+    whole_shared_experts: bool
 
 
 CAPABILITIES = (
@@ -41,6 +43,7 @@ CAPABILITIES = (
         in_place_latent=True,
         data_parallel_replicas=False,
         expert_multiple=32,
+        whole_shared_experts=True,
     ),
 )
 
@@ -62,11 +65,15 @@ def engine_capabilities(version: str, platform: str) -> EngineCapabilities:
 
 
 def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
-    """The layout with the padding of the installed version. Local; vLLM is not imported."""
+    """The layout as the installed version keeps experts. Local; vLLM is not imported."""
     if not layout.spec.moe:
         return layout
     row = engine_capabilities(installed_version(), platform)
-    return replace(layout, expert_multiple=row.expert_multiple)
+    return replace(
+        layout,
+        expert_multiple=row.expert_multiple,
+        whole_shared_experts=row.whole_shared_experts,
+    )
 
 
 def installed_version() -> str:

@@ -8,17 +8,22 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mindspeed_rl.config import ModelConfig
+from mindspeed_rl.config import ModelConfig, TrainConfig
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.parallel.stages import StageLayout
 
 
 def build_transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, model: ModelConfig, bf16: bool, sequence_parallel: bool
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    model: ModelConfig,
+    train: TrainConfig,
+    sequence_parallel: bool,
 ) -> TransformerConfig:
     """The megatron-core configuration of a spec in a layout."""
-    fields = _common(spec, model, bf16) | _parallel(layout, sequence_parallel)
+    fields = _common(spec, model, train.bf16) | _parallel(layout, sequence_parallel)
+    fields |= _recompute(train)
     if spec.moe:
         fields |= _experts(spec, layout)
     if spec.latent:
@@ -86,6 +91,19 @@ def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]
     if stages.vpp > 1 or not stages.is_even:
         fields["pipeline_model_parallel_layout"] = _layer_layout(stages)
     return fields
+
+
+def _recompute(train: TrainConfig) -> dict[str, Any]:
+    if train.recompute_granularity == "none":
+        return {}
+    if train.recompute_granularity == "selective":
+        modules = list(train.recompute_modules)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": train.recompute_method,
+        "recompute_num_layers": train.recompute_num_layers,
+    }
 
 
 def _layer_layout(stages: StageLayout) -> list[list[str]]:

@@ -45,6 +45,7 @@ class Report:
 
     Attributes:
         wrong: parameters whose bits differ from the oracle's.
+        staging: by way, what the reshard says that it allocates, and the peak of what it did.
         num_rounds: rounds that the bucket size made.
         proof: HF tensors that differ after the reshard, as the checksums say.
         engine_flip: the same after one bit changed in the last engine rank, and where.
@@ -54,6 +55,7 @@ class Report:
     """
 
     wrong: list[str]
+    staging: dict[str, tuple[int, int]]
     num_rounds: int
     proof: list[str]
     engine_flip: list[str]
@@ -89,6 +91,7 @@ def reshard_and_prove(
     job: object, read: Mapping[str, torch.Tensor], folder: str, dtype: torch.dtype
 ) -> Report:
     """Collective: the world."""
+    from mindspeed_rl.observability.tensor_tracker import TensorTracker
     from mindspeed_rl.orchestration.torchrun import Job
     from mindspeed_rl.resharding.checksums import WeightProof
     from mindspeed_rl.resharding.executor import Resharder
@@ -106,6 +109,7 @@ def reshard_and_prove(
         return make_transport(name, job.world.size, torch.device("cpu"))
 
     wrong = []
+    staging: dict[str, tuple[int, int]] = {}
     for way, per_node, relay in WAYS:
         resharder = Resharder(
             source,
@@ -119,7 +123,9 @@ def reshard_and_prove(
             name: torch.full(shape, UNTOUCHED, dtype=bits).view(dtype)
             for name, shape in target.local_shapes(rank).items()
         }
-        resharder.run(read, write)
+        with TensorTracker() as tracker:
+            resharder.run(read, write)
+        staging[f"{way}, relay {relay}"] = resharder.staging_bytes(), tracker.peak_bytes
         assert write.keys() == expected.keys()
         found = {name: param.view(bits).int() for name, param in write.items()}
         wrong += [f"{way} {n}" for n, want in expected.items() if not torch.equal(found[n], want)]
@@ -147,7 +153,7 @@ def reshard_and_prove(
     with flipped_bit(read[DIVERGED_PARAM] if last else None):
         resharder.run(read, write)
         diverged = [*differing(), located(DIVERGED)]
-    return Report(wrong, len(resharder.rounds), proof, engine_flip, trainer_flip, diverged)
+    return Report(wrong, staging, len(resharder.rounds), proof, engine_flip, trainer_flip, diverged)
 
 
 def expected_bits(
@@ -215,6 +221,17 @@ def test_every_engine_rank_holds_the_bits_of_the_oracle(
         assert report.wrong == []
         assert report.proof == []
         assert report.num_rounds > 3, "the bucket must force several rounds"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_staging_stays_within_the_bucket(
+    name: str, resharded: tuple[list[dict[str, Report]], Path]
+) -> None:
+    """R22: every tensor that a reshard makes is counted, transport and comparison included."""
+    for report in (rank[name] for rank in resharded[0]):
+        assert len(report.staging) == len(WAYS)
+        for way, (said, peak) in report.staging.items():
+            assert 0 < said == peak <= BUCKET_BYTES, (way, said, peak)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -173,7 +173,7 @@ def test_cached_prefix_is_not_served_after_an_update(world: str, facts: Facts) -
 def test_generating_needs_the_weights_of_the_trainer(world: str, facts: Facts) -> None:
     """R3: asleep, at another version, or in the middle of an update."""
     for rank in facts[world]:
-        assert "the engine is asleep" in rank.refusals["asleep"]
+        assert "the engine is without its cache" in rank.refusals["asleep"]
         assert "weights of version 0, the trainer is at 1" in rank.refusals["other version"]
         assert "weights of version -1" in rank.refusals["update begun"]
 

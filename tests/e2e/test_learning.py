@@ -55,6 +55,8 @@ def train(folder: Path, num_ranks: int, output: str, *flags: str) -> list[dict[s
 def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
     """Four optimizer steps per RL step, a KL term, old log-probs by a pass, engines of two ranks.
 
+    The trainer leaves memory for every rollout, and the engine's weights for every update.
+
     Measured: reward 0.03 -> 0.65, mismatch 1.2e-6.
     """
     steps = train(
@@ -62,9 +64,12 @@ def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
         "--pipeline-model-parallel-size", "2", "--rollout-tp", "2", "--train-iters", "8",
         "--grpo-prompts-per-step", "16", "--grpo-group-size", "8", "--global-batch-size", "32",
         "--micro-batch-size", "32", "--grpo-kl-beta", "0.01", "--old-logprob", "recompute",
-        "--lr", "5e-3",
+        "--lr", "5e-3", "--rl-offload", "all",
     )  # fmt: skip
     assert len(steps) == 8
+    away = ("parameters", "grad_buffers", "optimizer", "reference")
+    assert all(step[f"memory/rollout/{name}_bytes"] == 0 for step in steps for name in away)
+    assert steps[0]["memory/train/engine_weights_bytes"] == 0
     assert max(step["mismatch/max_abs_logprob"] for step in steps) <= 1e-4
     rewards = [step["reward/mean"] for step in steps]
     assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards

@@ -35,6 +35,7 @@ from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
+from mindspeed_rl.resharding.sync_metrics import SyncTraffic
 
 UNTOUCHED = -7
 ITEM_BYTES = 4
@@ -97,9 +98,15 @@ def move(
         )
         assert resharder.staging_bytes() <= bucket_bytes
         write = untouched(target.local_shapes(rank))
-        resharder.run(tensors(megatron_params(case, hf, rank)), write)
-        sent = sum(t.dst_box.num_elements for t in resharder.plan.sends)
-        assert transport.sent_bytes == sent * ITEM_BYTES
+        traffic = resharder.run(tensors(megatron_params(case, hf, rank)), write)
+        plan = resharder.plan
+        assert traffic == SyncTraffic(
+            *(
+                ITEM_BYTES * sum(t.dst_box.num_elements for t in transfers)
+                for transfers in (plan.receives, plan.sends, plan.copies)
+            )
+        )
+        assert transport.sent_bytes == traffic.sent_bytes
         return write
 
     return LocalWorld(case.world).run(one_rank)
@@ -230,6 +237,7 @@ def test_the_digest_follows_everything_a_plan_depends_on() -> None:
         replace(MOE, engine_dp=1),
         replace(MOE, expert_multiple=1),
         replace(MOE, transposed=True),
+        replace(MOE, whole_shared=True),
     ]
     assert len({digest(case) for case in [GQA, *changes]}) == 1 + len(changes)
 

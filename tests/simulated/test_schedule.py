@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.layout_cases import GQA, LATENT, MOE, PIPELINED_ENGINE, REDUNDANT, cases, layouts_of
+from support.layout_cases import (
+    GQA,
+    LATENT,
+    MOE,
+    PIPELINED_ENGINE,
+    REDUNDANT,
+    TIED,
+    cases,
+    layouts_of,
+)
 from support.layout_oracle import Case
 from support.local_transport import LocalTransport, LocalWorld
 
@@ -55,8 +64,9 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
     for rank in range(case.world):
         plan = plan_reshard(source, target, rank, case.ranks_per_node, relay=relay)
         for transfer in (*plan.sends, *plan.receives):
-            for slot in schedule.slots_of(source, transfer.hf_name):
-                if part := transfer.part(slot.part, slot.parts):
+            slots = schedule.slots_of(source, transfer.hf_name)
+            for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                if part:
                     table[transfer.leg - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
     return table.max(axis=0)
 
@@ -94,6 +104,26 @@ def test_every_slice_travels_once(case: Case, relay: bool) -> None:
             assert {schedule.dtypes[s.round] for s in slots} == {source.dtype_of(name)}
 
 
+@given(cases())
+@settings(max_examples=40, deadline=None)
+@example(GQA)
+@example(MOE)
+@example(LATENT)
+@example(TIED)
+@example(REDUNDANT)
+def test_tensors_of_one_class_are_placed_alike(case: Case) -> None:
+    """What a unit costs is measured once for all units of its class."""
+    for layout in layouts_of(case):
+        placed: dict[object, object] = {}
+        for unit in layout.units():
+            key = layout.class_of(unit.names[0]), len(unit.names)
+            where = [
+                [(s.piece.hf_box, s.holders, s.mirror) for s in layout.shards(name)]
+                for name in unit.names
+            ]
+            assert placed.setdefault(key, where) == where, unit.key
+
+
 def test_a_large_bucket_makes_one_round() -> None:
     assert schedule_of(GQA, *layouts_of(GQA), 10**9).num_rounds == 1
 
@@ -112,8 +142,9 @@ def test_all_stages_send_in_all_rounds() -> None:
         plan = plan_reshard(source, target, rank, case.ranks_per_node)
         for table, transfers in ((sent, plan.sends), (received, plan.receives)):
             for transfer in transfers:
-                for slot in schedule.slots_of(source, transfer.hf_name):
-                    if part := transfer.part(slot.part, slot.parts):
+                slots = schedule.slots_of(source, transfer.hf_name)
+                for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                    if part:
                         table[slot.round, rank] += part.num_elements
     stages = sent.reshape(schedule.num_rounds, 4, 2).sum(axis=2)
     assert (stages > 0).all()

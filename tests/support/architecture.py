@@ -48,6 +48,8 @@ LAYER_0 = (
     "resharding.layouts",
     "rollout.vllm_versions",
 )
+# Plans of reshards: arithmetic with numpy.
+PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))
 # Files and text only, so that rewards and data may write logs without torch.
 PLAIN_OBSERVABILITY = tuple(
     f"observability.{name}" for name in ("files", "jsonl", "names", "summary", "host_memory")
@@ -69,6 +71,8 @@ TORCH_DISTRIBUTED = TORCH | {"torch.distributed"}
 # The first rule whose prefix fits applies, so exceptions come before their package.
 RULES = (
     Rule(LAYER_0, LAYER_0),
+    Rule(PLANNING, (*LAYER_0, *PLANNING)),
+    Rule(("dryrun",), (*LAYER_0, *PLANNING, "dryrun")),
     Rule(PLAIN_OBSERVABILITY, PLAIN_OBSERVABILITY),
     Rule(LAYER_1, (*LAYER_0, *LAYER_1, *PLAIN_OBSERVABILITY), TORCH),
     Rule(

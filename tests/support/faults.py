@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         "first-source-serves-all",
         "resharding/sources.py",
-        "source[far] = np.repeat(src, shares)",
-        "source[far] = src[0]",
+        "source[entering] = np.repeat(src, shares)",
+        "source[entering] = src[0]",
         _SOURCES + "test_both_views_tell_the_same",
     ),
     Mutation(
@@ -84,14 +84,14 @@ MUTATIONS = (
         "leg-2-reads-the-trainer",
         "resharding/planner.py",
         "piece = dst.piece if leg == 2 else cell.piece_of(rank)",
-        "piece = cell.piece_of(cell.sources[0][0])",
+        "piece = cell.shards[0].piece",
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
         "mirror-counted-as-a-source",
         "resharding/planner.py",
-        "        if not s.mirror\n",
-        "        if s.holders\n",
+        "for s in shards if not s.mirror]",
+        "for s in shards if s.holders]",
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
@@ -107,6 +107,13 @@ MUTATIONS = (
         "self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)",
         "self.cost.loads / self.parts",
         _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
+    ),
+    Mutation(
+        "stages-cost-alike",
+        "resharding/layouts/base.py",
+        "return tuple(map(id, rows)), shape, self.lane_of(rows[0], layer)",
+        "return tuple(map(id, rows)), shape",
+        _SCHEDULE + "test_tensors_of_one_class_are_placed_alike",
     ),
     Mutation(
         "stages-one-after-the-other",

@@ -52,6 +52,13 @@ LAYOUT_MUTATIONS = (
         _ARRIVES,
     ),
     Mutation(
+        "shared-experts-always-cut",
+        "resharding/layouts/vllm.py",
+        "Share() if whole else Share(tp, engine.tp, multiple=multiple)",
+        "Share(tp, engine.tp, multiple=multiple)",
+        _DECLARED,
+    ),
+    Mutation(
         "fused-latent-projections-swapped",
         "models/blocks.py",
         'parts=((_Q_A, "q_lora_rank"), (_KV_A, "kv_a_size")),',

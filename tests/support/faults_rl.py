@@ -143,6 +143,13 @@ RL_MUTATIONS = (
         _PHASES + "test_weights_move_only_when_their_version_changed",
     ),
     Mutation(
+        "a-third-round-in-flight",
+        "resharding/executor.py",
+        "[self._new_staging() for _ in range(self._num_slots)]",
+        "[self._new_staging() for _ in range(self._num_slots + 1)]",
+        "tests/distributed/test_reshard.py::test_staging_stays_within_the_bucket[tiny-tp1-float32]",
+    ),
+    Mutation(
         "plans-not-compared",
         "resharding/executor.py",
         "            self._compare_plans()\n",

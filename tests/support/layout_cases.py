@@ -70,6 +70,7 @@ def _experts(draw: st.DrawFn, ranks_per_stage: int, world: int, num_layers: int)
         "router_bias": draw(st.booleans()),
         "expert_multiple": draw(st.sampled_from([1, 3, 32])),
         "transposed": draw(st.booleans()),
+        "whole_shared": draw(st.booleans()),
     }
 
 
@@ -183,7 +184,7 @@ LATENT = replace(
     engine_ep=True,
     transposed=True,
 )
-# without a compressed query, with empty slots
+# without a compressed query, with empty slots, shared experts whole on every rank
 PLAIN_LATENT = replace(
     LATENT,
     latent=replace(LATENT.latent, q_lora=0),
@@ -193,6 +194,7 @@ PLAIN_LATENT = replace(
     noop=(0,),
     moe_layers=(False, True, True),
     tied=True,
+    whole_shared=True,
 )
 # engines with stages of their own, tied
 PIPELINED_ENGINE = replace(TIED, engine_tp=2, engine_pp=4, num_layers=6, ranks_per_node=2)
@@ -255,5 +257,12 @@ def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     )
     return (
         MegatronLayout(spec, parallel, case.vocab_divisor),
-        VllmLayout(spec, engine, case.expert_multiple, case.physical_experts, case.transposed),
+        VllmLayout(
+            spec,
+            engine,
+            case.expert_multiple,
+            case.physical_experts,
+            case.transposed,
+            case.whole_shared,
+        ),
     )

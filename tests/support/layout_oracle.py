@@ -71,6 +71,7 @@ class Case:
     physical_experts: tuple[int, ...] = ()
     expert_multiple: int = 1
     transposed: bool = False
+    whole_shared: bool = False
 
     @property
     def world(self) -> int:
@@ -370,9 +371,9 @@ def _vllm_experts(case: Case, layer: _Layer, rank: int) -> dict[str, Array]:
         stored = np.ascontiguousarray(stack.transpose(0, 2, 1)) if case.transposed else stack
         params[f"experts.routed_experts.{name}"] = stored
     if case.shared_ffn:
-        shared = _vllm_mlp(
-            layer, "mlp.shared_experts.", _Cut(rank % case.engine_tp, case.engine_tp)
-        )
+        spread = case.engine_ep and case.engine_tp > 1 and case.engine_dp > 1
+        count = 1 if case.whole_shared and spread else case.engine_tp
+        shared = _vllm_mlp(layer, "mlp.shared_experts.", _Cut(rank % count, count))
         params |= {f"shared_experts.{name}": array for name, array in shared.items()}
     return params
 

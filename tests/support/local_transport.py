@@ -87,6 +87,7 @@ class LocalTransport:
         self._world = world
         self._rank = rank
         self.sent_bytes = 0
+        self.received_bytes = 0
         self.num_gathers = 0
         self.device = torch.device("cpu")
         self._started = 0
@@ -106,6 +107,7 @@ class LocalTransport:
             assert peer != self._rank, f"rank {self._rank} sends to itself"
             world.messages[self._started, self._rank, peer] = message.clone()
         self.sent_bytes += outgoing.numel() * outgoing.element_size()
+        self.received_bytes += incoming.numel() * incoming.element_size()
         return LocalPending(world, self._rank, self._started, incoming, receive_sizes)
 
     def all_gather(self, message: bytes) -> list[bytes]:

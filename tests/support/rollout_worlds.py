@@ -230,7 +230,7 @@ def check_prefix_cache(both: Both, facts: EngineFacts) -> None:
     for name, version in (("kept", 1), ("reset", 2)):
         scale_weights(both, 1.1)
         engine.begin_update()
-        both.phases._sync.path.move(both.policy.named_parameters(), engine)
+        both.phases._sync._path.move(both.policy.named_parameters(), engine)
         if name == "kept":
             engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
         engine.finish_update(version)

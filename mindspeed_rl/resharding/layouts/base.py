@@ -6,7 +6,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Protocol
 
 from mindspeed_rl.models.expert_rules import ExpertRow
@@ -90,7 +91,7 @@ class ShardLayout(Protocol):
         ...
 
     def class_of(self, hf_name: str) -> Hashable:
-        """Equal for tensors of units whose shards differ in names only."""
+        """Equal for tensors of equal rectangles on equal ranks, wherever these store them."""
         ...
 
     @property
@@ -142,6 +143,7 @@ def expert_name(pattern: str, expert: int) -> str:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
+@lru_cache(maxsize=1 << 17)
 def locate(hf_name: str) -> tuple[str, int, int]:
     """Pattern, layer and expert of an HF name: the inverse of filling them in."""
     numbers = [int(text) for text in _NUMBER.findall(hf_name)]
@@ -270,9 +272,11 @@ class TableLayout(ABC):
         return layer_name(pattern, layer)
 
     def class_of(self, hf_name: str) -> Hashable:
-        """Pattern and pipeline stage."""
+        """Rows, shape and pipeline stage: a row cuts its tensors of one shape alike."""
         pattern, layer, _ = locate(hf_name)
-        return pattern, self.lane_of(self._rows_of_patterns[pattern][0], layer)
+        rows = self._rows_of_patterns[pattern]
+        shape = self._patterns_of_rows[id(rows[0])][pattern]
+        return tuple(map(id, rows)), shape, self.lane_of(rows[0], layer)
 
     @property
     def wants_whole_tensors(self) -> bool:
@@ -280,14 +284,20 @@ class TableLayout(ABC):
         return False
 
     def _cuts_of(self, row: Row, share: Share) -> tuple[Cut, ...]:
-        """The cuts of a row at a share; equal at all layers and experts."""
+        """The cuts of a row at a share; equal at all layers and experts. Equal cuts are one."""
         key = (id(row), share)
-        if key not in self._cuts_of_rows:
-            self._cuts_of_rows[key] = tuple(row.cuts(self.spec, share))
-        return self._cuts_of_rows[key]
+        known = self._cuts_of_rows.get(key)
+        if known is None:
+            known = tuple(self._cuts.setdefault(cut, cut) for cut in row.cuts(self.spec, share))
+            self._cuts_of_rows[key] = known
+        return known
 
     @cached_property
     def _cuts_of_rows(self) -> dict[tuple[int, Share], tuple[Cut, ...]]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[Cut, Cut]:
         return {}
 
     @cached_property
@@ -303,7 +313,7 @@ class TableLayout(ABC):
         return known
 
     def _make_shards(self, hf_name: str) -> Iterator[Shard]:
-        holders_of: dict[tuple[Piece, bool], list[range]] = {}
+        found: dict[tuple[int, str, bool], tuple[Cut, list[range]]] = {}
         pattern, layer, expert = locate(hf_name)
         for row in self._rows_of_patterns[pattern]:
             tied = self.spec.tie_embeddings and row.tied_to == pattern
@@ -311,10 +321,10 @@ class TableLayout(ABC):
                 for placed in place.shares:
                     for cut in self._cuts_of(row, placed.share):
                         if tied or cut.hf_name == pattern:
-                            piece = Piece(hf_name, cut.hf_box, place.param, cut.param_box, cut.view)
-                            key = (piece, place.mirror)
-                            holders_of.setdefault(key, []).append(placed.holders)
-        for (piece, mirror), several in holders_of.items():
+                            key = (id(cut), place.param, place.mirror)
+                            found.setdefault(key, (cut, []))[1].append(placed.holders)
+        for (_, param, mirror), (cut, several) in found.items():
+            piece = Piece(hf_name, cut.hf_box, param, cut.param_box, cut.view)
             for position, holders in enumerate(merge_holders(several)):
                 yield Shard(piece, holders, mirror or position > 0)
 
@@ -332,6 +342,14 @@ class TableLayout(ABC):
         """Shape of every local parameter of a rank."""
         return {
             param: row.local_shape(self.spec, share)
+            for param, (row, share) in self._parameters(rank).items()
+        }
+
+    def local_bytes(self, rank: int, item_bytes: int) -> dict[str, int]:
+        """Bytes of every local parameter; ``item_bytes`` where it has the model's type."""
+        return {
+            param: prod(row.local_shape(self.spec, share))
+            * (4 if row.dtype == "float32" else item_bytes)
             for param, (row, share) in self._parameters(rank).items()
         }
 

@@ -36,12 +36,15 @@ class VllmLayout(TableLayout):
             share a layer (redundant experts: EPLB's physical-to-logical map); empty: every
             expert once, in order. Needs expert parallelism.
         transposed_experts: expert matrices are stored as [columns, rows], as by vLLM-Ascend.
+        whole_shared_experts: where experts are spread over tensor and data parallelism, every rank
+            keeps the shared experts whole, as by vLLM but not by vLLM-Ascend.
     """
 
     engine: EngineLayout
     expert_multiple: int = 1
     physical_experts: tuple[int, ...] = ()
     transposed_experts: bool = False
+    whole_shared_experts: bool = False
 
     def __post_init__(self) -> None:
         rows, engine = self.rows, self.engine
@@ -134,12 +137,25 @@ class VllmLayout(TableLayout):
             return
         engine = self.engine
         multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
+        whole = self._keeps_whole(row)
         for stage in stages:
             shares = tuple(
-                Placed(Share(tp, engine.tp, multiple=multiple), engine.replicas(tp, stage))
+                Placed(
+                    Share() if whole else Share(tp, engine.tp, multiple=multiple),
+                    engine.replicas(tp, stage),
+                )
                 for tp in range(engine.tp)
             )
             yield RowPlacement(row, name, shares, mirror=stage != stages[0])
+
+    def _keeps_whole(self, row: Row) -> bool:
+        """Whether tensor-parallel ranks keep a row whole that they could cut.
+
+        Source: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM.
+        """
+        engine = self.engine
+        spread = engine.expert_parallel and engine.tp > 1 and engine.dp > 1
+        return self.whole_shared_experts and spread and row.when == "shared_ffn_size"
 
     def _expert_places(
         self, row: ExpertRow, name: str, stage: int, expert: int

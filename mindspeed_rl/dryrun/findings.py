@@ -1,0 +1,185 @@
+"""A dry run: everything that follows from the flags of a run, computed once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.validate import RLPlan, RunPlan
+from mindspeed_rl.dryrun.machine import Machine, read_machine
+from mindspeed_rl.dryrun.step_time import PhaseSeconds, estimate
+from mindspeed_rl.dryrun.suggestions import Suggestion, plan_of, suggest
+from mindspeed_rl.dryrun.volumes import UpdateVolume, update_volume
+from mindspeed_rl.memory.communicators import device_groups
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.prediction import (
+    MemoryAssumptions,
+    MemoryPrediction,
+    Peak,
+    engine_is_bf16,
+    least_offload,
+    predict,
+)
+
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RankClass:
+    """Ranks of one pipeline stage; they differ by the padding of buffers alone.
+
+    Attributes:
+        first: the rank that was looked at.
+        last: the last of them.
+        table: its bytes.
+    """
+
+    first: int
+    last: int
+    table: Mapping[MemoryPhase, Mapping[Owner, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a dry run found.
+
+    Attributes:
+        config: of the run.
+        plan: of the run.
+        machine: what a rank runs on.
+        prediction: memory of every rank.
+        classes: of ranks that are alike.
+        groups: device communicators of rank 0 by name, with their sizes.
+        peak: the fullest moment.
+        budget_bytes: what the run may use of a device.
+        offload_reason: why trainer memory leaves as it does.
+        volume: of a weight update; ``None`` in supervised runs.
+        seconds: of a step by phase.
+        suggestions: what would make the peak smaller.
+    """
+
+    config: RLRunConfig | PretrainRunConfig
+    plan: RunPlan
+    machine: Machine
+    prediction: MemoryPrediction
+    classes: tuple[RankClass, ...]
+    groups: Mapping[str, int]
+    peak: Peak
+    budget_bytes: int
+    offload_reason: str
+    volume: UpdateVolume | None
+    seconds: Sequence[PhaseSeconds]
+    suggestions: Sequence[Suggestion]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest moment fits into the budget."""
+        return self.peak.num_bytes <= self.budget_bytes
+
+
+def world_size(config: RLRunConfig | PretrainRunConfig, environment: Mapping[str, str]) -> int:
+    """Ranks of the run that is predicted.
+
+    Raises:
+        ValueError: neither the flag nor the environment says.
+    """
+    if config.dry_run.rl_world_size:
+        return config.dry_run.rl_world_size
+    given = environment.get("WORLD_SIZE", "")
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(
+            "--rl-dry-run needs the number of ranks: add --rl-world-size N (nodes x ranks per "
+            "node), or set WORLD_SIZE"
+        )
+    return int(given)
+
+
+def budget_of(config: RLRunConfig | PretrainRunConfig, machine: Machine) -> int:
+    """Bytes of a device that the run may use: the flag, or the machine's, less what is reserved."""
+    given = config.memory.device_memory_gb if isinstance(config, RLRunConfig) else 0.0
+    return int(((given or machine.memory_gib) - machine.reserved_gib) * _GIB)
+
+
+def assumptions_of(
+    config: RLRunConfig | PretrainRunConfig, machine: Machine, *, swap_optimizer: bool
+) -> MemoryAssumptions:
+    """Machine and flags; the offload mode is still to be resolved."""
+    buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
+    communicator = machine.communicator_mib
+    if buffer_mb.isdecimal() and machine.name.startswith("a"):
+        communicator = 2.0 * int(buffer_mb)  # one to send, one to receive
+    return MemoryAssumptions(
+        kernels=machine.kernels,
+        train_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
+        rollout_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
+        communicator_bytes=int(communicator * _MIB),
+        graph_bytes=int(machine.graph_mib * _MIB),
+        swap_optimizer=swap_optimizer,
+    )
+
+
+def find_out(
+    config: RLRunConfig | PretrainRunConfig, world: int, *, swap_optimizer: bool = False
+) -> Findings:
+    """Predict a run of ``world`` ranks. Pure but for reading config.json and the machine file.
+
+    Args:
+        config: of the run.
+        world: ranks.
+        swap_optimizer: whether MindSpeed's ``--swap-optimizer`` is given.
+
+    Raises:
+        ValueError: flags that are not possible.
+    """
+    machine = read_machine(config.dry_run.rl_dry_run_machine)
+    plan = plan_of(config, world)
+    assumptions = assumptions_of(config, machine, swap_optimizer=swap_optimizer)
+    budget = budget_of(config, machine)
+    prediction = predict(config, plan, assumptions)
+    ranks = prediction.representatives()
+    mode, why = resolve_offload(prediction, ranks, budget)
+    prediction = replace(prediction, assumptions=replace(assumptions, offload=mode))
+    volume = None
+    if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
+        several_nodes = world > machine.ranks_per_node
+        relay = config.rollout.reshard_relay == "auto" and several_nodes
+        looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
+        item = 2 if engine_is_bf16(config) else 4
+        volume = update_volume(plan, looked_at, machine, item, relay)
+    per_stage = plan.parallel.ranks_per_stage
+    engine = plan.engine if isinstance(plan, RLPlan) else None
+    groups = device_groups(0, plan.parallel, engine) if assumptions.communicator_bytes else {}
+    return Findings(
+        config=config,
+        plan=plan,
+        machine=machine,
+        prediction=prediction,
+        classes=tuple(
+            RankClass(rank, rank + per_stage - 1, prediction.rank_table(rank)) for rank in ranks
+        ),
+        groups={name: len(members) for name, members in groups.items()},
+        peak=prediction.peak(ranks),
+        budget_bytes=budget,
+        offload_reason=why,
+        volume=volume,
+        seconds=estimate(prediction, machine, volume.seconds if volume else None),
+        suggestions=suggest(prediction, ranks),
+    )
+
+
+def resolve_offload(
+    prediction: MemoryPrediction, ranks: Sequence[int], budget_bytes: int
+) -> tuple[OffloadMode, str]:
+    """What leaves the device during rollouts, and why."""
+    config = prediction.config
+    if not isinstance(config, RLRunConfig):
+        return OffloadMode.NONE, "nothing shares the device"
+    asked = OffloadMode(config.memory.rl_offload)
+    if asked is not OffloadMode.AUTO:
+        return asked, "as --rl-offload says"
+    mode = least_offload(prediction, ranks, budget_bytes)
+    if mode is None:
+        return OffloadMode.ALL, "auto: nothing fits, so all"
+    return mode, "auto: the least that fits"

@@ -1,0 +1,338 @@
+"""Who will own how much device memory of each rank in each phase, from the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.validate import RLPlan, RunPlan
+from mindspeed_rl.memory.communicators import device_groups
+from mindspeed_rl.memory.engine import EngineMemory
+from mindspeed_rl.memory.layers import Kernels
+from mindspeed_rl.memory.model_state import ModelState, model_state
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.tape import inference_peak
+from mindspeed_rl.memory.training import TrainingMemory, Workload
+from mindspeed_rl.models.rules import round_up
+
+Table = dict[Owner, int]
+_GIB, _MIB = 2**30, 2**20
+# MindSpeed's --swap-optimizer moves the state through the device in so many parts.
+SWAP_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAssumptions:
+    """What the configuration does not say.
+
+    Attributes:
+        kernels: operators of the trainer.
+        offload: what leaves during rollouts; not ``AUTO``.
+        train_imbalance: tokens of the busiest expert-parallel rank in training, by the mean.
+        rollout_imbalance: the same in the engine.
+        communicator_bytes: device buffers of one communicator; 0 on CPU.
+        graph_bytes: of one captured engine step size.
+        swap_optimizer: optimizer state is on the host and passes through in parts.
+        staging_bytes: of a reshard by rank, where the plan is known; else the whole bucket counts.
+    """
+
+    kernels: Kernels = Kernels.EAGER
+    offload: OffloadMode = OffloadMode.NONE
+    train_imbalance: float = 1.0
+    rollout_imbalance: float = 1.0
+    communicator_bytes: int = 0
+    graph_bytes: int = 0
+    swap_optimizer: bool = False
+    staging_bytes: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The fullest moment."""
+
+    rank: int
+    phase: MemoryPhase
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes by rank, phase and owner. Pure; a rank costs milliseconds.
+
+    Attributes:
+        config: of the run.
+        plan: of the run.
+        assumptions: what the configuration does not say.
+        work: the optimizer step that is predicted; ``None``: the largest that the flags allow.
+    """
+
+    config: RLRunConfig | PretrainRunConfig
+    plan: RunPlan
+    assumptions: MemoryAssumptions
+    work: Workload | None = None
+
+    def __post_init__(self) -> None:
+        assert self.assumptions.offload is not OffloadMode.AUTO, "resolve auto first"
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.plan.parallel.world
+
+    def rank_table(self, rank: int) -> dict[MemoryPhase, Table]:
+        """Owner -> bytes in every phase of one rank; owners without memory are left out."""
+        state, moments = self._state(rank), self._resident_optimizer(self._state(rank).optimizer)
+        trainer = self._trainer(state, moments)
+        tables = {
+            MemoryPhase.LOAD: self._load(state),
+            MemoryPhase.TRAIN_IDLE: trainer,
+            MemoryPhase.TRAIN: self._train(rank, trainer, state),
+        }
+        if isinstance(self.plan, RLPlan):
+            tables[MemoryPhase.SYNC] = self._sync(rank, state, moments)
+            tables[MemoryPhase.ROLLOUT] = self._rollout(rank, state, moments)
+            if not self._frees_engine_weights:
+                weights = {Owner.ENGINE_WEIGHTS: self.engine.weights(rank)}
+                tables[MemoryPhase.TRAIN_IDLE] |= weights
+                tables[MemoryPhase.TRAIN] |= weights
+        groups = self._communicators(rank)
+        return {
+            phase: {o: b for o, b in (table | groups).items() if b}
+            for phase, table in tables.items()
+        }
+
+    def border(self, rank: int, state: str) -> dict[str, int]:
+        """Owner -> bytes when the phase machine reaches a state, after the first update.
+
+        Args:
+            rank: global rank.
+            state: ``train``, ``idle``, ``sync`` or ``rollout``.
+        """
+        table = self.rank_table(rank)
+        if state == "train":
+            found = table[MemoryPhase.TRAIN_IDLE]
+        elif state == "idle":
+            freed = self._frees_engine_weights
+            found = {
+                owner: size
+                for owner, size in table[MemoryPhase.SYNC].items()
+                if not (freed and owner is Owner.ENGINE_WEIGHTS)
+            }
+        else:
+            found = table[MemoryPhase(state)]
+        passing = (Owner.ACTIVATIONS, Owner.LOGITS, Owner.RESHARD_STAGING, Owner.ENGINE_WORKSPACE)
+        return {owner.value: size for owner, size in found.items() if owner not in passing}
+
+    def peak(self, ranks: Iterable[int] | None = None) -> Peak:
+        """The fullest moment of some ranks; of all when not given."""
+        return max(
+            (
+                Peak(rank, phase, sum(table.values()))
+                for rank in (range(self.world) if ranks is None else ranks)
+                for phase, table in self.rank_table(rank).items()
+            ),
+            key=lambda peak: peak.num_bytes,
+        )
+
+    def representatives(self) -> tuple[int, ...]:
+        """The first rank of every pipeline stage: ranks of a stage differ by padding alone."""
+        parallel = self.plan.parallel
+        return tuple(range(0, parallel.world, parallel.ranks_per_stage))
+
+    # --- the trainer -------------------------------------------------------------------------
+
+    def _state(self, rank: int) -> ModelState:
+        return model_state(
+            self.plan.megatron,
+            rank,
+            bf16=self.config.train.bf16,
+            distributed_optimizer=self.config.parallel.use_distributed_optimizer,
+        )
+
+    def _resident_optimizer(self, size: int) -> int:
+        return -(-size // SWAP_PARTS) if self.assumptions.swap_optimizer else size
+
+    @property
+    def _has_reference(self) -> bool:
+        return isinstance(self.config, RLRunConfig) and self.config.rl.grpo_kl_beta > 0
+
+    def _reference(self, state: ModelState) -> int:
+        return state.plain_parameters if self._has_reference else 0
+
+    @property
+    def _offload(self) -> OffloadMode:
+        return self.assumptions.offload
+
+    def _load(self, state: ModelState) -> Table:
+        return {
+            Owner.PARAMETERS: state.parameters,
+            Owner.GRAD_BUFFERS: state.grad_buffers,
+            Owner.OPTIMIZER: self._resident_optimizer(state.optimizer_at_start),
+            Owner.REFERENCE: self._reference(state),
+        }
+
+    def _trainer(self, state: ModelState, optimizer: int) -> Table:
+        stays = self._offload is not OffloadMode.ALL
+        return {
+            Owner.PARAMETERS: state.parameters,
+            Owner.GRAD_BUFFERS: state.grad_buffers,
+            Owner.OPTIMIZER: optimizer,
+            Owner.REFERENCE: self._reference(state) if stays else 0,
+        }
+
+    def _train(self, rank: int, trainer: Table, state: ModelState) -> Table:
+        """The fuller of an update and, where it is brought in for it, the reference's pass."""
+        memory, work = self.training, self.workload
+        peak = memory.peak(rank, work)
+        update = trainer | {
+            Owner.ACTIVATIONS: peak.activations + peak.batch,
+            Owner.LOGITS: peak.logits,
+        }
+        reference = self._reference(state)
+        if not reference or self._offload is not OffloadMode.ALL:
+            return update
+        passing = max(inference_peak(tape) for tape in memory.chunk_tapes(rank, work))
+        annotate = trainer | {
+            Owner.REFERENCE: reference,
+            Owner.ACTIVATIONS: passing + peak.batch,
+        }
+        return max(update, annotate, key=lambda table: sum(table.values()))
+
+    @cached_property
+    def training(self) -> TrainingMemory:
+        """Activations of the trainer."""
+        return TrainingMemory(
+            self.plan.megatron,
+            self.config.train,
+            self.assumptions.kernels,
+            self.config.parallel.shards_sequence,
+            self.assumptions.train_imbalance,
+        )
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The optimizer step that is predicted."""
+        return self.work or self._largest_work()
+
+    def _largest_work(self) -> Workload:
+        """Micro-batches full of the longest sequences that the flags allow."""
+        config, parallel = self.config, self.plan.parallel
+        train = config.train
+        if isinstance(self.plan, RLPlan) and isinstance(config, RLRunConfig):
+            longest, per_update = self.plan.max_model_len, self.plan.batch.samples_per_update
+            trained = config.rollout.rollout_max_response_length
+            entropy = config.rl.grpo_entropy_term_weight != 0
+        else:
+            longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
+            per_update, entropy = train.global_batch_size, False
+        samples = max(1, per_update // parallel.dp)
+        sequences = train.micro_batch_size
+        if train.max_tokens_per_micro_batch:
+            sequences = max(1, train.max_tokens_per_micro_batch // longest)
+        sequences = min(sequences, samples)
+        multiple = (2 * parallel.cp if parallel.cp > 1 else 1) * parallel.tp
+        return Workload(
+            tokens=round_up(sequences * longest, multiple),
+            sequence=longest,
+            trained=sequences * trained,
+            num_micro_batches=-(-samples // sequences),
+            entropy_gradient=entropy,
+        )
+
+    # --- the engine ----------------------------------------------------------------------------
+
+    @property
+    def _rl(self) -> tuple[RLRunConfig, RLPlan]:
+        assert isinstance(self.config, RLRunConfig) and isinstance(self.plan, RLPlan)
+        return self.config, self.plan
+
+    @cached_property
+    def engine(self) -> EngineMemory:
+        """The rollout engine."""
+        config, plan = self._rl
+        return EngineMemory(
+            plan.vllm,
+            2 if engine_is_bf16(config) else 4,
+            config.vllm_options,
+            int(config.rollout.rollout_kv_cache_gb * _GIB),
+            self.assumptions.rollout_imbalance,
+        )
+
+    @property
+    def _frees_engine_weights(self) -> bool:
+        sleep = self._rl[0].memory.rollout_sleep
+        return sleep == "all" or (sleep == "auto" and self._offload is OffloadMode.ALL)
+
+    def _waiting(self, state: ModelState, optimizer: int) -> Table:
+        """The trainer while weights are updated."""
+        left = self._offload is not OffloadMode.NONE
+        return {
+            Owner.PARAMETERS: state.parameters,
+            Owner.GRAD_BUFFERS: 0 if left else state.grad_buffers,
+            Owner.OPTIMIZER: 0 if left else optimizer,
+            Owner.REFERENCE: 0 if self._offload is OffloadMode.ALL else self._reference(state),
+        }
+
+    def _sync(self, rank: int, state: ModelState, optimizer: int) -> Table:
+        bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
+        return self._waiting(state, optimizer) | {
+            Owner.ENGINE_WEIGHTS: self.engine.weights(rank),
+            Owner.RESHARD_STAGING: self.assumptions.staging_bytes.get(rank, bucket),
+        }
+
+    def _rollout(self, rank: int, state: ModelState, optimizer: int) -> Table:
+        waiting = self._waiting(state, optimizer)
+        if self._offload is OffloadMode.ALL:
+            waiting[Owner.PARAMETERS] = 0
+        return waiting | {
+            Owner.ENGINE_WEIGHTS: self.engine.weights(rank),
+            Owner.KV_CACHE: self.engine.kv_cache(),
+            Owner.ENGINE_WORKSPACE: self.engine.workspace(),
+            Owner.GRAPHS: self._graphs(),
+        }
+
+    def _graphs(self) -> int:
+        """Captured graphs; the engine runs without unless ``--vllm-enforce-eager false``."""
+        options = self._rl[0].vllm_options
+        if options.get("enforce_eager", True):
+            return 0
+        sizes = options.get("cudagraph_capture_sizes")
+        count = len(sizes) if isinstance(sizes, list) else 1
+        return self.assumptions.graph_bytes * count
+
+    def _communicators(self, rank: int) -> Table:
+        if not self.assumptions.communicator_bytes:
+            return {}
+        engine = self.plan.engine if isinstance(self.plan, RLPlan) else None
+        groups = device_groups(rank, self.plan.parallel, engine)
+        return {Owner.COMMUNICATORS: len(groups) * self.assumptions.communicator_bytes}
+
+
+def engine_is_bf16(config: RLRunConfig) -> bool:
+    """Whether the engine computes in bfloat16."""
+    dtype = config.rollout.rollout_dtype
+    return dtype == "bfloat16" or (dtype == "auto" and config.train.bf16)
+
+
+def predict(
+    config: RLRunConfig | PretrainRunConfig,
+    plan: RunPlan,
+    assumptions: MemoryAssumptions | None = None,
+    work: Workload | None = None,
+) -> MemoryPrediction:
+    """Predict the device memory of a run. Pure; tables are computed when they are asked for."""
+    return MemoryPrediction(config, plan, assumptions or MemoryAssumptions(), work)
+
+
+def least_offload(
+    prediction: MemoryPrediction, ranks: Iterable[int], budget_bytes: int
+) -> OffloadMode | None:
+    """The least offload with which some ranks fit into a budget; ``None``: none does."""
+    several = tuple(ranks)
+    for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):
+        changed = replace(prediction, assumptions=replace(prediction.assumptions, offload=mode))
+        if changed.peak(several).num_bytes <= budget_bytes:
+            return mode
+    return None

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# GRPO of DeepSeek-R1 (671B) on 128 Atlas A3 cards = 256 dies of 64 GB, trainer and engine on the
+# same dies. Grade: dry run only, not executed on hardware. Layout, batch and lengths follow the
+# CANN recipe's published run with real weights; docs/memory.md compares what is predicted.
+#
+# usage: pretrain_scripts/grpo_deepseek_r1_671b_a3.sh [flags of mindspeed_rl.train_rl ...]
+#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   ROLLOUT_DP=128 ROLLOUT_EP=256   one engine over all dies instead of two
+set -euo pipefail
+
+export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
+export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+NPUS_PER_NODE="${NPUS_PER_NODE:-16}"
+NNODES="${NNODES:-16}"
+NODE_RANK="${NODE_RANK:-0}"
+MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_PORT="${MASTER_PORT:-6000}"
+
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$HERE/launch.sh"
+source "$HERE/models/deepseek_v3_671b.sh"
+
+CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/DeepSeek-R1-bf16}"
+CKPT_SAVE_DIR="${CKPT_SAVE_DIR:-$ROOT/outputs/deepseek_r1_671b/checkpoints}"
+DATA_PATH="${DATA_PATH:-$ROOT/data/deepscaler/train.jsonl}"
+OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/deepseek_r1_671b}"
+
+TP="${TP:-4}"
+PP="${PP:-8}"
+EP="${EP:-8}"
+MBS="${MBS:-1}"
+RECOMPUTE_NUM_LAYERS="${RECOMPUTE_NUM_LAYERS:-8}"
+PROMPT_LENGTH="${PROMPT_LENGTH:-1024}"
+RESPONSE_LENGTH="${RESPONSE_LENGTH:-3072}"
+ROLLOUT_TP="${ROLLOUT_TP:-2}"
+ROLLOUT_DP="${ROLLOUT_DP:-64}"
+ROLLOUT_EP="${ROLLOUT_EP:-128}"
+MAX_NUM_SEQS="${MAX_NUM_SEQS:-64}"
+MAX_NUM_BATCHED_TOKENS="${MAX_NUM_BATCHED_TOKENS:-1024}"
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP" --sequence-parallel
+    --pipeline-model-parallel-size "$PP" --num-layer-list "${NUM_LAYER_LIST:-7,7,8,8,8,8,8,7}"
+    --expert-model-parallel-size "$EP" --moe-tp-extend-ep
+    --use-distributed-optimizer --distributed-timeout-minutes 120
+)
+MEMORY_ARGS=(
+    --swap-optimizer --rl-offload all
+    --recompute-granularity full --recompute-method block
+    --recompute-num-layers "$RECOMPUTE_NUM_LAYERS"
+)
+TRAIN_ARGS=(
+    --bf16 --micro-batch-size "$MBS" --train-iters "${TRAIN_ITERS:-200}"
+    --lr 1e-6 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.01
+)
+RL_ARGS=(
+    --perform-rl-step --grpo-prompts-per-step "${PROMPTS_PER_STEP:-512}"
+    --grpo-group-size "${GROUP_SIZE:-16}" --grpo-kl-beta 0.001
+    --prompt-data "$DATA_PATH" --max-prompt-length "$PROMPT_LENGTH" --reward-function math
+)
+ROLLOUT_ARGS=(
+    --rollout-tp "$ROLLOUT_TP" --rollout-dp "$ROLLOUT_DP" --rollout-ep "$ROLLOUT_EP"
+    --rollout-max-response-length "$RESPONSE_LENGTH"
+    --rollout-kv-cache-gb "${KV_CACHE_GB:-20}" --rl-default-temperature 1.0
+    --vllm-max-num-seqs "$MAX_NUM_SEQS"
+    --vllm-max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" --vllm-enable-chunked-prefill true
+    --reshard-relay off
+)
+OUTPUT_ARGS=(
+    --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
+    --phase-timeout-s 7200
+)
+
+launch mindspeed_rl.train_rl \
+    --hf-checkpoint "$(config_of "$CKPT_LOAD_DIR" deepseek-v3 "$@")" \
+    "${MODEL_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${MEMORY_ARGS[@]}" "${TRAIN_ARGS[@]}" \
+    "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
