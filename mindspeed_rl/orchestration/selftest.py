@@ -87,7 +87,7 @@ def run(
         One finding per layout and cut on rank 0, nothing elsewhere.
     """
     job = _tiny_job(job)
-    with job.watchdog.phase("selftest: one rank"), _InLayout(job, Layout()) as (_, engine, whole):
+    with job.watchdog.phase("selftest: one rank"), InLayout(job, Layout()) as (_, engine, whole):
         samples = _with_behaviour(engine, _samples())
         everything = engine.prepare([pack(samples, sum(s.length for s in samples))])
         wanted = {c: _outcome(engine, whole, everything, samples, c, _alone) for c in cases}
@@ -99,7 +99,7 @@ def run(
         where = layout.name(job.world.size)
         with (
             job.watchdog.phase(f"selftest: {where}"),
-            _InLayout(job, layout) as (
+            InLayout(job, layout) as (
                 local,
                 engine,
                 whole,
@@ -158,7 +158,7 @@ def _tiny_job(job: RLJobOf) -> RLJobOf:
     return replace(job, config=replace(job.config, model=model, train=TrainConfig(train_iters=1)))
 
 
-class _InLayout:
+class InLayout:
     """The job in a layout, and its policy; megatron-core's state is undone at the end."""
 
     def __init__(self, job: RLJobOf, layout: Layout) -> None:
