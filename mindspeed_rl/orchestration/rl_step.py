@@ -11,6 +11,7 @@ import torch
 from mindspeed_rl.algorithms.correction import mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import policy_loss
+from mindspeed_rl.algorithms.selection import upper_quantile
 from mindspeed_rl.algorithms.settings import advantage_estimator, loss_settings
 from mindspeed_rl.algorithms.types import (
     Denominators,
@@ -168,9 +169,14 @@ def update(run: RLJob, batches: StepBatches) -> MetricSet:
         nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))
         metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(float(run.rank == 0))})
     before = run.version
+    gaps: list[torch.Tensor] = []
     for _ in range(run.plan.batch.iterations):
         for batch in batches.updates:
-            metrics = metrics.merge(update_once(run, batch, run.version == before))
+            metrics = metrics.merge(update_once(run, batch, run.version == before, gaps))
+    if run.policy.is_last:
+        gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
+        p99 = Max(upper_quantile(gaps, 0.01, run.policy.sum_over_tokens))
+    metrics = metrics.merge({"mismatch/p99_abs_logprob": p99 if run.policy.is_last else Max()})
     if run.config.rl.grpo_kl_beta:
         metrics = metrics.merge({"policy/kl_beta": Max(run.kl_beta)})
         adapt_kl(run, metrics)
@@ -197,12 +203,17 @@ def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
         )
 
 
-def step_loss(run: RLJob, denominators: Denominators, first_update: bool) -> LossFunction:
+def step_loss(
+    run: RLJob,
+    denominators: Denominators,
+    first_update: bool,
+    gaps: list[torch.Tensor] | None = None,
+) -> LossFunction:
     """The loss of one optimizer step, with the mismatch where it can be told.
 
     The trainer's log-probs under the weights that sampled are the old log-probs, unless those are
     the engine's own, or the present ones as long as no update has been made. Samples of an earlier
-    step are left out: their difference is learning.
+    step are left out: their difference is learning. What is compared is appended to ``gaps``.
     """
     old_is_trainers = run.config.rl.old_logprob != "rollout"
     settings = loss_settings(run.config, run.kl_beta)
@@ -217,6 +228,8 @@ def step_loss(run: RLJob, denominators: Denominators, first_update: bool) -> Los
         engine = inputs.rollout_logprobs
         if inputs.fresh is not None:
             known, engine = known[inputs.fresh], engine[inputs.fresh]
+        if gaps is not None:
+            gaps.append((known - engine).abs())
         return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine)})
 
     return loss
@@ -233,8 +246,13 @@ def silent_metrics(loss: LossFunction) -> MetricSet:
     )
 
 
-def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet:
-    """One optimizer step; a batch without a single trained token is skipped and counted (R37)."""
+def update_once(
+    run: RLJob, batch: UpdateBatch, first_update: bool, gaps: list[torch.Tensor]
+) -> MetricSet:
+    """One optimizer step; a batch without a single trained token is skipped and counted (R37).
+
+    Differences between trainer and engine are appended to ``gaps``.
+    """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
     first = run.rank == 0
     if batch.denominators.tokens == 0:
@@ -242,7 +260,7 @@ def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet
     if run.config.policy_loss.selects:
         batch = select_tokens(run, batch, first_update)
     found = run.policy.forward_backward(
-        batch.micro_batches, step_loss(run, batch.denominators, first_update)
+        batch.micro_batches, step_loss(run, batch.denominators, first_update, gaps)
     )
     stats = run.policy.step()
     run.version += 1
