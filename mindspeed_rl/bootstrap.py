@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
+
 if TYPE_CHECKING:
     from mindspeed_rl.platforms.base import Platform
 
@@ -60,8 +62,12 @@ class World:
         )
 
 
-def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> None:
-    """Set what torch and vLLM read when they are imported; before any of them is."""
+def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> list[str]:
+    """Set what torch and vLLM read when they are imported; before any of them is.
+
+    Returns:
+        What of the user's own settings was changed, and why.
+    """
     late = [name for name in ("torch", "vllm", "megatron.core") if name in sys.modules]
     if late:
         raise RuntimeError(
@@ -69,6 +75,7 @@ def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> Non
             "mindspeed_rl.bootstrap must be the first import of an entry"
         )
     set_defaults(platform, environ)
+    return without_expandable_segments(environ) if platform != "cpu" else []
 
 
 def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:

@@ -159,7 +159,7 @@ class MemoryLedger:
         return found
 
     def table(self) -> str:
-        """All borders crossed so far, a column each, in GiB; predictions in brackets."""
+        """All borders crossed so far, a column each, in MiB; predictions in brackets."""
         states = list(self.borders)
         rows = [["owner", *states]]
         for owner in self._owners:
@@ -175,17 +175,19 @@ class MemoryLedger:
 
     def _cell(self, state: str, owner: str) -> str:
         text = _number(self.borders[state].owners[owner])
-        expected = self._predicted.get(state, {}).get(owner)
-        return text if expected is None else f"{text} ({_number(expected)})"
+        if state not in self._predicted:
+            return text
+        return f"{text} ({_number(self._predicted[state].get(owner, 0))})"
 
     def _message(self, what: str, limit_bytes: int) -> str:
         largest = ""
         if self.borders:
-            last = list(self.borders.values())[-1].owners
-            largest = max(last, key=lambda owner: last[owner])
+            last = list(self.borders.values())[-1]
+            sizes = last.owners | {_NOBODY: last.residue_bytes}
+            largest = max(sizes, key=lambda owner: sizes[owner])
         return (
             f"device memory: {what}, of {_gib(limit_bytes)} that the run may use; "
-            f"{_REMEDIES.get(largest, _GENERAL)}\nGiB by owner at each border:\n{self.table()}"
+            f"{_REMEDIES.get(largest, _GENERAL)}\nMiB by owner at each border:\n{self.table()}"
         )
 
 
@@ -193,7 +195,10 @@ _GENERAL = (
     "raise --device-memory-gb, lower --rollout-kv-cache-gb, or take --rl-offload all and "
     "--rollout-sleep all"
 )
+_NOBODY = ""
 _REMEDIES = {
+    _NOBODY: "most of it is owned neither by trainer nor by engine (libraries, allocator caches, "
+    "on a host everything of the process): raise --device-memory-gb",
     "kv_cache": "most of it is the key/value cache: lower --rollout-kv-cache-gb",
     "optimizer": "most of it is optimizer state: take --rl-offload optimizer, or shard it further "
     "with --use-distributed-optimizer",
@@ -206,7 +211,7 @@ _REMEDIES = {
 
 
 def _number(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.3f}"
+    return f"{num_bytes / _MIB:.1f}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.phases.machine import Phases, Sharing
+from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
 from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync
 from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
@@ -28,23 +29,46 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 2**30
+# Of a device; the rest is for the allocator's rounding and what no owner accounts for.
+_PREDICTABLE = 0.9
 
 
-def choose_offload(job: Job[RLRunConfig, RLPlan]) -> tuple[OffloadMode, str]:
+def memory_budget(job: Job[RLRunConfig, RLPlan]) -> int:
+    """Bytes of a device that the run may use, the least of all ranks; 0: no limit.
+
+    Collective: the world.
+    """
+    asked, platform = job.config.memory.device_memory_gb, job.platform
+    budget = int(asked * _GIB)
+    if not asked and not platform.shares_host_memory:
+        budget = platform.memory().total_bytes
+    return _least(budget)
+
+
+def choose_offload(job: Job[RLRunConfig, RLPlan], budget_bytes: int) -> tuple[OffloadMode, str]:
     """What of the trainer leaves the device, and why. Local, alike on all ranks."""
     asked = OffloadMode(job.config.memory.rl_offload)
     if asked is not OffloadMode.AUTO:
         return asked, "as --rl-offload says"
-    if job.platform.shares_host_memory:
+    if not budget_bytes:
         return OffloadMode.NONE, "the device is the host, so nothing is gained by moving"
-    return OffloadMode.ALL, "nothing is known to fit beside the engine"
+    prediction = predict(job.config, job.plan)
+    usable = int(budget_bytes * _PREDICTABLE)
+    mode = least_offload(prediction, prediction.representatives(), usable)
+    budget = f"{budget_bytes / _GIB:.3g} GiB, of which {_PREDICTABLE:.0%} are planned"
+    if mode is None:
+        return OffloadMode.ALL, f"the predicted peak exceeds {budget}; see --rl-dry-run"
+    return mode, f"the least whose predicted peak fits {budget}"
 
 
 def share_memory(
     job: Job[RLRunConfig, RLPlan], policy: TrainEngine, reference: TrainEngine | None
 ) -> Sharing:
-    """What leaves the device for the engine, and what of the engine leaves for it. Local."""
-    mode, why = choose_offload(job)
+    """What leaves the device for the engine, and what of the engine leaves for it.
+
+    Collective: the world.
+    """
+    mode, why = choose_offload(job, memory_budget(job))
     sleep = job.config.memory.rollout_sleep
     free_weights = sleep == "all" or (sleep == "auto" and mode is OffloadMode.ALL)
     job.say(
@@ -65,7 +89,8 @@ def open_ledger(
     job: Job[RLRunConfig, RLPlan], sharing: Sharing, engine: VllmEngine
 ) -> MemoryLedger:
     """The ledger of the trainer's and the engine's memory. Local."""
-    options = job.config.memory
+    options, rank = job.config.memory, job.world.rank
+    prediction = predict(job.config, job.plan, MemoryAssumptions(offload=sharing.mode))
     owners: dict[str, Callable[[], int]] = {
         owner.value: group.num_bytes for owner, group in sharing.groups.items()
     }
@@ -80,6 +105,7 @@ def open_ledger(
         job.platform.memory,
         int(options.device_memory_gb * _GIB) or None,
         options.memory_leak_mb * 2**20,
+        {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
     )
 
 
@@ -94,7 +120,11 @@ def agreed_cache_bytes(requested_gb: float) -> int:
     Nodes may be given different values; engines of different capacity would schedule differently.
     Collective: the world.
     """
-    value = torch.tensor(int(requested_gb * _GIB))
+    return _least(int(requested_gb * _GIB))
+
+
+def _least(number: int) -> int:
+    value = torch.tensor(number)
     dist.all_reduce(value, dist.ReduceOp.MIN)
     return int(value)
 

@@ -93,7 +93,7 @@ def run_entry(
     except ValueError as error:
         _usage_error(prog, error, world, limits or Limits())
     parallel = config.parallel
-    bootstrap.prepare_environment(parallel.platform, os.environ)
+    changed = bootstrap.prepare_environment(parallel.platform, os.environ)
     bootstrap.quiet_libraries()
     watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, limits)
     try:
@@ -102,6 +102,7 @@ def run_entry(
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world)
         job = Job(config, plan, world, platform, watchdog, parsed.ignored)
+        job.say(*changed)
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()

@@ -70,6 +70,9 @@ def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
     away = ("parameters", "grad_buffers", "optimizer", "reference")
     assert all(step[f"memory/rollout/{name}_bytes"] == 0 for step in steps for name in away)
     assert steps[0]["memory/train/engine_weights_bytes"] == 0
+    for state in ("train", "idle", "sync", "rollout"):
+        predicted = steps[-1][f"memory/{state}_predicted_bytes"]
+        assert steps[-1][f"memory/{state}_owned_bytes"] == pytest.approx(predicted, rel=0.05)
     assert max(step["mismatch/max_abs_logprob"] for step in steps) <= 1e-4
     rewards = [step["reward/mean"] for step in steps]
     assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards

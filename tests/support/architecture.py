@@ -47,6 +47,7 @@ LAYER_0 = (
     "resharding.boxes",
     "resharding.layouts",
     "rollout.vllm_versions",
+    "platforms.allocator_settings",
 )
 # Plans of reshards: arithmetic with numpy.
 PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))

@@ -15,7 +15,9 @@ import os, sys
 from mindspeed_rl import bootstrap
 
 asked, found = sys.argv[1:]
-bootstrap.prepare_environment(asked, os.environ)
+changed = bootstrap.prepare_environment(asked, os.environ)
+assert [c.partition("=")[0] for c in changed] == ["PYTORCH_CUDA_ALLOC_CONF"] * (asked != "cpu")
+assert ("PYTORCH_CUDA_ALLOC_CONF" in os.environ) == (asked == "cpu"), "R17: before torch reads it"
 before = os.environ.get("TORCH_COMPILE_DISABLE")
 from mindspeed_rl.platforms import registry
 from mindspeed_rl.platforms.cpu import CpuPlatform
@@ -39,6 +41,7 @@ def test_only_a_cpu_goes_without_torch_compile(asked: str, found: str, printed: 
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_COMPILE_DISABLE"} | {
         "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
         "MINDSPEED_RL_ALLOW_VERSIONS": "1", "PYTHONPATH": str(ROOT),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, asked, found],

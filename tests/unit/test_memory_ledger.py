@@ -53,11 +53,11 @@ def test_the_table_has_all_borders_and_predictions() -> None:
     device.cache = 20 * GIB
     ledger.at_border("rollout")
     assert ledger.table().splitlines() == [
-        "owner           train          rollout",
-        "parameters     10.000  10.000 (10.000)",
-        "kv_cache        0.000  20.000 (21.000)",
-        "without owner   1.000            1.000",
-        "in use         11.000           31.000",
+        "owner            train            rollout",
+        "parameters     10240.0  10240.0 (10240.0)",
+        "kv_cache           0.0  20480.0 (21504.0)",
+        "without owner   1024.0             1024.0",
+        "in use         11264.0            31744.0",
     ]
 
 
@@ -68,6 +68,9 @@ def test_a_budget_that_is_exceeded_ends_the_run_with_the_table() -> None:
     device.cache = 20 * GIB
     told = r"31 GiB in use, of 30 GiB that the run may use; .*lower --rollout-kv-cache-gb(.|\n)*kv_"
     with pytest.raises(MemoryError, match=told):
+        ledger.at_border("rollout")
+    device.residue = 50 * GIB
+    with pytest.raises(MemoryError, match=r"owned neither .*raise --device-memory-gb"):
         ledger.at_border("rollout")
 
 

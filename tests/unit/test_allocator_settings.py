@@ -1,0 +1,47 @@
+"""Expandable segments leave the environment before torch reads it (R17)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mindspeed_rl.platforms.allocator_settings import VARIABLES, without_expandable_segments
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        ("expandable_segments:True", None),
+        ("expandable_segments:true", None),
+        (" expandable_segments : 1 ", None),
+        ("max_split_size_mb:128,expandable_segments:True", "max_split_size_mb:128"),
+        (
+            "expandable_segments:True,garbage_collection_threshold:0.8,max_split_size_mb:64",
+            "garbage_collection_threshold:0.8,max_split_size_mb:64",
+        ),
+    ],
+)
+def test_it_is_taken_out_and_told(variable: str, value: str, left: str | None) -> None:
+    environ = {variable: value, "OTHER": value}
+    (told,) = without_expandable_segments(environ)
+    assert environ.get(variable) == left and environ["OTHER"] == value
+    assert told.startswith(f"{variable}={value}: expandable_segments is taken out")
+
+
+@pytest.mark.parametrize(
+    "value", ["", "expandable_segments:False", "max_split_size_mb:128", "expandable:True"]
+)
+def test_anything_else_stays(value: str) -> None:
+    environ = dict.fromkeys(VARIABLES, value)
+    assert without_expandable_segments(environ) == []
+    assert environ == dict.fromkeys(VARIABLES, value)
+
+
+def test_every_combination_of_variables() -> None:
+    for chosen in itertools.product([False, True], repeat=len(VARIABLES)):
+        names = [name for name, on in zip(VARIABLES, chosen, strict=True) if on]
+        environ = dict.fromkeys(names, "expandable_segments:True")
+        assert len(without_expandable_segments(environ)) == len(names)
+        assert environ == {}
