@@ -152,7 +152,6 @@ def test_any_text_value_survives_when_attached(value):
         ("--xyzzy-plugh", ("unknown flag --xyzzy-plugh", "--help")),
         ("--fp16", ("--fp16 is refused", "bf16", "remove the flag")),
         ("--sft-data x", ("--sft-data", "flag of mindspeed_rl.pretrain", "remove")),
-        ("--grpo-filter-groups-with-same-reward", ("refused", "not available in this version")),
         ("--rl-inference-pipeline-model-parallel-size 2", ("refused", "--rollout-tp")),
         ("--fp16 --unknwon --lora-r 8", ("--fp16", "--unknwon", "--lora-r 8")),
     ],
