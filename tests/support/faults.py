@@ -25,8 +25,8 @@ MUTATIONS = (
     Mutation(
         "gqa-split-as-thirds",
         "models/attention_rules.py",
-        'yield self._cut(spec, "k", group * head, base + q_rows, head)',
-        'yield self._cut(spec, "k", group * head, groups * q_rows + local * head, head)',
+        'yield "k", group * head, base + q_rows, head',
+        'yield "k", group * head, spec.q_size + group * head, head',
         _ARRIVES,
     ),
     Mutation(
@@ -89,6 +89,20 @@ MUTATIONS = (
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
+        "strided-memory-sent-as-if-it-were-one-run",
+        "resharding/exchange.py",
+        "if view.is_contiguous() and view.dtype is self._dtype:",
+        "if view.dtype is self._dtype:",
+        _PLANNER + "test_every_element_arrives_without_staging",
+    ),
+    Mutation(
+        "experts-beside-themselves-are-forgotten",
+        "resharding/exchange.py",
+        "        copy_within(self._round.repeats, self._write, self._write)\n",
+        "",
+        _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
+    ),
+    Mutation(
         "mirror-counted-as-a-source",
         "resharding/planner.py",
         "for s in shards if not s.mirror]",
@@ -108,6 +122,13 @@ MUTATIONS = (
         "self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)",
         "self.cost.loads / self.parts",
         _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
+    ),
+    Mutation(
+        "streamed-experts-queue-up",
+        "resharding/schedule.py",
+        "for column in zip_longest(*of_holders.values()):",
+        "for column in of_holders.values():",
+        _SCHEDULE + "test_experts_of_all_ranks_stream_side_by_side",
     ),
     Mutation(
         "stages-cost-alike",
@@ -196,8 +217,8 @@ MUTATIONS = (
     Mutation(
         "seed-depends-on-the-engine",
         "orchestration/rl_step.py",
-        "request_seed(seed, step, i)) for i in share",
-        "request_seed(seed, step, i - share.start)) for i in share",
+        "request_seed(seed, step, i, attempt))",
+        "request_seed(seed, step, i - share.start, attempt))",
         "tests/unit/test_rollout_requests.py::test_requests_do_not_depend_on_the_layout",
     ),
     Mutation(

@@ -152,7 +152,6 @@ def test_any_text_value_survives_when_attached(value):
         ("--xyzzy-plugh", ("unknown flag --xyzzy-plugh", "--help")),
         ("--fp16", ("--fp16 is refused", "bf16", "remove the flag")),
         ("--sft-data x", ("--sft-data", "flag of mindspeed_rl.pretrain", "remove")),
-        ("--grpo-filter-groups-with-same-reward", ("refused", "not available in this version")),
         ("--rl-inference-pipeline-model-parallel-size 2", ("refused", "--rollout-tp")),
         ("--fp16 --unknwon --lora-r 8", ("--fp16", "--unknwon", "--lora-r 8")),
     ],
@@ -407,7 +406,7 @@ def usage_error(argv, **ranks):
         (["--train-iters", "0"], {}, ("--train-iters", "at least 1", "'0'")),
         (["--vllm-max-num-seq", "4"], {}, ("--vllm-max-num-seq", "nearest: --vllm-max-num-seqs")),
         (["--tensor-model-parallel-size", "4"], {"WORLD_SIZE": 4}, (
-            "--tensor-model-parallel-size 4", "key/value heads", "allowed")),
+            "--tensor-model-parallel-size", "6 attention heads", "allowed")),
         (["--rollout-tp", "3"], {"WORLD_SIZE": 4}, (
             "--rollout-tp 3", "world size 4", "allowed")),
         (["--rollout-tp", "4"], {"WORLD_SIZE": 4}, (

@@ -30,6 +30,7 @@ from mindspeed_rl.config import (
     RLConfig,
     RLRunConfig,
     RolloutConfig,
+    SamplingConfig,
     SftConfig,
     TrainConfig,
 )
@@ -85,6 +86,7 @@ def build(files: Path) -> Build:
             policy_loss=PolicyLossConfig(),
             kl=KLConfig(),
             correction=CorrectionConfig(),
+            sampling=SamplingConfig(),
             rollout=RolloutConfig(
                 rl_inference_tensor_model_parallel_size=4, rollout_max_response_length=64
             ),
@@ -127,7 +129,7 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
     [
         (
             {"parallel": {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 1}},
-            r"--tensor-model-parallel-size 8 does not divide .* 4 key/value heads; allowed: ",
+            r"--tensor-model-parallel-size or --rollout-tp 8 does not divide .* 12 attention heads",
         ),
         (
             {"parallel": {"tensor_model_parallel_size": 3}},
