@@ -94,7 +94,7 @@ def test_state_of_one_rank_by_hand(bf16: bool) -> None:
     assert state.optimizer_at_start == (sum(_ALL) * 4 if bf16 else 0)
 
 
-@pytest.mark.parametrize("dp", [1, 3, 5])
+@pytest.mark.parametrize("dp", [1, 3, 7])
 def test_buffers_of_the_distributed_optimizer_by_hand(dp: int) -> None:
     """Every parameter starts at a multiple of 64, the buffer ends at one of lcm(dp, 128)."""
     # in reverse order of registration each but the last (the embedding) fills whole 64s
