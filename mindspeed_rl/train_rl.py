@@ -31,7 +31,7 @@ def train(run: RLJob) -> None:
                 run, batches, rollouts.samples, step, rollouts.greedy
             )
             metrics = rl_step.update(run, batches)
-        report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
+        report.log_step(step, rollouts.drawn, metrics.merge(rollouts.metrics))
         rl_resume.save_if_due(run, report, step)
     run.phases.to_rollout(run.version)
     report.finish()

@@ -24,7 +24,7 @@ class GroupRewards:
 
     Attributes:
         rewards: [G, n], NaN where a reward abstained.
-        lengths: [G, n] trained tokens of each sample.
+        lengths: [G, n] tokens of each response.
         greedy: [G] rewards of the greedy responses, NaN where one abstained; ``None`` unless the
             estimator asks for them.
     """
@@ -54,6 +54,11 @@ def _statistics(rewards: torch.Tensor) -> _Group:
     centred = (values - mean).masked_fill(~known, 0.0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     return _Group(known, count, centred, std, (std < MIN_STD) | (count < 2))
+
+
+def teaches(rewards: torch.Tensor) -> torch.Tensor:
+    """Which groups have rewards that differ: [G, n] -> [G] bool."""
+    return ~_statistics(rewards).degenerate[:, 0]
 
 
 def grpo(step: GroupRewards) -> torch.Tensor:

@@ -9,6 +9,7 @@ eight sums of 256 counts over the ranks that hold the other tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -140,6 +141,43 @@ def largest_keys(
         number: how many.
         reduce: sums an int64 tensor over the ranks.
     """
+    border = _smallest_chosen(keys, allowed, number, reduce)
+    return [(k >= border) & a for k, a in zip(keys, allowed, strict=True)]
+
+
+def upper_quantile(parts: Sequence[torch.Tensor], share: float, reduce: Reduce) -> float:
+    """The largest value that ``share`` of all tokens reach, on whatever ranks they are.
+
+    Collective: 9 calls of ``reduce``.
+
+    Args:
+        parts: [N] fp32 of each micro-batch; a NaN is the smallest.
+        share: above 0; at least one token.
+        reduce: sums an int64 tensor over the ranks.
+
+    Returns:
+        Minus infinity when there is no token.
+    """
+    values = torch.cat(list(parts))
+    count = int(reduce(torch.tensor([values.numel()], device=values.device)))
+    if not count:
+        return -math.inf
+    everything = torch.ones_like(values, dtype=torch.bool)
+    number = max(1, int(share * count))
+    bits = _smallest_chosen([_ordered(values)], [everything], number, reduce) >> 32
+    return _value_of(bits)
+
+
+def _value_of(bits: int) -> float:
+    """The inverse of :func:`_ordered`, of its upper half."""
+    signed = bits if bits >= 0 else bits ^ 0x7FFFFFFF
+    return float(torch.tensor(signed, dtype=torch.int32).view(torch.float32))
+
+
+def _smallest_chosen(
+    keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: Reduce
+) -> int:
+    """The smallest of the ``number`` largest allowed keys of all ranks. Collective: 8 calls."""
     # unsigned order: the sign bit is flipped
     flat = torch.cat([(k ^ _SIGN)[a] for k, a in zip(keys, allowed, strict=True)])
     border = 0
@@ -154,5 +192,4 @@ def largest_keys(
         flat = flat[digit == value]
     if border >= 2**63:
         border -= 2**64
-    smallest = border ^ _SIGN  # back to the order of signed integers
-    return [(k >= smallest) & a for k, a in zip(keys, allowed, strict=True)]
+    return border ^ _SIGN  # back to the order of signed integers

@@ -95,6 +95,7 @@ class LossInputs:
         advantages: of each token.
         sequences: which tokens belong together.
         selected: [N] bool, tokens chosen over the whole step (R38); ``None`` when there are none.
+        fresh: [N] bool, tokens sampled by the weights of this step; ``None``: all of them.
     """
 
     logprobs: torch.Tensor
@@ -105,6 +106,7 @@ class LossInputs:
     advantages: torch.Tensor
     sequences: Sequences
     selected: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
 
     @property
     def log_ratio(self) -> torch.Tensor:

@@ -30,14 +30,7 @@ NATIVE_RL = Group(
     --grpo-entropy-term-weight:1 --rl-default-temperature:1 --rl-default-top-p:1
     --rl-default-top-k:1 --rl-inference-tensor-model-parallel-size:1
     --rl-inference-expert-model-parallel-size:1 --rl-inference-logprobs-is-correction:0
-    --rl-importance-sampling-truncation-coef:1
-    """,
-)
-NATIVE_RL_UNAVAILABLE = Group(
-    Disposition.REFUSED,
-    "not available in this version; remove the flag",
-    """
-    --grpo-filter-groups-with-same-reward:0
+    --rl-importance-sampling-truncation-coef:1 --grpo-filter-groups-with-same-reward:0
     """,
 )
 NATIVE_RL_NO_CORRECTION = Group(
@@ -329,7 +322,6 @@ FLAG_FILES = Group(
 GROUPS = (
     TRAINING,
     NATIVE_RL,
-    NATIVE_RL_UNAVAILABLE,
     NATIVE_RL_NO_CORRECTION,
     NATIVE_RL_ENGINE_LAYOUT,
     NATIVE_RL_SWITCHING,

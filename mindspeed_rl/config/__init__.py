@@ -9,6 +9,7 @@ from mindspeed_rl.config.algorithms import (
     CorrectionConfig,
     KLConfig,
     PolicyLossConfig,
+    SamplingConfig,
 )
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
@@ -36,6 +37,7 @@ __all__ = [
     "RLRunConfig",
     "RewardConfig",
     "RolloutConfig",
+    "SamplingConfig",
     "ScoreConfig",
     "ScoreRunConfig",
     "SftConfig",
@@ -62,6 +64,7 @@ class RLRunConfig:
     policy_loss: PolicyLossConfig
     kl: KLConfig
     correction: CorrectionConfig
+    sampling: SamplingConfig
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig

@@ -209,3 +209,51 @@ class CorrectionConfig:
     def active(self) -> bool:
         """Whether anything is corrected."""
         return self.rl_inference_logprobs_is_correction or self.rl_rejection != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """Which samples are trained on.
+
+    A group of equal rewards teaches nothing. With --grpo-filter-groups-with-same-reward (dynamic
+    sampling) such groups are left out, and further prompts are sampled in their place, for at most
+    --rl-max-resample rounds. What is done when they are used up is --rl-resample-exhausted.
+
+    A response that was cut at the length limit gets a reward that says nothing about its content:
+    --rl-overlong-filtering leaves it out of the loss (not out of its group's baseline), and
+    --rl-overlong-buffer punishes a response that comes near the limit.
+
+    DAPO: --grpo-filter-groups-with-same-reward --grpo-clamp-eps-upper 0.28
+    --rl-overlong-buffer 4096
+    """
+
+    grpo_filter_groups_with_same_reward: bool = flag(
+        False, "Leave groups of equal rewards out and sample others in their place."
+    )
+    rl_max_resample: int = flag(
+        4, "Rounds of further prompts for one step, after the first.", minimum=0
+    )
+    rl_resample_exhausted: str = flag(
+        "train-on-partial",
+        "When the rounds are used up: train on the groups that there are, with their own "
+        "denominators (train-on-partial); fill up with groups of equal rewards (keep-zero-std); "
+        "or end the run (stop).",
+        choices=("train-on-partial", "keep-zero-std", "stop"),
+    )
+    rl_resample_factor: float = flag(
+        1.0,
+        "Prompts of a round over the groups that are missing. Above 1 the surplus starts the next "
+        "step, sampled by older weights: see --old-logprob rollout.",
+        minimum=1.0,
+    )
+    rl_overlong_filtering: bool = flag(
+        False, "Leave responses that were cut at the length limit out of the loss."
+    )
+    rl_overlong_buffer: int = flag(
+        0,
+        "Tokens before --rollout-max-response-length in which the reward falls linearly; 0 is off.",
+        minimum=0,
+    )
+    rl_overlong_penalty: float = flag(
+        1.0, "What the reward has lost at --rollout-max-response-length.", minimum=0.0
+    )

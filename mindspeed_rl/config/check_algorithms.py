@@ -33,6 +33,9 @@ _READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rl_is_correction_lower": ("rl_is_correction_mode", ("mask",)),
     "rl_rejection_level": ("rl_rejection", ("k1", "k2", "k3")),
     "rl_rejection_threshold": ("rl_rejection", ("k1", "k2", "k3")),
+    "rl_max_resample": ("grpo_filter_groups_with_same_reward", (True,)),
+    "rl_resample_exhausted": ("grpo_filter_groups_with_same_reward", (True,)),
+    "rl_resample_factor": ("grpo_filter_groups_with_same_reward", (True,)),
 }
 
 
@@ -46,6 +49,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_read(config)
     _check_bounds(config)
     _check_kl(config)
+    _check_sampling(config)
     if config.correction.active and config.rl.old_logprob == "rollout":
         raise ValueError(
             "--old-logprob rollout puts the engine's log-probs into the ratio, which corrects the "
@@ -132,4 +136,34 @@ def _check_kl(config: RLRunConfig) -> None:
             f"--rl-kl-estimator {kl.rl_kl_estimator} differs from "
             f"{kl.rl_kl_estimator.removesuffix('+')} in its gradient alone, and a reward has none; "
             "with --rl-kl-in-reward leave the + out"
+        )
+
+
+def _check_sampling(config: RLRunConfig) -> None:
+    flags, limit = config.sampling, config.rollout.rollout_max_response_length
+    if flags.grpo_filter_groups_with_same_reward and config.rl.grpo_group_size < 2:
+        raise ValueError(
+            "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group has equal "
+            "rewards; raise it to at least 2, or remove the flag"
+        )
+    if flags.rl_overlong_buffer > limit:
+        raise ValueError(
+            f"--rl-overlong-buffer {flags.rl_overlong_buffer} is longer than "
+            f"--rollout-max-response-length {limit}; lower it"
+        )
+    if flags.rl_overlong_penalty != 1.0 and not flags.rl_overlong_buffer:
+        raise ValueError(
+            f"--rl-overlong-penalty {flags.rl_overlong_penalty:g} has no effect without "
+            "--rl-overlong-buffer; add it, or remove the flag"
+        )
+    weighted = config.correction.rl_inference_logprobs_is_correction
+    knows_the_sampler = config.rl.old_logprob == "rollout" or (
+        config.rl.old_logprob == "recompute" and weighted
+    )
+    if flags.rl_resample_factor > 1 and not knows_the_sampler:
+        raise ValueError(
+            f"--rl-resample-factor {flags.rl_resample_factor:g} carries samples of older weights "
+            f"into the next step, which --old-logprob {config.rl.old_logprob} does not weigh; "
+            "allowed: --old-logprob rollout, or recompute with "
+            "--rl-inference-logprobs-is-correction"
         )

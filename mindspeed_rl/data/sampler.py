@@ -49,6 +49,11 @@ class PromptSampler:
         self._order = epoch_order(num_prompts, seed, 0, shuffle)
 
     @property
+    def fingerprint(self) -> str:
+        """Of the data set."""
+        return self._fingerprint
+
+    @property
     def epoch(self) -> int:
         """Number of epochs that are dealt out completely."""
         return self._epoch + int(self._position == self._num_prompts)

@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_rl.algorithms.advantages import GroupRewards
 from mindspeed_rl.algorithms.kl import kl_estimate
+from mindspeed_rl.algorithms.overlong import overlong_penalty
 from mindspeed_rl.algorithms.selection import (
     CovarianceSettings,
     StepTokens,
@@ -67,23 +68,28 @@ class StepBatches:
         return replace(self, updates=updates)
 
 
-def as_train_samples(run: RLJob, samples: Sequence[Sample]) -> list[TrainSample]:
-    """Prompt and response of every sample as one sequence to train on. Local."""
+def as_train_samples(
+    run: RLJob, samples: Sequence[Sample], *, drop_truncated: bool = False
+) -> list[TrainSample]:
+    """Prompt and response of every sample as one sequence to train on. Local.
+
+    With ``drop_truncated`` nothing of a response that was cut is trained on.
+    """
     prompts = {i: torch.tensor(run.prompts[i].token_ids) for i in {s.prompt_index for s in samples}}
-    return [
-        TrainSample(
-            sample.sample_id,
-            torch.cat([prompts[sample.prompt_index], sample.response]),
-            prompts[sample.prompt_index].numel(),
-            sample.logprobs,
-        )
-        for sample in samples
-    ]
+    result = []
+    for s in samples:
+        ids = torch.cat([prompts[s.prompt_index], s.response])
+        dropped = drop_truncated and not s.stopped
+        start = ids.numel() if dropped else prompts[s.prompt_index].numel()
+        logprobs = s.logprobs[:0] if dropped else s.logprobs
+        result.append(TrainSample(s.sample_id, ids, start, logprobs))
+    return result
 
 
 def build_batches(run: RLJob, samples: Sequence[Sample]) -> StepBatches:
     """Place and pack the samples of each optimizer step. Local, the same plan on all ranks."""
-    train_samples = as_train_samples(run, samples)
+    drop = run.config.sampling.rl_overlong_filtering
+    train_samples = as_train_samples(run, samples, drop_truncated=drop)
     size = run.plan.batch.samples_per_update
     updates = []
     for start in range(0, len(train_samples), size):
@@ -133,6 +139,8 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
     if run.reference is not None:
         with run.phases.resident(Owner.REFERENCE):
             updates = [_with_reference(run.reference, batch) for batch in updates]
+    if run.config.sampling.rl_resample_factor > 1:
+        updates = [_with_ages(run, batch, samples) for batch in updates]
     num_reference = len(updates) if run.reference is not None else 0
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
     return StepBatches(updates, batches.metrics.merge(counts))
@@ -143,6 +151,15 @@ def _with_reference(reference: TrainEngine, batch: UpdateBatch) -> UpdateBatch:
     found = reference.logprobs(micro)
     micro = [replace(m, ref_logprobs=o) for m, o in zip(micro, found, strict=True)]
     return replace(batch, micro_batches=micro)
+
+
+def _with_ages(run: RLJob, batch: UpdateBatch, samples: Sequence[Sample]) -> UpdateBatch:
+    """Marks the tokens that the present weights sampled."""
+    device = run.job.platform.device
+    index = {s.sample_id: i for i, s in enumerate(samples)}
+    fresh = torch.tensor([s.weights_version == run.version for s in samples], device=device)
+    marked = [replace(m, fresh=fresh[_owners(m, index, device)]) for m in batch.micro_batches]
+    return replace(batch, micro_batches=marked)
 
 
 def with_advantages(
@@ -164,6 +181,8 @@ def with_advantages(
     Raises:
         FloatingPointError: an advantage is not finite; names samples.
     """
+    if not samples:
+        return batches
     estimator, in_reward = advantage_estimator(run.config), run.config.kl.rl_kl_in_reward
     device = run.job.platform.device
     rewards = torch.tensor(rewards_of(run, samples, step))
@@ -200,11 +219,27 @@ def with_advantages(
 
 
 def rewards_of(run: RLJob, samples: Sequence[Sample], step: int) -> list[float]:
-    """The reward of every sample; permuted in the control experiment. Local, equal on all ranks."""
-    rewards = [s.reward for s in samples]
+    """The reward of every sample, less its penalty for length; equal on all ranks. Local.
+
+    The control experiment permutes them.
+    """
+    rewards = [s.reward + length_penalty(run, s) for s in samples]
     if run.config.rl.rl_control == "shuffled-rewards":
         random.Random(f"{run.config.train.seed}/{step}").shuffle(rewards)
     return rewards
+
+
+def length_penalty(run: RLJob, sample: Sample) -> float:
+    """What ``--rl-overlong-buffer`` adds to the reward of a sample: 0 or less."""
+    flags = run.config.sampling
+    if not flags.rl_overlong_buffer:
+        return 0.0
+    return overlong_penalty(
+        sample.response.numel(),
+        limit=run.config.rollout.rollout_max_response_length,
+        buffer=flags.rl_overlong_buffer,
+        weight=flags.rl_overlong_penalty,
+    )
 
 
 def _group_rewards(

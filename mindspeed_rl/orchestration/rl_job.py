@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.rollout_dump import RolloutDump
@@ -48,6 +49,7 @@ class RLJob:
 
     ``version`` counts optimizer updates: it names the weights that sampled a token.
     ``kl_beta`` is the present coefficient of the KL to the reference.
+    ``surplus`` are groups of samples that dynamic sampling left for the next step.
     ``rewards`` exists on the first rank of each engine only.
     """
 
@@ -68,6 +70,7 @@ class RLJob:
     dump: RolloutDump
     kl_beta: float
     version: int = 0
+    surplus: list[Sequence[Sample]] = field(default_factory=list)
 
     @property
     def config(self) -> RLRunConfig:

@@ -43,6 +43,9 @@ def describe(run: RLJob) -> None:
         f"{run.job.platform.name}; rollout layout: tp {plan.engine.tp} x "
         f"{plan.engine.num_replicas} replicas",
         *plan.batch.lines(parallel.dp, plan.engine.num_replicas),
+        f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
+        f"{run.config.policy_loss.rl_policy_loss}, aggregated by "
+        f"{run.config.policy_loss.aggregation}",
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
     )

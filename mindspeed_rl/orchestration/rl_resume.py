@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed_rl.orchestration import checkpoints
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report
+from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
 
 
 def start(run: RLJob) -> Report:
@@ -28,6 +29,8 @@ def start(run: RLJob) -> Report:
     run.version = loaded.extra["version"]
     if run.config.kl.rl_kl_target:
         run.kl_beta = loaded.extra["kl_beta"]
+    if run.sampler.fingerprint == loaded.extra["sampler"]["fingerprint"]:
+        run.surplus = restored_surplus(loaded.extra["surplus"])
     return Report(run, loaded.step, loaded.extra["report"])
 
 
@@ -39,6 +42,7 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "sampler": run.sampler.state_dict(),
         "version": run.version,
         "kl_beta": run.kl_beta,
+        "surplus": surplus_state(run.surplus),
         "report": report.state_dict(),
     }
     with run.phase("save"):

@@ -11,6 +11,7 @@ import torch
 from mindspeed_rl.algorithms.correction import mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import policy_loss
+from mindspeed_rl.algorithms.selection import upper_quantile
 from mindspeed_rl.algorithms.settings import advantage_estimator, loss_settings
 from mindspeed_rl.algorithms.types import (
     Denominators,
@@ -29,6 +30,7 @@ from mindspeed_rl.orchestration.rl_batch import (
     select_tokens,
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.trainer.train_engine import LossFunction
@@ -40,36 +42,57 @@ class Collected:
     """The rollouts of a step on every rank, and what this rank has to report about them.
 
     Attributes:
-        samples: of the step, siblings of a prompt together.
+        samples: to train on, siblings of a prompt together, numbered by their place.
+        drawn: all that were sampled in this step, for the report.
         metrics: of the rewards.
         greedy: reward of the greedy response to each prompt, NaN where it abstained; ``None``
             unless the advantage estimator asks for them.
     """
 
     samples: list[Sample]
+    drawn: list[Sample]
     metrics: MetricSet
     greedy: list[float] | None = None
 
 
 def collect(run: RLJob, step: int) -> Collected:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
-    batch = run.plan.batch
-    indices = run.sampler.next(batch.prompts)
-    prompts = [p for i in indices for p in [run.prompts[i]] * batch.group_size]
-    settings = run.sampling(run.config.rl.rl_default_temperature)
-    samples, metrics = rollouts_of(run, prompts, step, settings)
-    if not advantage_estimator(run.config).needs_greedy:
-        return Collected(samples, metrics)
-    answered, more = rollouts_of(run, [run.prompts[i] for i in indices], step, run.sampling(0.0))
-    return Collected(samples, metrics.merge(more), [s.reward for s in answered])
+    metrics = MetricSet()
+
+    def draw(num_prompts: int, attempt: int) -> list[Group]:
+        """New prompts, all siblings of each."""
+        nonlocal metrics
+        size, indices = run.plan.batch.group_size, run.sampler.next(num_prompts)
+        prompts = [p for i in indices for p in [run.prompts[i]] * size]
+        settings = run.sampling(run.config.rl.rl_default_temperature)
+        samples, scores = rollouts_of(run, prompts, step, settings, attempt)
+        metrics = metrics.merge(scores)
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+    if run.config.sampling.grpo_filter_groups_with_same_reward:
+        filled = fill_step(run, draw)
+        groups, drawn = filled.groups, filled.drawn
+        metrics = metrics.merge(filled.metrics)
+    else:
+        groups = drawn = draw(run.plan.batch.prompts, 0)
+    greedy = None
+    if advantage_estimator(run.config).needs_greedy:
+        prompts = [run.prompts[group[0].prompt_index] for group in groups]
+        answers, scores = rollouts_of(run, prompts, step, run.sampling(0.0))
+        greedy, metrics = [s.reward for s in answers], metrics.merge(scores)
+    return Collected(numbered(groups), numbered(drawn), metrics, greedy)
 
 
 def rollouts_of(
-    run: RLJob, prompts: Sequence[Prompt], step: int, settings: SamplingSettings
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int = 0,
 ) -> tuple[list[Sample], MetricSet]:
     """One scored response to each of ``prompts`` on every rank. Collective: the world."""
     with run.phase("generate"):
-        rollouts = generate(run, prompts, step, settings)
+        rollouts = generate(run, prompts, step, settings, attempt)
     with run.phase("reward"):
         rollouts, metrics = score(run, rollouts if run.leads_engine else [])
     with run.phase("exchange"):
@@ -85,16 +108,21 @@ def my_share(run: RLJob, num_samples: int) -> range:
 
 
 def generate(
-    run: RLJob, prompts: Sequence[Prompt], step: int, settings: SamplingSettings
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int = 0,
 ) -> list[Rollout]:
     """Complete this engine's share of ``prompts``; position in the list is the sample id.
 
-    Collective: the ranks of each engine.
+    ``attempt`` makes other seeds for the same step. Collective: the ranks of each engine.
     """
     seed = run.config.train.seed
     share = my_share(run, len(prompts))
     requests = [
-        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i)) for i in share
+        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
+        for i in share
     ]
     completions = run.engine.generate(requests, settings, run.version)
     return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
@@ -137,10 +165,18 @@ def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Metri
 def update(run: RLJob, batches: StepBatches) -> MetricSet:
     """All optimizer steps of an RL step. Collective: the training grid."""
     metrics = batches.metrics
+    if not batches.updates:
+        nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))
+        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(float(run.rank == 0))})
     before = run.version
+    gaps: list[torch.Tensor] = []
     for _ in range(run.plan.batch.iterations):
         for batch in batches.updates:
-            metrics = metrics.merge(update_once(run, batch, run.version == before))
+            metrics = metrics.merge(update_once(run, batch, run.version == before, gaps))
+    if run.policy.is_last:
+        gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
+        p99 = Max(upper_quantile(gaps, 0.01, run.policy.sum_over_tokens))
+    metrics = metrics.merge({"mismatch/p99_abs_logprob": p99 if run.policy.is_last else Max()})
     if run.config.rl.grpo_kl_beta:
         metrics = metrics.merge({"policy/kl_beta": Max(run.kl_beta)})
         adapt_kl(run, metrics)
@@ -167,11 +203,17 @@ def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
         )
 
 
-def step_loss(run: RLJob, denominators: Denominators, first_update: bool) -> LossFunction:
+def step_loss(
+    run: RLJob,
+    denominators: Denominators,
+    first_update: bool,
+    gaps: list[torch.Tensor] | None = None,
+) -> LossFunction:
     """The loss of one optimizer step, with the mismatch where it can be told.
 
     The trainer's log-probs under the weights that sampled are the old log-probs, unless those are
-    the engine's own, or the present ones as long as no update has been made.
+    the engine's own, or the present ones as long as no update has been made. Samples of an earlier
+    step are left out: their difference is learning. What is compared is appended to ``gaps``.
     """
     old_is_trainers = run.config.rl.old_logprob != "rollout"
     settings = loss_settings(run.config, run.kl_beta)
@@ -183,9 +225,12 @@ def step_loss(run: RLJob, denominators: Denominators, first_update: bool) -> Los
             known = inputs.logprobs.detach()
         if known is None:
             return outputs
-        return replace(
-            outputs, terms={**outputs.terms, **mismatch_terms(known, inputs.rollout_logprobs)}
-        )
+        engine = inputs.rollout_logprobs
+        if inputs.fresh is not None:
+            known, engine = known[inputs.fresh], engine[inputs.fresh]
+        if gaps is not None:
+            gaps.append((known - engine).abs())
+        return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine)})
 
     return loss
 
@@ -201,8 +246,13 @@ def silent_metrics(loss: LossFunction) -> MetricSet:
     )
 
 
-def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet:
-    """One optimizer step; a batch without a single trained token is skipped and counted (R37)."""
+def update_once(
+    run: RLJob, batch: UpdateBatch, first_update: bool, gaps: list[torch.Tensor]
+) -> MetricSet:
+    """One optimizer step; a batch without a single trained token is skipped and counted (R37).
+
+    Differences between trainer and engine are appended to ``gaps``.
+    """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
     first = run.rank == 0
     if batch.denominators.tokens == 0:
@@ -210,7 +260,7 @@ def update_once(run: RLJob, batch: UpdateBatch, first_update: bool) -> MetricSet
     if run.config.policy_loss.selects:
         batch = select_tokens(run, batch, first_update)
     found = run.policy.forward_backward(
-        batch.micro_batches, step_loss(run, batch.denominators, first_update)
+        batch.micro_batches, step_loss(run, batch.denominators, first_update, gaps)
     )
     stats = run.policy.step()
     run.version += 1
@@ -232,9 +282,9 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
-        "response/length_mean": sum(lengths) / len(lengths),
-        "response/length_max": float(max(lengths)),
-        "response/truncated_fraction": sum(not s.stopped for s in samples) / len(samples),
+        "response/length_mean": sum(lengths) / max(1, len(lengths)),
+        "response/length_max": float(max(lengths, default=0)),
+        "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
         "reward/degenerate_groups": _degenerate(samples, run.plan.batch.group_size),
     }
     for i, name in enumerate(run.reward_names):
@@ -246,7 +296,7 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
 def _degenerate(samples: Sequence[Sample], group_size: int) -> float:
     """Share of groups whose rewards are all equal: they teach nothing."""
     groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
-    return sum(len({s.reward for s in group}) == 1 for group in groups) / len(groups)
+    return sum(len({s.reward for s in group}) == 1 for group in groups) / max(1, len(groups))
 
 
 PROBE_TOKENS = 24

@@ -19,8 +19,8 @@ from mindspeed_rl.trainer.packed_attention import PackedRow
 class PreparedBatch:
     """A micro-batch on the device with its attention borders; reused by every pass over it.
 
-    ``old_logprobs`` and ``ref_logprobs`` are [N] fp32, ``selected`` is [N] bool, each on the last
-    pipeline stage once computed.
+    ``old_logprobs`` and ``ref_logprobs`` are [N] fp32, ``selected`` and ``fresh`` [N] bool, each on
+    the last pipeline stage once computed.
     """
 
     batch: MicroBatch
@@ -28,6 +28,7 @@ class PreparedBatch:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     selected: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
 
     def with_advantages(self, advantages: torch.Tensor) -> PreparedBatch:
         """The same with another advantage of each trained token, [N] fp32."""
@@ -57,4 +58,5 @@ class PreparedBatch:
             advantages=batch.advantages,
             sequences=Sequences(batch.sequence_of, num_trained, reduce),
             selected=self.selected,
+            fresh=self.fresh,
         )

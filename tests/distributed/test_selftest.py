@@ -17,7 +17,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.selftest import Finding
+    from mindspeed_rl.orchestration.selftest_cases import Finding
 
 pytestmark = pytest.mark.distributed
 
@@ -30,9 +30,10 @@ def findings(world: World, model: str, shapes: list[Shape], stride: int) -> list
     from support.training_worlds import make_job
 
     from mindspeed_rl.orchestration import selftest
+    from mindspeed_rl.orchestration.selftest_cases import CASES, Layout
 
-    cases = [c for i, c in enumerate(selftest.CASES) if (i + i // 5) % 5 in (0, 2)]
-    layouts = [selftest.Layout(*shape) for shape in shapes]
+    cases = [c for i, c in enumerate(CASES) if (i + i // 5) % 5 in (0, 2)]
+    layouts = [Layout(*shape) for shape in shapes]
     return selftest.run(make_job(world, model, ()), layouts, cases, stride=stride)
 
 
@@ -41,13 +42,14 @@ def faulty(world: World, model: str) -> dict[str, list[Finding]]:
     from support.training_worlds import make_job
 
     from mindspeed_rl.orchestration import selftest
+    from mindspeed_rl.orchestration.selftest_cases import CUTS, Case, Layout
 
     job = make_job(world, model, ())
     result = {}
     for fault, (shape, loss) in FAULTS.items():
-        layouts, cases = [selftest.Layout(*shape)], [selftest.Case(loss, "token-mean")]
+        layouts, cases = [Layout(*shape)], [Case(loss, "token-mean")]
         with planted(fault):
-            result[fault] = selftest.run(job, layouts, cases, selftest.CUTS[1:2])
+            result[fault] = selftest.run(job, layouts, cases, CUTS[1:2])
     return result
 
 

@@ -101,13 +101,17 @@ def check_times(file: Path) -> None:
 
 
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
+    """With all the state a run can have: an adapted coefficient, groups left over (R44)."""
     flags = [
         "--prompt-data", "train.jsonl", "--eval-prompt-data", "heldout.jsonl",
         "--eval-interval", "1", "--reward-function", "reward.py:digits",
         "--grpo-prompts-per-step", "5", "--grpo-group-size", "4", "--global-batch-size", "10",
         "--micro-batch-size", "4", "--max-prompt-length", "24",
         "--rollout-max-response-length", "6", "--vllm-max-num-seqs", "16",
-        "--log-rollouts", "2", "--rl-max-logprob-diff", "0",
+        "--log-rollouts", "2", "--rl-max-logprob-diff", "0", "--old-logprob", "recompute",
+        "--grpo-kl-beta", "0.01", "--rl-kl-target", "0.001", "--rl-kl-horizon", "100",
+        "--grpo-filter-groups-with-same-reward", "--rl-resample-factor", "1.6",
+        "--rl-inference-logprobs-is-correction",
     ]  # fmt: skip
     whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     assert whole.returncode == 0, whole.stdout
@@ -136,8 +140,12 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
     assert before["eval_prompts"] == 4 and before["steps"] == 4
     states = [(world / run / "save/iter_0000004/checkpoint.json") for run in ("rl", "rl-cut")]
-    samplers = [json.loads(path.read_text())["extra"]["sampler"] for path in states]
-    assert samplers[0] == samplers[1] and samplers[0]["fingerprint"]
+    first, second = (json.loads(path.read_text())["extra"] for path in states)
+    kept = ("sampler", "kl_beta", "surplus", "version")
+    assert {n: first[n] for n in kept} == {n: second[n] for n in kept}
+    assert first["sampler"]["fingerprint"] and first["kl_beta"] != 0.01
+    middle = json.loads((world / "rl/save/iter_0000002/checkpoint.json").read_text())["extra"]
+    assert middle["surplus"], "the resumed run must have had groups to take over"
 
 
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:

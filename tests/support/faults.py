@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
+from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.mutation import Mutation
@@ -216,8 +217,8 @@ MUTATIONS = (
     Mutation(
         "seed-depends-on-the-engine",
         "orchestration/rl_step.py",
-        "request_seed(seed, step, i)) for i in share",
-        "request_seed(seed, step, i - share.start)) for i in share",
+        "request_seed(seed, step, i, attempt))",
+        "request_seed(seed, step, i - share.start, attempt))",
         "tests/unit/test_rollout_requests.py::test_requests_do_not_depend_on_the_layout",
     ),
     Mutation(
@@ -322,4 +323,5 @@ MUTATIONS = (
     *RL_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *MODEL_MUTATIONS,
+    *MEMORY_MUTATIONS,
 )

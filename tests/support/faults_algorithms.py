@@ -19,6 +19,9 @@ _STEP = "tests/unit/test_rl_algorithms.py::"
 _KL_IN_REWARD = _STEP + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample"
 
 
+_SAMPLING = "tests/unit/test_dynamic_sampling.py::"
+
+
 def _fault(name: str, file: str, old: str, new: str, test: str) -> Mutation:
     return Mutation(name, f"algorithms/{file}.py", old, new, test)
 
@@ -159,4 +162,26 @@ ALGORITHM_MUTATIONS = (
              'if first_update and run.config.rl.old_logprob != "rollout":',
              'if run.config.rl.old_logprob != "rollout":',
              _STEP + "test_passes_of_a_loss_that_selects"),
+    _fault("long-responses-rewarded", "overlong",
+           "return -weight * min(", "return weight * min(",
+           _SAMPLING + "test_soft_overlong_punishment"),
+    Mutation("resampling-never-ends", "orchestration/rl_resample.py",
+             "and rounds <= max_resample:", "and rounds < 10**6:",
+             _SAMPLING + "test_data_that_teaches_nothing_ends"),
+    Mutation("surplus-dropped", "orchestration/rl_resample.py",
+             "left = accepted[num_groups:]", "left: list[Group] = []",
+             _SAMPLING + "test_the_surplus_starts_the_next_step"),
+    Mutation("resampling-with-the-same-seeds", "orchestration/rl_step.py",
+             "request_seed(seed, step, i, attempt))", "request_seed(seed, step, i))",
+             _SAMPLING + "test_a_step_draws_until_it_has_its_groups"),
+    Mutation("partial-step-with-the-denominators-of-a-whole-one", "orchestration/rl_batch.py",
+             "counts = Denominators.of(s.num_trained for s in part)",
+             "counts = Denominators(sum(s.num_trained for s in part), size)",
+             _SAMPLING + "test_a_partial_step_has_its_own_denominators"),
+    Mutation("finished-responses-left-out-for-length", "orchestration/rl_batch.py",
+             "dropped = drop_truncated and not s.stopped", "dropped = drop_truncated and s.stopped",
+             _SAMPLING + "test_truncated_responses_are_left_out_of_the_loss_alone"),
+    Mutation("learning-of-older-samples-counted-as-mismatch", "orchestration/rl_step.py",
+             "if inputs.fresh is not None:", "if inputs.fresh is None:",
+             _SAMPLING + "test_surplus_of_older_weights_is_no_mismatch"),
 )  # fmt: skip

@@ -33,8 +33,8 @@ RL_MUTATIONS = (
     Mutation(
         "siblings-grouped-across-prompts",
         "orchestration/rl_step.py",
-        "[p for i in indices for p in [run.prompts[i]] * batch.group_size]",
-        "[run.prompts[i] for i in indices] * batch.group_size",
+        "[p for i in indices for p in [run.prompts[i]] * size]",
+        "[run.prompts[i] for i in indices] * size",
         _RL_STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
     ),
     Mutation(

@@ -152,7 +152,6 @@ def test_any_text_value_survives_when_attached(value):
         ("--xyzzy-plugh", ("unknown flag --xyzzy-plugh", "--help")),
         ("--fp16", ("--fp16 is refused", "bf16", "remove the flag")),
         ("--sft-data x", ("--sft-data", "flag of mindspeed_rl.pretrain", "remove")),
-        ("--grpo-filter-groups-with-same-reward", ("refused", "not available in this version")),
         ("--rl-inference-pipeline-model-parallel-size 2", ("refused", "--rollout-tp")),
         ("--fp16 --unknwon --lora-r 8", ("--fp16", "--unknwon", "--lora-r 8")),
     ],
@@ -420,6 +419,10 @@ def usage_error(argv, **ranks):
         (["--num-layers", "4", "--noop-layers", "2"], {}, (
             "--num-layers less --noop-layers = 3", "model has 2")),
         (["--num-layers", "4", "--noop-layers", "x"], {}, ("--noop-layers x", "94,95")),
+        (["--recompute-granularity", "full"], {}, ("--recompute-method", "--recompute-num-layers")),
+        (["--recompute-method", "block"], {}, ("--recompute-method", "granularity none", "full")),
+        (["--recompute-modules", "mlp", "moe_act"], {}, ("moe_act", "core_attn, mlp, moe")),
+        (["--rl-world-size", "2"], {}, ("--rl-world-size 2", "torchrun started 1 ranks")),
     ],
 )  # fmt: skip
 def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, ranks, words):
@@ -427,6 +430,12 @@ def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, ranks, words)
     assert code == 2, text
     assert text.startswith("mindspeed_rl.train_rl: error: ") and text.count("\n") == 1
     assert [word for word in words if word not in text] == [], text
+
+
+def test_a_dry_run_under_torchrun_is_told_by_the_first_rank(inputs):
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    done = run_entry("mindspeed_rl.train_rl", [*inputs, "--rl-dry-run"], os.environ | ranks)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_flag_document_is_up_to_date():

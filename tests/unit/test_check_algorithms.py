@@ -34,6 +34,11 @@ def check(flags: str) -> RLRunConfig:
         "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 5 "
         "--rl-is-correction-mode mask --rl-is-correction-lower 0.2",
         "--rl-rejection k3 --rl-rejection-threshold 0.01 --rl-rejection-level geometric",
+        "--grpo-filter-groups-with-same-reward --rl-max-resample 2 --rl-resample-exhausted stop",
+        "--grpo-filter-groups-with-same-reward --rl-resample-factor 2 --old-logprob rollout",
+        "--grpo-filter-groups-with-same-reward --rl-resample-factor 2 --old-logprob recompute "
+        "--rl-inference-logprobs-is-correction",
+        "--rl-overlong-filtering --rl-overlong-buffer 16 --rl-overlong-penalty 0.5",
     ],
 )
 def test_what_belongs_together_is_accepted(flags: str) -> None:
@@ -89,6 +94,25 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
         (
             "--rl-rejection-threshold 1",
             "--rl-rejection-threshold 1.0 .* --rl-rejection none; .* k3",
+        ),
+        (
+            "--rl-max-resample 2",
+            "--rl-max-resample 2 has no effect without --grpo-filter-groups-with-same-reward",
+        ),
+        (
+            "--grpo-filter-groups-with-same-reward --grpo-group-size 1 "
+            "--rl-advantage-estimator remax",
+            "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group",
+        ),
+        ("--rl-overlong-buffer 129", "--rl-overlong-buffer 129 is longer than --rollout-max-re"),
+        ("--rl-overlong-penalty 2", "--rl-overlong-penalty 2 has no effect without --rl-overlong"),
+        (
+            "--grpo-filter-groups-with-same-reward --rl-resample-factor 1.5",
+            "--rl-resample-factor 1.5 carries samples of older weights .* --old-logprob rollout",
+        ),
+        (
+            "--grpo-filter-groups-with-same-reward --rl-resample-factor 2 --old-logprob recompute",
+            "which --old-logprob recompute does not weigh",
         ),
         (
             "--rl-rejection k1 --old-logprob rollout",

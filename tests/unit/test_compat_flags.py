@@ -254,7 +254,7 @@ def test_table_rejects_a_second_disposition_and_a_bad_row():
         ("--qk-layernorm", Disposition.CHECKED_ARCH),
         ("--rl-inference-logprobs-is-correction", Disposition.HONOURED),
         ("--rl-importance-sampling-truncation-coef", Disposition.HONOURED),
-        ("--grpo-filter-groups-with-same-reward", Disposition.REFUSED),
+        ("--grpo-filter-groups-with-same-reward", Disposition.HONOURED),
         ("--rl-inference-pipeline-model-parallel-size", Disposition.REFUSED),
         ("--rampup-batch-size", Disposition.REFUSED),
         ("--retro-add-retriever", Disposition.REFUSED),

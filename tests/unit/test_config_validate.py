@@ -30,6 +30,7 @@ from mindspeed_rl.config import (
     RLConfig,
     RLRunConfig,
     RolloutConfig,
+    SamplingConfig,
     SftConfig,
     TrainConfig,
 )
@@ -85,6 +86,7 @@ def build(files: Path) -> Build:
             policy_loss=PolicyLossConfig(),
             kl=KLConfig(),
             correction=CorrectionConfig(),
+            sampling=SamplingConfig(),
             rollout=RolloutConfig(
                 rl_inference_tensor_model_parallel_size=4, rollout_max_response_length=64
             ),

@@ -358,6 +358,7 @@ def test_mismatch_is_taken_at_the_weights_that_sampled(
     metrics = whole_step(run)
     assert value(metrics["mismatch/mean_abs_logprob"]) == pytest.approx(0.125)
     assert value(metrics["mismatch/max_abs_logprob"]) == pytest.approx(0.125)
+    assert value(metrics["mismatch/p99_abs_logprob"]) == pytest.approx(0.125)
     assert value(metrics["mismatch/k3"]) == pytest.approx(math.exp(-0.125) + 0.125 - 1, rel=1e-4)
     known = 3 if choice == "rollout" and per_update == 3 else 6
     counted = metrics["mismatch/mean_abs_logprob"]

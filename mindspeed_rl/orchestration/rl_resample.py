@@ -1,0 +1,166 @@
+"""Dynamic sampling: prompts are drawn until enough groups teach something (R44).
+
+All ranks know all samples, so all decide alike without a message. Groups are lists of samples of
+one prompt; what is accepted beyond the need of a step starts the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mindspeed_rl.algorithms.advantages import teaches
+from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration.rl_job import RLJob
+
+Group = Sequence[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The groups of a step, what was drawn for them, and what to report.
+
+    Attributes:
+        groups: to train on; as many as asked for unless ``train-on-partial`` says otherwise.
+        drawn: all groups sampled in this step.
+        surplus: accepted groups for the next step.
+        metrics: the same on all ranks.
+    """
+
+    groups: list[Group]
+    drawn: list[Group]
+    surplus: list[Group]
+    metrics: MetricSet
+
+
+def fill(
+    num_groups: int,
+    surplus: Sequence[Group],
+    draw: Callable[[int, int], list[Group]],
+    *,
+    max_resample: int,
+    exhausted: str,
+    factor: float,
+) -> Filled:
+    """Draw until ``num_groups`` groups are accepted or the rounds are used up.
+
+    A group is accepted when its rewards are not all equal: else every advantage of it is 0.
+
+    Args:
+        num_groups: of a step.
+        surplus: accepted groups of earlier steps; they come first.
+        draw: (number of prompts, round) -> their groups.
+        max_resample: further rounds after the first.
+        exhausted: ``train-on-partial``, ``keep-zero-std`` or ``stop``.
+        factor: prompts of a round over the groups that are missing.
+
+    Raises:
+        RuntimeError: exhausted, and the policy is ``stop``.
+    """
+    accepted, rejected, drawn = list(surplus), [], []
+    rounds = 0
+    while len(accepted) < num_groups and rounds <= max_resample:
+        missing = num_groups - len(accepted)
+        groups = draw(math.ceil(missing * factor), rounds)
+        drawn += groups
+        useful = _useful(groups)
+        accepted += [g for g, u in zip(groups, useful, strict=True) if u]
+        rejected += [g for g, u in zip(groups, useful, strict=True) if not u]
+        rounds += 1
+    missing = max(0, num_groups - len(accepted))
+    if missing and exhausted == "stop":
+        raise RuntimeError(
+            f"--rl-resample-exhausted stop: {len(accepted)} of {num_groups} groups have rewards "
+            f"that differ after {rounds} rounds of {len(drawn)} prompts; the data is too easy or "
+            "too hard, or raise --rl-max-resample"
+        )
+    groups = accepted[:num_groups]
+    if exhausted == "keep-zero-std":
+        groups += rejected[:missing]
+    left = accepted[num_groups:]
+    metrics = _metrics(drawn, rounds, missing, len(left))
+    return Filled(groups, drawn, left, metrics)
+
+
+def _useful(groups: Sequence[Group]) -> list[bool]:
+    if not groups:
+        return []
+    return [bool(u) for u in teaches(torch.tensor([[s.reward for s in g] for g in groups]))]
+
+
+def _metrics(drawn: Sequence[Group], rounds: int, missing: int, num_left: int) -> MetricSet:
+    def share(reward: float) -> Mean:
+        return Mean.of(float(all(s.reward == reward for s in g)) for g in drawn)
+
+    return MetricSet(
+        {
+            "sampling/accepted": Mean.of(float(u) for u in _useful(drawn)),
+            "sampling/all_0": share(0.0),
+            "sampling/all_1": share(1.0),
+            "sampling/rounds": Max(float(rounds)),
+            "sampling/missing_groups": Max(float(missing)),
+            "sampling/surplus_groups": Max(float(num_left)),
+        }
+    )
+
+
+def fill_step(run: RLJob, draw: Callable[[int, int], list[Group]]) -> Filled:
+    """:func:`fill` as the flags say; the surplus stays with the run."""
+    flags = run.config.sampling
+    filled = fill(
+        run.plan.batch.prompts,
+        run.surplus,
+        draw,
+        max_resample=flags.rl_max_resample,
+        exhausted=flags.rl_resample_exhausted,
+        factor=flags.rl_resample_factor,
+    )
+    run.surplus = filled.surplus
+    return filled
+
+
+def numbered(groups: Sequence[Group]) -> list[Sample]:
+    """The samples of all groups, numbered by their place in the step."""
+    samples = [s for group in groups for s in group]
+    return [replace(s, sample_id=i) for i, s in enumerate(samples)]
+
+
+def surplus_state(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
+    """Plain types, for a checkpoint; fp32 log-probs survive as they are."""
+    return [[_plain(s) for s in group] for group in groups]
+
+
+def _plain(sample: Sample) -> dict[str, Any]:
+    return {
+        "sample_id": sample.sample_id,
+        "prompt_index": sample.prompt_index,
+        "response": sample.response.tolist(),
+        "logprobs": sample.logprobs.tolist(),
+        "stopped": sample.stopped,
+        "weights_version": sample.weights_version,
+        "reward": sample.reward,
+        "parts": list(sample.parts),
+    }
+
+
+def restored_surplus(state: Sequence[Sequence[Mapping[str, Any]]]) -> list[Group]:
+    """The inverse of :func:`surplus_state`."""
+    return [
+        [
+            Sample(
+                **{
+                    **fields,
+                    "response": torch.tensor(fields["response"], dtype=torch.int64),
+                    "logprobs": torch.tensor(fields["logprobs"], dtype=torch.float32),
+                    "parts": tuple(fields["parts"]),
+                }
+            )
+            for fields in group
+        ]
+        for group in state
+    ]

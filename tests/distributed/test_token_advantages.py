@@ -1,0 +1,122 @@
+"""Advantages of tokens are those of whole sequences and the whole step on any rank (R36, R38)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.experience.exchange import Sample
+
+pytestmark = pytest.mark.distributed
+
+LENGTHS = (9, 3, 1, 20, 6, 2)
+REWARDS = (1.0, 0.0, 0.5, float("nan"), 2.0, -1.0)
+GAMMA, BETA = 0.9, 0.1
+FLAGS = {
+    "returns": "--rl-advantage-estimator reinforce_plus_plus --rl-gamma 0.9 --grpo-kl-beta 0.1 "
+    "--rl-kl-in-reward --rl-kl-estimator k1",
+    "group": "--rl-advantage-estimator dr_grpo --grpo-kl-beta 0.1 --rl-kl-in-reward "
+    "--rl-kl-estimator k1",
+}
+Advantages = dict[tuple[int, int], float]  # (sample, place in the response)
+
+
+def make_samples() -> tuple[list[Sample], list[TrainSample]]:
+    """Old log-probs are the engine's; the reference's are 0.02 x place below them."""
+    generator = torch.Generator().manual_seed(0)
+    samples, rows = [], []
+    for i, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
+        ids = torch.randint(5, 300, (4 + length,), generator=generator)
+        logprobs = -torch.rand(length, generator=generator)
+        samples.append(Sample(i, 0, ids[4:], logprobs, True, 0, reward, ()))
+        rows.append(TrainSample(i, ids, 4, logprobs))
+    return samples, rows
+
+
+def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] | None:
+    """Rank function: of every token, by layout and estimator; on rank 0."""
+    import torch.distributed as dist
+    from support.training_worlds import make_job
+
+    from mindspeed_rl.algorithms.types import Denominators
+    from mindspeed_rl.orchestration import selftest, training
+    from mindspeed_rl.orchestration.rl_batch import StepBatches, UpdateBatch, with_advantages
+    from mindspeed_rl.orchestration.selftest_cases import Layout
+
+    samples, rows = make_samples()
+    result: dict[str, dict[str, Advantages]] = {}
+    for name, layout in (("dp2", Layout()), ("cp2", Layout(cp=2)), ("pp2", Layout(pp=2))):
+        job = make_job(world, model, ["--micro-batch-size", "2", "--grpo-group-size", "3"])
+        with selftest.InLayout(job, layout) as (local, engine, _):
+            result[name] = {}
+            for estimator, flags in FLAGS.items():
+                batches = training.local_batches(local, engine, rows)
+                annotated = [
+                    replace(
+                        b,
+                        old_logprobs=b.batch.rollout_logprobs,
+                        ref_logprobs=b.batch.rollout_logprobs
+                        - 0.02 * (b.batch.positions[b.batch.loss_mask] - 3),
+                    )
+                    for b in batches
+                ]
+                config = make_job(world, model, [*flags.split(), "--grpo-group-size", "3"]).config
+                plan = SimpleNamespace(batch=SimpleNamespace(group_size=3))
+                run = SimpleNamespace(
+                    config=config, plan=plan, job=local, policy=engine, kl_beta=BETA
+                )
+                step = StepBatches([UpdateBatch(annotated, Denominators(41, 6))])
+                found = with_advantages(cast(Any, run), step, samples, 1)
+                mine: Advantages = {}
+                for m in found.micro_batches if engine.is_last else []:
+                    places = (m.batch.positions[m.batch.loss_mask] - 3).tolist()
+                    owners = m.batch.sequence_of.tolist()
+                    values = m.batch.advantages.tolist()
+                    for owner, place, value in zip(owners, places, values, strict=True):
+                        mine[m.batch.sample_ids[owner], place] = value
+                everyone: list[Advantages] = [{}] * world.size
+                dist.all_gather_object(everyone, mine)
+                result[name][estimator] = {k: v for part in everyone for k, v in part.items()}
+    return result if world.rank == 0 else None
+
+
+def expected(estimator: str) -> list[np.ndarray]:
+    """One sample after the other; the abstained one has no part in anything."""
+    kl = [BETA * 0.02 * np.arange(n) for n in LENGTHS]
+    if estimator == "group":
+        totals = np.array(REWARDS) - np.array([k.sum() for k in kl])
+        means = [np.nanmean(totals[g : g + 3]) for g in (0, 3)]
+        return [np.full(n, np.nan_to_num(t - means[i // 3]))
+                for i, (n, t) in enumerate(zip(LENGTHS, totals, strict=True))]  # fmt: skip
+    rows = []
+    for n, reward, penalty in zip(LENGTHS, REWARDS, kl, strict=True):
+        tokens = -penalty
+        tokens[-1] += reward
+        rows.append(
+            np.array([sum(GAMMA ** (k - t) * tokens[k] for k in range(t, n)) for t in range(n)])
+        )
+    known = np.concatenate([r for r, reward in zip(rows, REWARDS, strict=True) if reward == reward])
+    return [np.nan_to_num((r - known.mean()) / known.std(ddof=1)) * (reward == reward)
+            for r, reward in zip(rows, REWARDS, strict=True)]  # fmt: skip
+
+
+def test_they_are_those_of_whole_sequences_in_every_layout(tmp_path: Path) -> None:
+    from mindspeed_rl.data.tiny_model import write_tiny_model
+
+    model = write_tiny_model(tmp_path / "model" / "any", num_layers=2)
+    found = run_ranks(advantages_in, 2, work_dir=tmp_path, args=(str(model),))[0]
+    assert set(found) == {"dp2", "cp2", "pp2"}
+    for layout, by_estimator in found.items():
+        for estimator, values in by_estimator.items():
+            rows = expected(estimator)
+            wanted = {(i, t): v for i, row in enumerate(rows) for t, v in enumerate(row.tolist())}
+            assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6), (layout, estimator)

@@ -1,0 +1,282 @@
+"""Dynamic sampling, overlong filtering and punishment on a run whose model is a table (R44)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rl_run import TablePolicy, TableRewards, make_run
+from support.table_engine import TableEngine, response_of, single_rank
+
+from mindspeed_rl.algorithms.overlong import overlong_penalty
+from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
+from mindspeed_rl.orchestration import rl_batch, rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_resample import (
+    Filled,
+    Group,
+    fill,
+    restored_surplus,
+    surplus_state,
+)
+from mindspeed_rl.rewards.types import RewardRequest, RewardResult
+
+FILTER = "--grpo-filter-groups-with-same-reward"
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def group_of(number: int, rewards: Sequence[float]) -> Group:
+    ids = torch.tensor([4, 1])
+    return [
+        Sample(i, number, ids, torch.tensor([-1.5, -0.1]), True, 3, r, (r,))
+        for i, r in enumerate(rewards)
+    ]
+
+
+def filled(rows: list[Sequence[float]], num_groups: int, **changes: Any) -> Filled:
+    """Draws the rows in order; asking for more than there are fails."""
+    supply = iter(group_of(i, row) for i, row in enumerate(rows))
+    options: dict[str, Any] = {"max_resample": 2, "exhausted": "train-on-partial", "factor": 1.0}
+    surplus = changes.pop("surplus", [])
+
+    def draw(count: int, attempt: int) -> list[Group]:
+        return [next(supply) for _ in range(count)]
+
+    return fill(num_groups, surplus, draw, **(options | changes))
+
+
+def numbers(groups: Sequence[Group]) -> list[int]:
+    return [g[0].prompt_index for g in groups]
+
+
+def value(metrics: MetricSet, name: str) -> float:
+    metric = metrics[name]
+    assert isinstance(metric, (Mean, Max, Total))
+    return metric.value
+
+
+GOOD, ALL_0, ALL_1 = (1.0, 0.0), (0.0, 0.0), (1.0, 1.0)
+
+
+def test_groups_of_equal_rewards_are_replaced() -> None:
+    """Rounds ask for what is missing; one abstention leaves nothing to compare."""
+    result = filled([GOOD, ALL_0, ALL_1, GOOD, (NAN, 1.0), GOOD], 3)
+    assert numbers(result.groups) == [0, 3, 5]
+    assert numbers(result.drawn) == [0, 1, 2, 3, 4, 5]
+    found = {name: value(result.metrics, name) for name in result.metrics}
+    assert found == {
+        "sampling/accepted": 3 / 6,
+        "sampling/all_0": 1 / 6,
+        "sampling/all_1": 1 / 6,
+        "sampling/rounds": 3,
+        "sampling/missing_groups": 0,
+        "sampling/surplus_groups": 0,
+    }
+
+
+@pytest.mark.parametrize("row", [ALL_0, ALL_1, (NAN, NAN)])
+@pytest.mark.parametrize(("exhausted", "wanted"), [("train-on-partial", 0), ("keep-zero-std", 3)])
+def test_data_that_teaches_nothing_ends(row: Sequence[float], exhausted: str, wanted: int) -> None:
+    result = filled([row] * 9, 3, exhausted=exhausted)
+    assert (len(result.groups), len(result.drawn)) == (wanted, 9)
+    assert value(result.metrics, "sampling/missing_groups") == 3
+
+
+def test_data_that_teaches_nothing_can_stop_the_run() -> None:
+    told = "stop: 1 of 3 groups have rewards that differ after 3 rounds of 7 prompts"
+    with pytest.raises(RuntimeError, match=told):
+        filled([GOOD] + [ALL_1] * 6, 3, exhausted="stop")
+
+
+def test_no_further_rounds() -> None:
+    assert numbers(filled([ALL_0, GOOD], 2, max_resample=0).groups) == [1]
+
+
+def test_the_surplus_starts_the_next_step() -> None:
+    result = filled([GOOD, GOOD, ALL_0, GOOD], 2, factor=2.0)
+    assert (numbers(result.groups), numbers(result.surplus)) == ([0, 1], [3])
+    rest = filled([ALL_0, GOOD], 2, surplus=result.surplus, factor=1.5)
+    assert numbers(rest.groups) == [3, 1] and rest.surplus == []
+    enough = filled([], 1, surplus=rest.groups)
+    assert numbers(enough.groups) == [3] and numbers(enough.surplus) == [1]
+    assert enough.drawn == [] and value(enough.metrics, "sampling/rounds") == 0
+
+
+@given(
+    st.lists(st.sampled_from([GOOD, ALL_0, ALL_1]), min_size=60, max_size=60),
+    st.integers(1, 6),
+    st.sampled_from([1.0, 1.5, 3.0]),
+    st.sampled_from(["train-on-partial", "keep-zero-std"]),
+)
+@settings(deadline=None, max_examples=50)
+def test_nothing_is_lost_or_doubled(
+    rows: list[Sequence[float]], num_groups: int, factor: float, exhausted: str
+) -> None:
+    result = filled(rows, num_groups, factor=factor, exhausted=exhausted)
+    accepted = [i for i in numbers(result.drawn) if rows[i] is GOOD]
+    kept = numbers(result.groups) + numbers(result.surplus)
+    assert [i for i in kept if rows[i] is GOOD] == accepted
+    assert len(set(kept)) == len(kept) and len(result.groups) <= num_groups
+    if exhausted == "keep-zero-std":
+        assert len(result.groups) == num_groups
+
+
+def test_the_surplus_survives_a_checkpoint() -> None:
+    """Through JSON, bit by bit, an abstention included."""
+    groups = [group_of(7, (0.1, NAN))]
+    text = json.dumps(surplus_state(groups))
+    ((first, second),) = restored_surplus(json.loads(text))
+    wanted = groups[0][0]
+    assert torch.equal(first.response, wanted.response)
+    assert torch.equal(first.logprobs, wanted.logprobs)
+    assert first.parts == wanted.parts and first.weights_version == 3
+    assert math.isnan(second.reward)
+
+
+# --- in a run ----------------------------------------------------------------------------------
+
+
+class ByPrompt(TableRewards):
+    """Samples of prompts in ``mixed`` are right and wrong in turns, all others wrong."""
+
+    def __init__(self, mixed: set[str]) -> None:
+        super().__init__({})
+        self.mixed = mixed
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        self.requests = list(requests)
+        found = []
+        for r in requests:
+            reward = float(r.prompt in self.mixed and r.sample_id % 2 == 0)
+            found.append(RewardResult(r.sample_id, reward, {"format": reward}, "ok", ""))
+        return found
+
+
+def collected(run: RLJob, step: int = 1) -> rl_step.Collected:
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, step)
+    run.phases.to_train()
+    return rollouts
+
+
+def trained(run: RLJob, rollouts: rl_step.Collected, step: int = 1) -> MetricSet:
+    batches = rl_batch.build_batches(run, rollouts.samples)
+    batches = rl_batch.annotate(run, batches, rollouts.samples)
+    batches = rl_batch.with_advantages(run, batches, rollouts.samples, step, rollouts.greedy)
+    return rl_step.update(run, batches).merge(rollouts.metrics)
+
+
+def order(run: RLJob) -> list[int]:
+    """The prompts that the run will draw."""
+    return type(run.sampler)(12, run.config.train.seed).next(12)
+
+
+def test_a_step_draws_until_it_has_its_groups(tmp_path: Path) -> None:
+    """Every round has seeds of its own; the report sees all that was drawn."""
+    run = make_run(tmp_path, f"{FILTER} --rl-max-resample 9")
+    drawn = order(run)
+    run.rewards = cast(Any, ByPrompt({run.prompts[drawn[i]].text for i in (1, 4)}))
+    rollouts = collected(run)
+    assert [s.prompt_index for s in rollouts.samples] == [drawn[1]] * 3 + [drawn[4]] * 3
+    assert [s.sample_id for s in rollouts.samples] == list(range(6))
+    assert len(rollouts.drawn) == 5 * 3 and run.surplus == []
+    asked = [r for requests, _ in cast(TableEngine, run.engine).asked for r in requests]
+    assert len({r.seed for r in asked}) == len(asked) == 15
+    metrics = trained(run, rollouts)
+    assert value(metrics, "sampling/accepted") == pytest.approx(2 / 5)
+    assert run.version == 1 and cast(TablePolicy, run.policy).gradients[0].any()
+    assert rl_step.sample_metrics(run, rollouts.drawn)["reward/degenerate_groups"] == 3 / 5
+
+
+def test_a_partial_step_has_its_own_denominators(tmp_path: Path) -> None:
+    run = make_run(tmp_path, f"{FILTER} --rl-max-resample 1")
+    run.rewards = cast(Any, ByPrompt({run.prompts[order(run)[0]].text}))
+    rollouts = collected(run)
+    (batch,) = rl_batch.build_batches(run, rollouts.samples).updates
+    counts = [s.response.numel() for s in rollouts.samples]
+    assert len(counts) == 3
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
+
+
+def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) -> None:
+    run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0")
+    rollouts = collected(run)
+    metrics = trained(run, rollouts)
+    assert rollouts.samples == [] and len(rollouts.drawn) == 6
+    assert run.version == 0 and value(metrics, "optimizer/skipped") == 1.0
+    plain = make_run(tmp_path, "", {0: 1.0})
+    names = trained(plain, collected(plain)).keys()
+    assert names - metrics.keys() == {"optimizer/grad_norm", "optimizer/lr"}
+
+
+def test_surplus_of_older_weights_is_no_mismatch(tmp_path: Path) -> None:
+    """It is trained on with the ratio to the weights that sampled, and counts as learning."""
+    run = make_run(
+        tmp_path,
+        f"{FILTER} --rl-resample-factor 2 --old-logprob recompute "
+        "--rl-inference-logprobs-is-correction",
+    )
+    run.rewards = cast(Any, ByPrompt({p.text for p in run.prompts}))
+    first = collected(run)
+    assert len(run.surplus) == 2 and len(first.drawn) == 12
+    trained(run, first)
+    second = collected(run, 2)
+    assert [s.weights_version for s in second.samples] == [0] * 6 and second.drawn == []
+    metrics = trained(run, second, 2)
+    assert value(metrics, "mismatch/max_abs_logprob") == -math.inf
+    weight = metrics["correction/weight"]
+    assert isinstance(weight, Mean) and weight.value != 1.0
+
+
+def test_truncated_responses_are_left_out_of_the_loss_alone(tmp_path: Path) -> None:
+    """Even samples are cut: they stay in the baseline of their group."""
+    rewards = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
+    run = make_run(tmp_path, "--rl-overlong-filtering --grpo-no-std-normalization", rewards)
+    samples = collected(run).samples
+    batches = rl_batch.annotate(run, rl_batch.build_batches(run, samples), samples)
+    batches = rl_batch.with_advantages(run, batches, samples, 1)
+    kept = [i for i in range(6) if i % 2]
+    counts = [len(response_of(i)) for i in kept]
+    (batch,) = batches.updates
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
+    found = torch.cat([m.batch.advantages for m in batch.micro_batches])
+    wanted = [
+        a for i, n in zip(kept, counts, strict=True) for a in [rewards[i] - (1 + i // 3) / 3] * n
+    ]
+    torch.testing.assert_close(found, torch.tensor(wanted))
+    targets = torch.cat([m.batch.targets[m.batch.loss_mask] for m in batch.micro_batches])
+    assert targets.tolist() == [t for i in kept for t in response_of(i)]
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (80, 0.0), (85, -0.125), (90, -0.25), (100, -0.5), (120, -0.5)],
+)
+def test_soft_overlong_punishment(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, limit=100, buffer=20, weight=0.5) == pytest.approx(penalty)
+
+
+def test_long_responses_are_punished_before_the_baseline(tmp_path: Path) -> None:
+    """Responses of 1, 3 and 3 tokens with a limit of 4: equal rewards are equal no more."""
+    flags = (
+        "--rollout-max-response-length 4 --rl-overlong-buffer 2 --rl-advantage-estimator dr_grpo"
+    )
+    run = make_run(tmp_path, flags)
+    samples = collected(run).samples
+    lengths = [s.response.numel() for s in samples]
+    shaped = rl_batch.rewards_of(run, samples, 1)
+    assert shaped == [-max(0, n - 2) / 2 for n in lengths] and len(set(shaped)) > 1
