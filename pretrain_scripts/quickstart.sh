@@ -7,6 +7,8 @@
 #                                       [--family qwen2|llama|qwen3|qwen3_moe|deepseek_v3]
 #                                       [flags of mindspeed_rl.train_rl ...]
 #
+# With --rl-dry-run among the flags the GRPO run is predicted instead, without warm start.
+#
 # Families with experts train with expert parallelism 2 and roll out in another layout.
 set -euo pipefail
 
@@ -16,9 +18,10 @@ FAMILY="${FAMILY:-qwen2}"
 OUTPUT="${OUTPUT:-}"
 CONTROL="${CONTROL:-none}"
 EXTRA=()
+DRY_RUN=0
 while (( $# )); do
     case "$1" in
-        -h|--help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h|--help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         --seed|--control|--output|--family)
             (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
             case "$1" in
@@ -26,6 +29,7 @@ while (( $# )); do
                 --output) OUTPUT="$2" ;; --family) FAMILY="$2" ;;
             esac
             shift 2 ;;
+        --rl-dry-run) DRY_RUN=1; EXTRA+=("$1"); shift ;;
         *) EXTRA+=("$1"); shift ;;
     esac
 done
@@ -95,6 +99,14 @@ ROLLOUT_ARGS=(
     "${ROLLOUT_LAYOUT[@]}" --max-prompt-length 16 --rollout-max-response-length 7
     --rollout-kv-cache-gb "$KV_CACHE_GB" --vllm-block-size 32 --vllm-max-num-seqs 256
 )
+
+if (( DRY_RUN )); then
+    [[ -e "$MODEL/config.json" ]] ||
+        "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
+    exec "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$MODEL" \
+        --rl-world-size "$(( NPROC_PER_NODE * NNODES ))" --rl-dry-run-machine cpu \
+        "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EXTRA[@]}"
+fi
 
 make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
 launch() { "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" -m "$@"; }

@@ -20,6 +20,7 @@ echo "== style and types"
 part "$PYTHON" -m ruff check .
 part "$PYTHON" -m ruff format --check .
 part "$PYTHON" -m mypy -p mindspeed_rl
+part env MYPYPATH=tools "$PYTHON" -m mypy -p bench
 echo "== planted faults"
 part "$PYTHON" tests/mutations.py
 echo "== tests"

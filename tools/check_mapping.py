@@ -7,10 +7,8 @@ declared padding aside. Exit status: 0 all is well, 1 a finding, 2 an input that
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.checkpoint.mapping import check_checkpoint, check_layout, summary
@@ -38,7 +36,10 @@ def _sizes(flag: str, text: str, allowed: tuple[str, ...]) -> Counter[str]:
 def _training(spec: ModelSpec, args: argparse.Namespace) -> MegatronLayout:
     given = _sizes("--train", args.train, _TRAIN)
     tp, pp, cp, dp, vpp, ep = (given[name] or 1 for name in _TRAIN[:6])
-    counts = [int(n) for n in args.num_layer_list.split(",") if n]
+    parts = [part for part in args.num_layer_list.split(",") if part]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--num-layer-list {args.num_layer_list}: give numbers, such as 3,4")
+    counts = [int(part) for part in parts]
     if counts:
         stages = listed_stages(spec.num_layers, pp, counts)
     else:
@@ -59,7 +60,7 @@ def _rollout(spec: ModelSpec, args: argparse.Namespace) -> VllmLayout:
 def _read_config(args: argparse.Namespace) -> dict[str, Any]:
     if not args.hf_config:
         return read_hf_config(args.hf_checkpoint)
-    config: dict[str, Any] = json.loads(Path(args.hf_config).read_text())
+    config = read_hf_config(args.hf_config, or_file=True, flag="--hf-config")
     if config.pop("quantization_config", None):
         print("note: weights are quantised; sizes are those of the converted checkpoint")
     return config

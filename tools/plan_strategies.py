@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from bench.peer_links import LinkBytes, gather_links, stream_links, two_stage_links
 from bench.peer_volumes import Volumes, gather_volumes, stream_volumes, two_stage_volumes
+from plan_stream import is_planned, rounds_of_stream, whole_tensor_bytes, with_planned_rounds
 
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.progress import RunProgress
@@ -78,7 +79,8 @@ class Strategy:
         peak_staging_bytes: of the rank that needs most at one time.
         messages_per_rank: received, mean.
         rounds: collective calls that a rank takes part in.
-        plan_s: processor time of one rank that plans from nothing; 0 where nothing is planned.
+        plan_s: processor time of one rank that plans from nothing; 0 where nothing is planned:
+            rounds, messages and staging are then those of full buckets.
     """
 
     name: str
@@ -193,21 +195,37 @@ def _direct_links(totals: Sequence[RankTraffic], critical: int) -> LinkBytes:
     return LinkBytes(critical - between, between)
 
 
-def _others(problem: Problem, source: MegatronLayout, target: VllmLayout) -> tuple[Strategy, ...]:
+def _stream(problem: Problem, source: MegatronLayout, target: VllmLayout) -> Strategy:
+    """Bytes by arithmetic; rounds, messages and staging from the plan of the first rank."""
     per_node, world = problem.ranks_per_node, problem.world
-
+    volumes = stream_volumes(source, target, BF16_BYTES, problem.bucket_bytes)
+    bytes_of = element_bytes_of(source, BF16_BYTES)
     files = HfFileLayout.of(source, range(world))
+    nodes = node_floors(source, files, bytes_of, per_node)
+    planned = is_planned(source, world)
+    start = time.process_time()
+    if planned:
+        schedule, traffic = rounds_of_stream(
+            source,
+            files,
+            rank=problem.ranks[0],
+            bucket_bytes=problem.bucket_bytes,
+            item_bytes=BF16_BYTES,
+            ranks_per_node=per_node,
+            bytes_of=bytes_of,
+        )
+        whole_bytes = whole_tensor_bytes(schedule, source, bytes_of)
+        volumes = with_planned_rounds(volumes, schedule, traffic, whole_bytes)
+    plan_s = time.process_time() - start if planned else 0.0
+    return _strategy(problem, "stream", volumes, stream_links(volumes, nodes), plan_s)
 
-    def plan_stream() -> object:
-        return plan_reshard(source, files, problem.ranks[0], per_node)
 
-    stream = stream_volumes(source, target, BF16_BYTES, problem.bucket_bytes)
+def _others(problem: Problem, source: MegatronLayout, target: VllmLayout) -> tuple[Strategy, ...]:
+    per_node = problem.ranks_per_node
     gather = gather_volumes(source, target, BF16_BYTES)
     two_stage = two_stage_volumes(source, target, BF16_BYTES)
-    bytes_of = element_bytes_of(source, BF16_BYTES)
-    nodes = node_floors(source, files, bytes_of, per_node)
     return (
-        _strategy(problem, "stream", stream, stream_links(stream, nodes), _seconds(plan_stream)),
+        _stream(problem, source, target),
         _strategy(problem, "gather", gather, gather_links(source, BF16_BYTES, per_node)),
         _strategy(
             problem,

@@ -66,13 +66,17 @@ def safetensors_header(path: Path) -> dict[str, Shape]:
             if length > path.stat().st_size:
                 raise ValueError(f"a header of {length} bytes does not fit")
             header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+            end = 8 + length + max(ends, default=0)
     except (ValueError, struct.error) as error:
         raise ValueError(f"{path}: unreadable safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path}: its header is not that of a safetensors file") from error
     if end != path.stat().st_size:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, its header implies {end}")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes
 
 
 def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Counter[str]]:

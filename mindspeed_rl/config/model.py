@@ -84,7 +84,10 @@ class ParallelConfig:
     """
 
     tensor_model_parallel_size: int = flag(
-        1, "Ranks that share each layer in training; must divide the key/value heads.", minimum=1
+        1,
+        "Ranks that share each layer in training; must divide the query heads, and divide or be a "
+        "multiple of the key/value heads.",
+        minimum=1,
     )
     pipeline_model_parallel_size: int = flag(
         1,

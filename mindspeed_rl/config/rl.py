@@ -157,10 +157,12 @@ class RolloutConfig:
         choices=("direct", "stream"),
     )
     reshard_transport: str = flag(
-        "all-to-all",
+        "auto",
         "How a round travels: one all-to-all-v of the world, or p2p sends between the ranks that "
-        "have something for each other.",
-        choices=("all-to-all", "p2p"),
+        "have something for each other, large ones from and into the weights without a copy. auto "
+        "takes p2p on CPU, and the collective where each pair of ranks would need buffers of its "
+        "own.",
+        choices=("auto", "all-to-all", "p2p"),
     )
     reshard_relay: str = flag(
         "auto",

@@ -150,7 +150,7 @@ def find_out(
         volume = update_volume(plan, looked_at, machine, item, relay)
     per_stage = plan.parallel.ranks_per_stage
     engine = plan.engine if isinstance(plan, RLPlan) else None
-    groups = device_groups(0, plan.parallel, engine) if assumptions.communicator_bytes else {}
+    groups = device_groups(0, plan.parallel, engine, experts=bool(plan.spec.moe))
     return Findings(
         config=config,
         plan=plan,
@@ -159,7 +159,7 @@ def find_out(
         classes=tuple(
             RankClass(rank, rank + per_stage - 1, prediction.rank_table(rank)) for rank in ranks
         ),
-        groups={name: len(members) for name, members in groups.items()},
+        groups={name: len(r) for name, r in groups.items() if assumptions.communicator_bytes},
         peak=prediction.peak(ranks),
         budget_bytes=budget,
         offload_reason=why,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.dryrun.findings import Findings, RankClass
 from mindspeed_rl.memory.owners import MemoryPhase, Owner
 
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 _SUGGESTED = 5
 
 
@@ -58,8 +58,22 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
         yield "  " + "  ".join(cells)
 
 
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.3f}" if size else "-"
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """The unit of a report: GiB, or MiB for models of tests."""
+
+    name: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, found: Findings) -> _Unit:
+        return cls("GiB", _GIB) if found.peak.num_bytes >= _GIB else cls("MiB", _MIB)
+
+    def cell(self, size: int) -> str:
+        return f"{size / self.num_bytes:.3f}" if size else "-"
+
+    def text(self, size: int) -> str:
+        return f"{size / self.num_bytes:.2f} {self.name}"
 
 
 def fullest_classes(found: Findings) -> Iterable[RankClass]:
@@ -71,8 +85,9 @@ def fullest_classes(found: Findings) -> Iterable[RankClass]:
 
 def _memory(found: Findings) -> Iterator[str]:
     machine, assumptions = found.machine, found.prediction.assumptions
+    unit = _Unit.of(found)
     yield (
-        f"memory, GiB; machine {machine.name}; offload during rollouts: "
+        f"memory, {unit.name}; machine {machine.name}; offload during rollouts: "
         f"{assumptions.offload.value} ({found.offload_reason})"
     )
     yield (
@@ -89,8 +104,8 @@ def _memory(found: Findings) -> Iterator[str]:
         phases = list(ranks.table)
         owners = [o for o in Owner if any(o in ranks.table[p] for p in phases)]
         rows = [["owner", *(phase.value for phase in phases)]]
-        rows += [[o.value, *(_gib(ranks.table[p].get(o, 0)) for p in phases)] for o in owners]
-        rows.append(["sum", *(_gib(sum(ranks.table[p].values())) for p in phases)])
+        rows += [[o.value, *(unit.cell(ranks.table[p].get(o, 0)) for p in phases)] for o in owners]
+        rows.append(["sum", *(unit.cell(sum(ranks.table[p].values())) for p in phases)])
         yield from _table(rows)
 
 
@@ -117,9 +132,9 @@ def _seconds(found: Findings) -> Iterator[str]:
 
 
 def _verdict(found: Findings) -> Iterator[str]:
-    peak, budget = found.peak, found.budget_bytes
+    peak, budget, unit = found.peak, found.budget_bytes, _Unit.of(found)
     yield (
-        f"peak: {peak.num_bytes / _GIB:.2f} GiB in phase {peak.phase.value} on rank {peak.rank}; "
+        f"peak: {unit.text(peak.num_bytes)} in phase {peak.phase.value} on rank {peak.rank}; "
         f"{budget / _GIB:.2f} GiB may be used: {'fits' if found.fits else 'DOES NOT FIT'}"
     )
     if not found.suggestions:
@@ -128,8 +143,8 @@ def _verdict(found: Findings) -> Iterator[str]:
     for change in found.suggestions[:_SUGGESTED]:
         after = change.peak
         yield (
-            f"  {change.flags}: saves {change.saved_bytes / _GIB:.2f} GiB, then "
-            f"{after.num_bytes / _GIB:.2f} GiB in {after.phase.value}"
+            f"  {change.flags}: saves {unit.text(change.saved_bytes)}, then "
+            f"{unit.text(after.num_bytes)} in {after.phase.value}"
             + ("" if after.num_bytes <= budget else ", still too much")
         )
 

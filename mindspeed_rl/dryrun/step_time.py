@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -45,28 +46,58 @@ class Lengths:
 
 def active_parameters(spec: ModelSpec) -> int:
     """Weights that one token is multiplied with: ``top_k`` experts of each layer."""
+    return sum(_active(spec).values())
+
+
+def _active(spec: ModelSpec) -> Counter[str]:
+    """Active parameters by the part of a layer that recomputation names; the rest is ``other``."""
     experts = {
         row.param
         for row in weight_table(spec.family).trainer_rows(spec)
         if isinstance(row, ExpertRow)
     }
     top_k = spec.moe.top_k if spec.moe else 0
-    active = 0
+    active: Counter[str] = Counter()
     for group in tensor_groups(spec):
         count = group.num_parameters
-        active += count * top_k // spec.num_experts if group.row in experts else count
-    return active - spec.vocab_size * spec.hidden_size  # the embedding is looked up
+        if group.row in experts:
+            active["moe"] += count * top_k // spec.num_experts
+        elif ".shared_experts." in group.row or ".router." in group.row:
+            active["moe"] += count
+        else:
+            active["mlp" if ".mlp." in group.row else "other"] += count
+    active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
+    return active
 
 
-def recomputed_share(prediction: MemoryPrediction) -> float:
-    """Share of the layers whose forward pass runs twice; parts of layers do not count."""
+def attention_flops(spec: ModelSpec, mean_length: float) -> float:
+    """Of scores and values of one token, forward: half of the sequence is before it on average."""
+    latent = spec.latent
+    query = latent.nope_head_dim + latent.rope_head_dim if latent else spec.head_dim
+    value = latent.v_head_dim if latent else spec.head_dim
+    return 2 * spec.num_layers * spec.num_heads * (query + value) * mean_length / 2
+
+
+def forward_flops(spec: ModelSpec, mean_length: float) -> float:
+    """Of one token's forward pass: two per active parameter, and attention."""
+    return 2 * active_parameters(spec) + attention_flops(spec, mean_length)
+
+
+def recomputed_share(prediction: MemoryPrediction, mean_length: float = 0.0) -> float:
+    """Share of the forward pass that runs twice."""
     train, stages = prediction.config.train, prediction.plan.parallel.stages
-    if train.recompute_granularity != "full":
+    spec = prediction.plan.spec
+    if train.recompute_granularity == "none":
         return 0.0
+    if train.recompute_granularity == "selective":
+        parts: dict[str, float] = {name: 2.0 * size for name, size in _active(spec).items()}
+        parts["core_attn"] = attention_flops(spec, mean_length)
+        again = sum(parts.get(name, 0.0) for name in train.recompute_modules)
+        return again / forward_flops(spec, mean_length)
     if train.recompute_method == "uniform":
         return 1.0
-    again = sum(min(train.recompute_num_layers or 0, n) for n in stages.layers_per_chunk)
-    return again / stages.num_layers
+    layers = sum(min(train.recompute_num_layers or 0, n) for n in stages.layers_per_chunk)
+    return layers / stages.num_layers
 
 
 def mean_lengths(config: RLRunConfig | PretrainRunConfig, plan: RunPlan) -> Lengths:
@@ -87,8 +118,8 @@ def estimate(
     config, plan = prediction.config, prediction.plan
     lengths = mean_lengths(config, plan)
     if not isinstance(config, RLRunConfig) or not isinstance(plan, RLPlan):
-        return [_update(prediction, machine, config.train.global_batch_size * lengths.total, 1)]
-    tokens = plan.batch.samples * lengths.total
+        return [_update(prediction, machine, lengths, config.train.global_batch_size, 1)]
+    samples = plan.batch.samples
     rows = [_generate(prediction, plan, machine, lengths)]
     if update_seconds is not None:
         rows.append(PhaseSeconds("reshard", update_seconds, "see the volumes above"))
@@ -97,8 +128,8 @@ def estimate(
     if config.rl.old_logprob == "recompute" or plan.batch.updates > 1:
         passes += 1
     if passes:
-        rows.append(_logprobs(prediction, machine, tokens, passes))
-    rows.append(_update(prediction, machine, tokens, plan.batch.iterations))
+        rows.append(_logprobs(prediction, machine, lengths, samples, passes))
+    rows.append(_update(prediction, machine, lengths, samples, plan.batch.iterations))
     return rows
 
 
@@ -110,33 +141,36 @@ def _bubble(prediction: MemoryPrediction) -> tuple[float, int]:
 
 
 def _update(
-    prediction: MemoryPrediction, machine: Machine, tokens: float, repeats: int
+    prediction: MemoryPrediction, machine: Machine, lengths: Lengths, samples: int, repeats: int
 ) -> PhaseSeconds:
+    """Backward takes twice the forward pass; what is recomputed runs forward once more."""
     plan = prediction.plan
-    active, share = active_parameters(plan.spec), recomputed_share(prediction)
+    forward = forward_flops(plan.spec, lengths.total)
+    share = recomputed_share(prediction, lengths.total)
     bubble, count = _bubble(prediction)
-    per_token = (6 + 2 * share) * active
-    seconds = repeats * tokens * per_token * bubble / (plan.parallel.world * machine.flops)
+    tokens = repeats * samples * lengths.total
+    seconds = tokens * (3 + share) * forward * bubble / (plan.parallel.world * machine.flops)
     return PhaseSeconds(
         "update",
         seconds,
-        f"{repeats} x {tokens:.4g} tokens x (6 + 2 x {share:.2f} recomputed) x {active:.4g} active "
-        f"parameters x {bubble:.3f} (1 + (pp - 1) / {count} micro-batches) / "
-        f"({plan.parallel.world} ranks x {machine.bf16_tflops:g} TFLOP/s x "
-        f"{machine.compute_efficiency:g})",
+        f"{tokens:.4g} tokens x (3 + {share:.2f} recomputed) x {forward / 1e9:.4g} GFLOP forward x "
+        f"{bubble:.3f} (1 + (pp - 1) / {count} micro-batches) / ({plan.parallel.world} ranks x "
+        f"{machine.bf16_tflops:g} TFLOP/s x {machine.compute_efficiency:g})",
     )
 
 
 def _logprobs(
-    prediction: MemoryPrediction, machine: Machine, tokens: float, passes: int
+    prediction: MemoryPrediction, machine: Machine, lengths: Lengths, samples: int, passes: int
 ) -> PhaseSeconds:
-    plan, active = prediction.plan, active_parameters(prediction.plan.spec)
+    plan, forward = prediction.plan, forward_flops(prediction.plan.spec, lengths.total)
     bubble, _ = _bubble(prediction)
-    seconds = passes * tokens * 2 * active * bubble / (plan.parallel.world * machine.flops)
+    tokens = passes * samples * lengths.total
+    seconds = tokens * forward * bubble / (plan.parallel.world * machine.flops)
     return PhaseSeconds(
         "log-probs",
         seconds,
-        f"{passes} pass(es) x {tokens:.4g} tokens x 2 x {active:.4g} x {bubble:.3f} / (as above)",
+        f"{passes} pass(es), {tokens:.4g} tokens x {forward / 1e9:.4g} GFLOP x {bubble:.3f} / "
+        "(as in update)",
     )
 
 
@@ -145,31 +179,31 @@ def _generate(
 ) -> PhaseSeconds:
     """Steps of decoding, each bound by memory traffic plus what every layer costs besides.
 
-    Among many samples some are as long as allowed, and everybody waits for them.
+    Among many samples some are as long as allowed, and everybody waits for them; there are more
+    steps where not all sequences of a rank run at once.
     """
-    engine = prediction.engine
-    groups = plan.engine.num_groups
+    config, engine = prediction.config, prediction.engine
+    assert isinstance(config, RLRunConfig)
+    samples = -(-plan.batch.samples // plan.engine.num_groups)
     mean_tokens = lengths.prompt + lengths.response / 2
     room = int(engine.kv_cache() / (mean_tokens * engine.token_bytes()))
-    sequences = max(1, min(engine.sequences, -(-plan.batch.samples // groups), room))
-    waves = -(-plan.batch.samples // (groups * sequences))
+    at_once = max(1, min(engine.sequences, samples, room))
+    longest = config.rollout.rollout_max_response_length
+    steps = max(longest, samples * lengths.response / at_once)
+    running = samples * lengths.response / steps
     weights = max(engine.weights(rank) for rank in prediction.representatives())
-    cached = sequences * mean_tokens * engine.token_bytes()
+    cached = running * mean_tokens * engine.token_bytes()
     layers = plan.spec.num_layers
     step = (weights + cached) / machine.memory_bytes_per_s + layers * machine.decode_layer_us * 1e-6
-    config = prediction.config
-    assert isinstance(config, RLRunConfig)
-    longest = config.rollout.rollout_max_response_length
-    active = active_parameters(plan.spec)
-    prefill = plan.batch.samples * lengths.prompt * 2 * active
+    prefill = plan.batch.samples * lengths.prompt * forward_flops(plan.spec, lengths.prompt)
     prefill_s = prefill / (plan.parallel.world * machine.flops)
     return PhaseSeconds(
         "generate",
-        waves * longest * step + prefill_s,
-        f"{waves} wave(s) x {longest} tokens of the longest x (({weights / 1e9:.1f} GB weights + "
-        f"{cached / 1e9:.1f} GB cache of {sequences} sequences) / ({machine.memory_gb_s:g} GB/s x "
-        f"{machine.memory_efficiency:g}) + {layers} layers x {machine.decode_layer_us:g} us) + "
-        f"{prefill_s:.3g} s prefill",
+        steps * step + prefill_s,
+        f"{steps:.4g} steps (the longest response, or {samples} x {lengths.response:.4g} tokens / "
+        f"{at_once} at once) x (({weights / 1e9:.1f} GB weights + {cached / 1e9:.1f} GB cache of "
+        f"{running:.3g} running) / ({machine.memory_gb_s:g} GB/s x {machine.memory_efficiency:g}) "
+        f"+ {layers} layers x {machine.decode_layer_us:g} us) + {prefill_s:.3g} s prefill",
     )
 
 

@@ -11,6 +11,8 @@ from mindspeed_rl.config.validate import RunPlan, check_pretrain, check_rl
 from mindspeed_rl.memory.owners import OffloadMode
 from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, Peak, predict
 
+# Of the fullest moment; less is not worth a flag.
+_WORTHWHILE = 0.005
 Config = RLRunConfig | PretrainRunConfig
 
 
@@ -57,7 +59,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int]) -> list[Suggesti
         except ValueError:  # a change that the model or the layout does not allow is no suggestion
             continue
         peak = predict(candidate.config, plan, candidate.assumptions).peak(ranks)
-        if peak.num_bytes < before:
+        if before - peak.num_bytes > _WORTHWHILE * before:
             found.append(Suggestion(candidate.flags, peak, before - peak.num_bytes))
     return sorted(found, key=lambda s: -s.saved_bytes)
 

@@ -9,11 +9,11 @@ from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 
 
 def device_groups(
-    rank: int, parallel: ParallelLayout, engine: EngineLayout | None
+    rank: int, parallel: ParallelLayout, engine: EngineLayout | None, *, experts: bool
 ) -> dict[str, tuple[int, ...]]:
     """The rank's groups of more than one rank by name, each set of ranks once. Pure.
 
-    Names of groups with equal ranks are joined with ``=``.
+    Names of groups with equal ranks are joined with ``=``. ``experts``: whether the model has any.
     """
     at, expert = parallel.coords(rank), parallel.expert_coords(rank)
     stage = range(at.pp * parallel.ranks_per_stage, (at.pp + 1) * parallel.ranks_per_stage)
@@ -46,7 +46,7 @@ def device_groups(
             if (parallel.coords(r).cp, parallel.coords(r).dp) == (at.cp, at.dp)
         ),
     }
-    if parallel.ep * parallel.etp > 1:
+    if experts:
         groups |= {
             "ep": alike_experts("tp", "dp"),
             "etp": alike_experts("ep", "dp"),

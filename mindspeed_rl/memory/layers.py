@@ -86,9 +86,18 @@ def layer_tape(sizes: LayerSizes, layer: int) -> list[Step]:
     mlp = _moe(sizes) if sizes.spec.has_experts(layer) else [*_input(sizes), *_dense_mlp(sizes)]
     name = "moe" if sizes.spec.has_experts(layer) else "mlp"
     if name in sizes.recompute_modules:
-        gradient = 2 * sizes.residual
-        mlp = [recomputed(name, mlp, sizes.residual, gradient)]
+        left = left_by_dispatcher(sizes) if name == "moe" else 0
+        mlp = [recomputed(name, mlp, sizes.residual, sizes.residual, left)]
     return [_norm(sizes), *attention, _norm(sizes), *mlp]
+
+
+def left_by_dispatcher(sizes: LayerSizes) -> int:
+    """What a recomputed part with experts leaves: its input and the gradient of it.
+
+    The token dispatcher remembers the routing probabilities of its last micro-batch; they hold the
+    graph of the second forward pass, and that its leaf.
+    """
+    return 2 * sizes.residual
 
 
 def _norm(s: LayerSizes) -> Step:

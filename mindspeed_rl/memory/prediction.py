@@ -276,10 +276,13 @@ class MemoryPrediction:
         }
 
     def _sync(self, rank: int, state: ModelState, optimizer: int) -> Table:
+        weights = self.engine.weights(rank)
         bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
+        # a small model is sent and received in one round
+        staging = min(bucket, 2 * (weights + state.parameters))
         return self._waiting(state, optimizer) | {
-            Owner.ENGINE_WEIGHTS: self.engine.weights(rank),
-            Owner.RESHARD_STAGING: self.assumptions.staging_bytes.get(rank, bucket),
+            Owner.ENGINE_WEIGHTS: weights,
+            Owner.RESHARD_STAGING: self.assumptions.staging_bytes.get(rank, staging),
         }
 
     def _rollout(self, rank: int, state: ModelState, optimizer: int) -> Table:
@@ -306,7 +309,7 @@ class MemoryPrediction:
         if not self.assumptions.communicator_bytes:
             return {}
         engine = self.plan.engine if isinstance(self.plan, RLPlan) else None
-        groups = device_groups(rank, self.plan.parallel, engine)
+        groups = device_groups(rank, self.plan.parallel, engine, experts=bool(self.plan.spec.moe))
         return {Owner.COMMUNICATORS: len(groups) * self.assumptions.communicator_bytes}
 
 

@@ -20,12 +20,14 @@ class Step:
         kept: from its forward until its backward pass.
         forward: besides, while its forward pass runs.
         backward: besides, while its backward pass runs: gradients.
+        left: after its backward pass, until the step ends.
     """
 
     name: str
     kept: int
     forward: int = 0
     backward: int = 0
+    left: int = 0
 
 
 def kept_bytes(tape: Iterable[Step]) -> int:
@@ -47,7 +49,7 @@ def backward_peak(tape: Sequence[Step]) -> int:
     live, peak = kept_bytes(tape), 0
     for step in reversed(tape):
         peak = max(peak, live + step.backward)
-        live -= step.kept
+        live += step.left - step.kept
     return peak
 
 
@@ -56,7 +58,13 @@ def inference_peak(tape: Iterable[Step]) -> int:
     return max((step.kept + step.forward for step in tape), default=0)
 
 
-def recomputed(name: str, tape: Sequence[Step], input_bytes: int, gradient_bytes: int = 0) -> Step:
+def recomputed(
+    name: str,
+    tape: Sequence[Step],
+    input_bytes: int,
+    gradient_bytes: int = 0,
+    left_bytes: int = 0,
+) -> Step:
     """A part whose input alone is kept, and which runs forward again before its backward pass.
 
     Args:
@@ -64,15 +72,7 @@ def recomputed(name: str, tape: Sequence[Step], input_bytes: int, gradient_bytes
         tape: the part.
         input_bytes: what is kept.
         gradient_bytes: of its output, which waits while it runs forward again.
+        left_bytes: what outlives its backward pass.
     """
     again = max(forward_peak(tape) + gradient_bytes, backward_peak(tape) + gradient_bytes)
-    return Step(name, input_bytes, inference_peak(tape), again)
-
-
-def pipeline_peak(tape: Sequence[Step], waiting: int) -> int:
-    """The largest moment of a stage: ``waiting`` earlier micro-batches wait for their backward.
-
-    The newest runs forward while all others wait; then the oldest runs backward while the newest
-    waits in its place.
-    """
-    return waiting * kept_bytes(tape) + max(forward_peak(tape), backward_peak(tape))
+    return Step(name, input_bytes, inference_peak(tape), again, left_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rl.config import TrainConfig
 from mindspeed_rl.memory.head import HeadSizes, head_step
-from mindspeed_rl.memory.layers import Kernels, LayerSizes, layer_tape
+from mindspeed_rl.memory.layers import Kernels, LayerSizes, layer_tape, left_by_dispatcher
 from mindspeed_rl.memory.tape import Step, backward_peak, forward_peak, kept_bytes, recomputed
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
@@ -83,7 +83,7 @@ class TrainingMemory:
         )
         counts = Counter(flight[:-1])
         waiting = sum(kept_bytes(tapes[chunk]) * count for chunk, count in counts.items())
-        persistent = self._sizes(work).gathering  # megatron-core's buffer for gathered inputs
+        persistent = self.layer_sizes(work).gathering  # megatron-core's buffer for gathered inputs
         return (
             waiting
             + persistent
@@ -94,7 +94,7 @@ class TrainingMemory:
         """The tape of every chunk of a rank's stage."""
         parallel = self.layout.parallel
         stages, stage = parallel.stages, parallel.coords(rank).pp
-        sizes = self._sizes(work)
+        sizes = self.layer_sizes(work)
         tapes = []
         for chunk in range(stages.vpp):
             first = stage == 0 and chunk == 0
@@ -108,7 +108,8 @@ class TrainingMemory:
             tapes.append([begin, *body, *end])
         return tapes
 
-    def _sizes(self, work: Workload) -> LayerSizes:
+    def layer_sizes(self, work: Workload) -> LayerSizes:
+        """The sizes of this rank's share of a micro-batch."""
         parallel, train = self.layout.parallel, self.train
         selective = train.recompute_granularity == "selective"
         return LayerSizes(
@@ -140,7 +141,10 @@ class TrainingMemory:
         for first in range(0, covered, unit):
             inside = [step for tape in tapes[first : first + unit] for step in tape]
             inside[0] = replace(inside[0], kept=inside[0].kept - own)
-            steps.append(recomputed("recomputed layers", inside, sizes.residual, sizes.residual))
+            experts = any(sizes.spec.has_experts(n) for n in layers[first : first + unit])
+            left = left_by_dispatcher(sizes) if experts else 0
+            size = sizes.residual
+            steps.append(recomputed("recomputed layers", inside, size, size, left))
         return steps + [step for tape in tapes[covered:] for step in tape]
 
     def _vocab_rows(self) -> int:

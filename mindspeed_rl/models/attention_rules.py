@@ -37,15 +37,20 @@ class QKV(Row):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQKV(QKV):
-    """Megatron's interleave: per key/value head its query heads, then its key, then its value."""
+    """Megatron's interleave: per key/value head its query heads, then its key, then its value.
+
+    Ranks hold equal runs of these rows. With more ranks than key/value heads a run is a part of a
+    group; megatron-core gathers the rows of the activations then.
+    """
 
     def check(self, spec: ModelSpec, count: int) -> None:
-        """Whole key/value groups per rank."""
-        if spec.num_kv_heads % count:
+        """Megatron's own rule: key/value heads divide or are divided; rows divide."""
+        kv = spec.num_kv_heads
+        if (kv % count and count % kv) or (spec.q_size + 2 * spec.kv_size) % count:
             raise ValueError(
-                f"--tensor-model-parallel-size {count} does not divide the model's "
-                f"{spec.num_kv_heads} key/value heads; allowed: the divisors of "
-                f"{spec.num_kv_heads}"
+                f"--tensor-model-parallel-size {count} does not fit the model's {kv} key/value "
+                "heads; allowed: their divisors, and multiples that divide the query heads and "
+                f"the {spec.q_size + 2 * spec.kv_size} rows of queries, keys and values"
             )
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
@@ -54,16 +59,25 @@ class GroupedQKV(QKV):
         return self._shape(spec, (spec.q_size + 2 * spec.kv_size) // share.tp_size)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """Three rectangles per key/value head of this rank."""
+        """Up to three rectangles per key/value head of this rank."""
         self.check(spec, share.tp_size)
+        rows = (spec.q_size + 2 * spec.kv_size) // share.tp_size
+        first = share.tp * rows
+        for part, hf_row, start, size in self._runs(spec):
+            low, high = max(start, first), min(start + size, first + rows)
+            if low < high:
+                yield self._cut(spec, part, hf_row + low - start, low - first, high - low)
+
+    @staticmethod
+    def _runs(spec: ModelSpec) -> Iterator[tuple[str, int, int, int]]:
+        """Part, its HF row, the row of the whole fused tensor, and how many rows."""
         head = spec.head_dim
         q_rows = spec.num_heads // spec.num_kv_heads * head
-        first, groups = even_span(spec.num_kv_heads, share.tp, share.tp_size, "num_kv_heads")
-        for local in range(groups):
-            group, base = first + local, local * (q_rows + 2 * head)
-            yield self._cut(spec, "q", group * q_rows, base, q_rows)
-            yield self._cut(spec, "k", group * head, base + q_rows, head)
-            yield self._cut(spec, "v", group * head, base + q_rows + head, head)
+        for group in range(spec.num_kv_heads):
+            base = group * (q_rows + 2 * head)
+            yield "q", group * q_rows, base, q_rows
+            yield "k", group * head, base + q_rows, head
+            yield "v", group * head, base + q_rows + head, head
 
 
 @dataclass(frozen=True, slots=True)

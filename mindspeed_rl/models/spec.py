@@ -228,25 +228,33 @@ def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (int(eos),)
 
 
-def read_hf_config(checkpoint: str | Path, *, or_file: bool = False) -> dict[str, Any]:
+def read_hf_config(
+    checkpoint: str | Path, *, or_file: bool = False, flag: str = "--hf-checkpoint"
+) -> dict[str, Any]:
     """The parsed ``config.json`` of a Hugging Face checkpoint directory.
 
     Args:
         checkpoint: the directory.
         or_file: whether it may be the ``config.json`` itself, for which no weights are needed.
+        flag: whose value it is, for messages.
+
+    Raises:
+        ValueError: no file is there, or it holds no JSON object.
     """
     path = Path(checkpoint)
     if not or_file or path.suffix != ".json":
         path /= "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"--hf-checkpoint {checkpoint}: {path} is missing; give a directory that holds "
-            "config.json, the tokenizer and safetensors weights"
+        wanted = (
+            "a config.json, or a directory that holds it"
+            if or_file
+            else "a directory that holds config.json, the tokenizer and safetensors weights"
         )
+        raise ValueError(f"{flag} {checkpoint}: {path} is missing; give {wanted}")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--hf-checkpoint {checkpoint}: {path} is no JSON: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {checkpoint}: {path} is no JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"--hf-checkpoint {checkpoint}: {path} holds no JSON object")
+        raise ValueError(f"{flag} {checkpoint}: {path} holds no JSON object")
     return config

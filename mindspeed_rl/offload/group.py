@@ -21,7 +21,8 @@ class StorageGroup:
         find: the owner's tensors. It is asked at every release, since optimizers make their state
             at their first step.
         platform: the device.
-        pool: where the content waits; ``None``: it is dropped and comes back as zeros.
+        pool: where the content waits; ``None``: it is dropped, and what comes back is undefined
+            until its owner writes it.
         before_release: called first; raises when the memory is in use.
     """
 
@@ -65,7 +66,7 @@ class StorageGroup:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Take the memory back, with its content or zeroed. Local; no effect when it is here.
+        """Take the memory back, with its content if it is kept. Local; no effect when it is here.
 
         Copies may still be on their way: :meth:`Platform.wait_for_copies` before the first use.
 
@@ -78,9 +79,6 @@ class StorageGroup:
                 storage.resize_(size)
             if self._pool is not None:
                 self._copy(storages, self._pool, to_host=False)
-            else:
-                for storage in storages:
-                    as_bytes(storage).zero_()
         except BaseException:
             for storage in storages:
                 storage.resize_(0)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+# Cut into as many slices as usual, slices of this many rows differ by a few percent.
+_LONG = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -48,18 +51,27 @@ class Box:
         return Box(lo, tuple(h - low for low, h in zip(lo, hi, strict=True)))
 
     def slice(self, index: int, count: int) -> Box:
-        """One of ``count`` consecutive slices along the longest dimension; it may be empty.
+        """One of ``count`` consecutive slices along :attr:`sliced_dim`; it may be empty.
 
         Rectangles of equal size are sliced alike, wherever they lie.
         """
         dim, first, size = self.span(index, count)
         return self.with_dim(dim, self.lo[dim] + first, size)
 
+    @property
+    def sliced_dim(self) -> int:
+        """The dimension that slices cut: the first where it is long, else the longest.
+
+        Slices of whole rows are one run of memory.
+        """
+        return 0 if self.size[0] >= _LONG else self.size.index(max(self.size))
+
     def span(self, index: int, count: int) -> tuple[int, int, int]:
         """Dimension, offset and length of :meth:`slice`."""
-        size = max(self.size)
+        dim = self.sliced_dim
+        size = self.size[dim]
         first = size * index // count
-        return self.size.index(size), first, size * (index + 1) // count - first
+        return dim, first, size * (index + 1) // count - first
 
     def moved(self, origin: Box, target: Box) -> Box:
         """This rectangle, given relative to ``origin``, at the same offset inside ``target``."""

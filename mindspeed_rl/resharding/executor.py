@@ -1,15 +1,20 @@
-"""Carries out reshard plans: pack, exchange, unpack, round by round, two rounds on their way."""
+"""Carries out reshard plans round by round, two rounds on their way."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from mindspeed_rl.resharding.boxes import Box, ParamView
+from mindspeed_rl.resharding.exchange import (
+    ALIGNMENT_BYTES,
+    Exchange,
+    Leg,
+    Round,
+    copy_within,
+)
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.planner import (
     ReshardPlan,
@@ -19,52 +24,14 @@ from mindspeed_rl.resharding.planner import (
 )
 from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
 from mindspeed_rl.resharding.sync_metrics import SyncTraffic
-from mindspeed_rl.resharding.transports import Pending, Transport
+from mindspeed_rl.resharding.transports import Transport
 
 ROUNDS_IN_FLIGHT = 2
-_ALIGNMENT = 16  # bytes between what is sent and what is received
-
-Messages = Mapping[int, tuple[Transfer, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One rank's messages of one exchange, by ascending peer."""
-
-    sends: Messages
-    receives: Messages
-
-    @property
-    def send_sizes(self) -> dict[int, int]:
-        """Elements for each peer."""
-        return _sizes(self.sends)
-
-    @property
-    def receive_sizes(self) -> dict[int, int]:
-        """Elements from each peer."""
-        return _sizes(self.receives)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One rank's part of one round; its tensors have one element type.
-
-    Attributes:
-        legs: one exchange, or two with a relay.
-        copies: what the rank has itself.
-        names: the HF tensors that are complete after this round.
-        dtype: declared element type; empty: that of the model.
-    """
-
-    legs: tuple[Leg, ...]
-    copies: tuple[Transfer, ...]
-    names: tuple[str, ...]
-    dtype: str
 
 
 def round_bytes(bucket_bytes: int) -> int:
     """The budget of one round: the rounds on their way share the bucket."""
-    return max(0, bucket_bytes // ROUNDS_IN_FLIGHT - _ALIGNMENT)
+    return max(0, bucket_bytes // ROUNDS_IN_FLIGHT - ALIGNMENT_BYTES)
 
 
 def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
@@ -73,10 +40,6 @@ def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
         return default
     dtype: torch.dtype = getattr(torch, declared)
     return dtype
-
-
-def _sizes(messages: Messages) -> dict[int, int]:
-    return {peer: sum(t.num_elements for t in part) for peer, part in messages.items()}
 
 
 def split_rounds(
@@ -95,6 +58,9 @@ def split_rounds(
         return rounds
 
     sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
+    repeats: list[list[Transfer]] = [[] for _ in range(count)]
+    for transfer in plan.repeats:  # whole: the slices of what arrives are others
+        repeats[schedule.slots_of(source, transfer.hf_name)[-1].round].append(transfer)
     return tuple(
         Round(
             tuple(
@@ -105,6 +71,7 @@ def split_rounds(
                 for leg in range(1, num_legs + 1)
             ),
             tuple(copies[i]),
+            tuple(repeats[i]),
             schedule.completed[i],
             schedule.dtypes[i],
         )
@@ -197,19 +164,17 @@ class Resharder:
         transport, copied_bytes = self._transport, 0
         sent_bytes, received_bytes = transport.sent_bytes, transport.received_bytes
         staging = [self._new_staging() for _ in range(self._num_slots)]
-        on_the_way: _Exchange | None = None
+        on_the_way: Exchange | None = None
         for i, part in enumerate(self.rounds):
-            started = _Exchange(part, staging[i % len(staging)], self._dtype, self._transport)
+            dtype = wire_dtype(part.dtype, self._dtype)
+            started = Exchange(part, staging[i % len(staging)], dtype, transport, write)
             started.post(0, read)
-            for t in part.copies:
-                target = _view(write, t.dst_param, t.dst_view, t.dst_box)
-                target.copy_(_view(read, t.src_param, t.src_view, t.src_box))
-                copied_bytes += target.numel() * target.element_size()
+            copied_bytes += copy_within(part.copies, read, write)
             if on_the_way is not None:
-                on_the_way.finish(write, after_round)
+                on_the_way.finish(after_round)
             on_the_way = started
         if on_the_way is not None:
-            on_the_way.finish(write, after_round)
+            on_the_way.finish(after_round)
         return SyncTraffic(
             transport.received_bytes - received_bytes,
             transport.sent_bytes - sent_bytes,
@@ -225,13 +190,14 @@ class Resharder:
         return min(ROUNDS_IN_FLIGHT, len(self.rounds))
 
     def _slot_bytes(self) -> int:
-        most = 0
-        for part in self.rounds:
-            item = wire_dtype(part.dtype, self._dtype).itemsize
-            for leg in part.legs:
-                sent, received = (sum(s.values()) for s in (leg.send_sizes, leg.receive_sizes))
-                most = max(most, _aligned(sent * item) + received * item)
-        return most
+        return max(
+            (
+                leg.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)
+                for part in self.rounds
+                for leg in part.legs
+            ),
+            default=0,
+        )
 
     def _new_staging(self) -> torch.Tensor:
         return torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
@@ -250,69 +216,3 @@ class Resharder:
                 "start all nodes with the same flags, config.json and mindspeed_rl"
             )
         self._compared = True
-
-
-class _Exchange:
-    """One round on its way, with the staging it lives in."""
-
-    def __init__(
-        self, part: Round, staging: torch.Tensor, dtype: torch.dtype, transport: Transport
-    ) -> None:
-        self._round = part
-        self._staging = staging
-        self._dtype = wire_dtype(part.dtype, dtype)
-        self._transport = transport
-        self._pending: Pending | None = None
-        self._incoming = staging[:0]
-
-    def post(self, leg: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Pack the messages of a leg and send them."""
-        part = self._round.legs[leg]
-        sends, receives = part.send_sizes, part.receive_sizes
-        sent, received = (sum(s.values()) * self._dtype.itemsize for s in (sends, receives))
-        start = _aligned(sent)
-        outgoing = self._staging[:sent].view(self._dtype)
-        self._incoming = self._staging[start : start + received].view(self._dtype)
-        for t, flat in _spans(outgoing, part.sends.values()):
-            flat.copy_(_view(read, t.src_param, t.src_view, t.src_box))
-        self._pending = self._transport.start(outgoing, sends, self._incoming, receives)
-
-    def finish(
-        self,
-        write: Mapping[str, torch.Tensor],
-        after_round: Callable[[Round], None] | None,
-    ) -> None:
-        """Take what arrives; with a relay pass it on and take that, too."""
-        self._take(0, write)
-        for leg in range(1, len(self._round.legs)):
-            self.post(leg, write)
-            self._take(leg, write)
-        if after_round is not None:
-            after_round(self._round)
-
-    def _take(self, leg: int, write: Mapping[str, torch.Tensor]) -> None:
-        assert self._pending is not None
-        self._pending.wait()
-        for t, flat in _spans(self._incoming, self._round.legs[leg].receives.values()):
-            _view(write, t.dst_param, t.dst_view, t.dst_box).copy_(flat)
-
-
-def _spans(
-    buffer: torch.Tensor, messages: Iterable[Sequence[Transfer]]
-) -> Iterable[tuple[Transfer, torch.Tensor]]:
-    """Every transfer with its part of a buffer, in its shape."""
-    start = 0
-    for transfers in messages:
-        for t in transfers:
-            yield t, buffer[start : start + t.num_elements].view(t.hf_box.size)
-            start += t.num_elements
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _view(params: Mapping[str, torch.Tensor], name: str, view: ParamView, box: Box) -> torch.Tensor:
-    """A rectangle of a parameter (shares its memory)."""
-    shown: torch.Tensor = view.of(params[name])
-    return shown[box.slices]

@@ -45,7 +45,7 @@ class Transfer:
         return self.hf_box.num_elements
 
     def parts(self, count: int) -> tuple[Transfer | None, ...]:
-        """``count`` slices along the longest dimension, ``None`` where one is empty."""
+        """``count`` slices, ``None`` where one is empty."""
         if count == 1:
             return (self,)
         slices = _slices((self.hf_box, self.src_box, self.dst_box), count)
@@ -81,13 +81,16 @@ class ReshardPlan:
     """Everything that one rank does in a reshard.
 
     ``sends``, ``receives`` and ``copies`` are in one order on all ranks, so that both ends of a
-    message list its rectangles alike. ``digest`` is equal on all ranks of a reshard.
+    message list its rectangles alike. ``repeats`` copy within the target what the rank keeps twice
+    (a redundant expert beside itself) once it has arrived. ``digest`` is equal on all ranks of a
+    reshard.
     """
 
     rank: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     copies: tuple[Transfer, ...]
+    repeats: tuple[Transfer, ...]
     digest: str
 
 
@@ -120,6 +123,20 @@ def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
     return [Cell.of(tuple(same[s.piece.hf_box])) for s in shards if not s.mirror]
 
 
+def repeats_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]:
+    """Shards whose rectangle the same ranks keep in another shard already: that one by this one."""
+    shards = target.shards(hf_name)
+    if len(shards) == 1:
+        return {}
+    first: dict[tuple[Box, range], Shard] = {}
+    for shard in shards:
+        first.setdefault((shard.piece.hf_box, shard.holders), shard)
+    if len(first) == len(shards):
+        return {}
+    found = {shard: first[shard.piece.hf_box, shard.holders] for shard in shards}
+    return {again: once for again, once in found.items() if again is not once}
+
+
 @lru_cache(maxsize=4096)
 def _turn_of_pattern(pattern: str) -> int:
     return zlib.crc32(pattern.encode()) & 0xFFFF
@@ -141,7 +158,10 @@ def overlaps(
     """
     turn = turn_of(hf_name)
     cells = cells_of(source, hf_name)
+    repeats = repeats_of(target, hf_name)
     for dst in target.shards(hf_name):
+        if dst in repeats:
+            continue
         for cell in cells:
             if not (box := cell.box.intersect(dst.piece.hf_box)):
                 continue
@@ -195,6 +215,7 @@ def plan_reshard(
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     copies: list[Transfer] = []
+    repeats: list[Transfer] = []
     for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
         for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
             if rank in dst.holders:
@@ -206,8 +227,12 @@ def plan_reshard(
                 for receiver, leg in assigned.served_by(rank):
                     piece = dst.piece if leg == 2 else cell.piece_of(rank)
                     sends.append(_transfer(piece, dst, box, rank, receiver, leg))
+        for again, once in repeats_of(target, name).items():
+            if rank in again.holders:
+                box = once.piece.hf_box
+                repeats.append(_transfer(once.piece, again, box, rank, rank, 1))
     digest = layout_digest(source, target, ranks_per_node, relay)
-    return ReshardPlan(rank, tuple(sends), tuple(receives), tuple(copies), digest)
+    return ReshardPlan(rank, tuple(sends), tuple(receives), tuple(copies), tuple(repeats), digest)
 
 
 def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:

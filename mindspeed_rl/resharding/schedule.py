@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from itertools import groupby, zip_longest
+from math import ceil, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ _ITEM_BYTES = {"float32": 4}
 _MAX_PARTS = 1 << 16
 
 Loads = NDArray[np.float64]
+# Units that travel side by side.
+Batch = tuple[Unit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class _Cost:
     Attributes:
         loads: [legs, world] bytes that each rank sends plus receives, if all of the unit travels.
         most: the largest of them.
-        narrowest: the smallest longest dimension of its rectangles: into more parts they do not go.
+        narrowest: the least extent of its rectangles along what slices cut: into more parts they do
+            not go.
     """
 
     loads: Loads
@@ -116,11 +120,11 @@ def plan_schedule(
     if bucket_bytes < 1:
         raise ValueError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
     costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
-    lanes_of: dict[str, dict[int, list[Unit]]] = {}
-    units = _tensors(source) if target.wants_whole_tensors else source.units()
-    for unit in sorted(units, key=lambda unit: unit.layer):
+    lanes_of: dict[str, dict[int, list[Batch]]] = {}
+    for unit in sorted(source.units(), key=lambda unit: unit.layer):
         lanes = lanes_of.setdefault(source.dtype_of(unit.names[0]), {})
-        lanes.setdefault(unit.lane, []).append(unit)
+        batches = _tensors(source, unit, bucket_bytes // (2 * item_bytes))
+        lanes.setdefault(unit.lane, []).extend(batches if target.wants_whole_tensors else [(unit,)])
     slots: dict[str, list[Slot]] = {}
     completed: list[tuple[str, ...]] = []
     dtypes: list[str] = []
@@ -143,11 +147,21 @@ def plan_schedule(
     )
 
 
-def _tensors(source: ShardLayout) -> Iterator[Unit]:
-    """Every tensor as a unit of its own."""
-    for unit in source.units():
-        for name in unit.names:
-            yield Unit(name, unit.lane, unit.layer, (name,))
+def _tensors(source: ShardLayout, unit: Unit, elements: int) -> Iterator[Batch]:
+    """Every tensor as a unit of its own; those of several holders travel side by side.
+
+    Else the experts of one rank would come one after another and the other ranks wait. A batch has
+    one tensor, or at most ``elements``: until its end it lies about in parts.
+    """
+    width = max(1, elements // prod(source.shape_of(unit.names[0])))
+    of_holders: dict[range, list[Unit]] = {}
+    for name in unit.names:
+        holders = source.shards(name)[0].holders
+        of_holders.setdefault(holders, []).append(Unit(name, unit.lane, unit.layer, (name,)))
+    for column in zip_longest(*of_holders.values()):
+        present = tuple(tensor for tensor in column if tensor is not None)
+        for start in range(0, len(present), width):
+            yield present[start : start + width]
 
 
 class _Costs:
@@ -188,7 +202,7 @@ class _Costs:
         for name in unit.names:
             found = overlaps(self._source, self._target, name, self._ranks_per_node, self._relay)
             for cell, dst, box, assigned in found:
-                narrowest = min(narrowest, max(box.size))
+                narrowest = min(narrowest, box.size[box.sliced_dim])
                 num_bytes = float(box.num_elements * size)
                 charges = [(1, ranks, assigned.most_sent) for ranks in cell.sources]
                 charges.append((1, dst.holders, 1))
@@ -204,18 +218,19 @@ class _Costs:
 
 
 def _fill(
-    lanes: list[list[Unit]], costs: _Costs, bucket_bytes: int
+    lanes: list[list[Batch]], costs: _Costs, bucket_bytes: int
 ) -> tuple[list[list[_Item]], float]:
     """The items of every round, and the largest load of a rank in one of them."""
     _check_budget(lanes, costs, bucket_bytes)
     quantum = bucket_bytes / (2 * len(lanes))
-    queues = [[item for unit in lane for item in _slices(unit, costs, quantum)] for lane in lanes]
+    queues = [[i for batch in lane for i in _slices(batch, costs, quantum)] for lane in lanes]
     world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
     most = max(len(queue) for queue in queues)
     total = np.sum([_total(queue, world) for queue in queues], axis=0)
     count = max(1, int(np.ceil(total.max() / bucket_bytes)))
+    progress = [_progress(queue, world) for queue in queues]
     while True:
-        rounds = _spread(queues, min(count, most))
+        rounds = _spread(queues, progress, min(count, most))
         largest = max(float(_total(items, world).max(initial=0.0)) for items in rounds)
         if largest <= bucket_bytes:
             return [items for items in rounds if items], largest
@@ -224,11 +239,11 @@ def _fill(
         count = min(most, max(count + 1, int(count * 1.1)))
 
 
-def _check_budget(lanes: list[list[Unit]], costs: _Costs, bucket_bytes: int) -> None:
+def _check_budget(lanes: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> None:
     """Refuse a budget that the narrowest slice of some unit exceeds, before any is made."""
     narrowest = [
         max(_Item(u, cost, 0, cost.narrowest).loads.max(initial=0.0) for u, cost in priced)
-        for priced in ([(unit, costs.of(unit)) for unit in lane] for lane in lanes)
+        for priced in ([(u, costs.of(u)) for batch in lane for u in batch] for lane in lanes)
     ]
     if max(narrowest) > bucket_bytes:
         raise _too_small(bucket_bytes, sum(narrowest))
@@ -242,11 +257,14 @@ def _too_small(bucket_bytes: int, needed: float) -> ValueError:
     )
 
 
-def _slices(unit: Unit, costs: _Costs, quantum: float) -> list[_Item]:
-    cost = costs.of(unit)
-    parts = ceil(cost.most / quantum)
-    parts = max(1, min(parts, cost.narrowest))
-    return [_Item(unit, cost, part, parts) for part in range(parts)]
+def _slices(batch: Batch, costs: _Costs, quantum: float) -> Iterator[_Item]:
+    """The first slices of all units of a batch, then the second ones, ..."""
+    priced = [(unit, costs.of(unit)) for unit in batch]
+    counts = [max(1, min(ceil(cost.most / quantum), cost.narrowest)) for _, cost in priced]
+    for part in range(max(counts)):
+        for (unit, cost), parts in zip(priced, counts, strict=True):
+            if part < parts:
+                yield _Item(unit, cost, part, parts)
 
 
 def _total(items: list[_Item], world: int) -> Loads:
@@ -263,13 +281,31 @@ def _total(items: list[_Item], world: int) -> Loads:
     return result
 
 
-def _spread(queues: list[list[_Item]], count: int) -> list[list[_Item]]:
-    """Every queue over ``count`` rounds, in proportion to the bytes before each item's middle."""
+def _spread(queues: list[list[_Item]], progress: list[Loads], count: int) -> list[list[_Item]]:
+    """Every queue over ``count`` rounds, in proportion to its progress."""
     rounds: list[list[_Item]] = [[] for _ in range(count)]
-    for queue in queues:
-        weights = np.array([item.cost.most / item.parts for item in queue])
-        middles = np.cumsum(weights) - weights / 2
-        whole = max(weights.sum(), 1e-300)
-        for item, position in zip(queue, middles / whole * count, strict=True):
-            rounds[min(count - 1, int(position))].append(item)
+    for queue, middles in zip(queues, progress, strict=True):
+        for item, number in zip(queue, (middles * count).astype(int).tolist(), strict=True):
+            rounds[min(count - 1, number)].append(item)
     return rounds
+
+
+def _progress(queue: list[_Item], world: int) -> Loads:
+    """[items] share of the busiest rank's load that has travelled by the middle of each item.
+
+    Of large worlds some ranks are looked at, an odd number apart: all positions in turn.
+    """
+    some = slice(None, None, world // 512 | 1)
+    load = np.zeros((2, len(range(world)[some])))
+    reached = [np.zeros(1)]
+    for _, alike in groupby(queue, lambda item: (id(item.cost), item.parts)):
+        items = list(alike)
+        adding = items[0].cost.loads[:, some]
+        legs, ranks = adding.shape
+        parts = np.arange(1, len(items) + 1) / items[0].parts
+        rising = load[:legs, :ranks] + parts[:, None, None] * adding
+        load[:legs, :ranks] = rising[-1]
+        reached.append(np.maximum(rising.max(axis=(1, 2)), reached[-1][-1]))
+    ends = np.concatenate(reached)
+    middles: Loads = (ends[1:] + ends[:-1]) / max(2 * ends[-1], 1e-300)
+    return middles

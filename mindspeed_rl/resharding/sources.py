@@ -83,6 +83,8 @@ def _assign(
     sources: tuple[range, ...], destinations: range, ranks_per_node: int, turn: int, relay: bool
 ) -> Assignment:
     """:func:`assign_sources`, once for every turn that matters."""
+    if len(sources) == len(sources[0]) == len(destinations) == 1:
+        return _one_to_one(sources[0][0], destinations[0], ranks_per_node)
     fixed = _fixed(sources, destinations, ranks_per_node)
     src, dst, near, far, leg = fixed.src, fixed.dst, fixed.near, fixed.far, fixed.leg
     source = fixed.source.copy()
@@ -107,6 +109,21 @@ def _assign(
         fan_out=fixed.fan_out,
         even=fixed.even,
         level=not relay and fixed.near_is_level and not surplus,
+    )
+
+
+def _one_to_one(src: int, dst: int, ranks_per_node: int) -> Assignment:
+    """What is left of it for whole experts on one rank each, which are most of all tensors."""
+    leg = int(src != dst)
+    far = src // ranks_per_node != dst // ranks_per_node
+    return Assignment(
+        np.array([dst]),
+        np.array([src]),
+        np.array([leg], np.int8),
+        most_sent=leg,
+        fan_out=int(far),
+        even=True,
+        level=True,
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mindspeed_rl.resharding.executor import Resharder, Round, wire_dtype
+from mindspeed_rl.resharding.exchange import Round
+from mindspeed_rl.resharding.executor import Resharder, wire_dtype
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.sync_metrics import SyncTraffic

@@ -1,8 +1,4 @@
-"""How the flat messages of a round travel.
-
-A rank's messages of a round are one contiguous buffer, in the order of its peers; so is what it
-receives. Transports count what they put on the wire.
-"""
+"""How the flat messages of a round travel. Transports count what they put on the wire."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-TRANSPORTS = ("all-to-all", "p2p")
+# Flat messages by peer, in order.
+Tensors = Mapping[int, Sequence[torch.Tensor]]
 
 
 class Pending(Protocol):
@@ -27,29 +24,25 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Moves the messages of rounds. ``device`` is where buffers must be.
 
-    ``sent_bytes`` and ``received_bytes`` count since the beginning.
+    ``sent_bytes`` and ``received_bytes`` count since the beginning. With ``many_messages`` a peer
+    may be sent several, from and into any memory.
     """
 
+    many_messages: bool
     sent_bytes: int
     received_bytes: int
     device: torch.device
 
-    def start(
-        self,
-        outgoing: torch.Tensor,
-        send_sizes: Mapping[int, int],
-        incoming: torch.Tensor,
-        receive_sizes: Mapping[int, int],
-    ) -> Pending:
+    def start(self, sends: Tensors, receives: Tensors) -> Pending:
         """Post one round; several may be on their way, in the same order on all ranks.
 
         Collective over the transport's ranks, including those that move nothing.
 
         Args:
-            outgoing: [elements] messages by ascending peer.
-            send_sizes: elements for each peer, ascending.
-            incoming: [elements] to be filled; of the same element type as ``outgoing``.
-            receive_sizes: elements from each peer, ascending.
+            sends: [elements] flat messages for each peer, ascending, of one element type.
+            receives: memory for those from each peer, ascending, of the sizes that it sends.
+                Without ``many_messages`` each peer has at most one, and all of a direction follow
+                each other in one buffer.
         """
         ...
 
@@ -68,9 +61,9 @@ class _GroupTransport:
         self.sent_bytes = 0
         self.received_bytes = 0
 
-    def _count(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        self.sent_bytes += outgoing.numel() * outgoing.element_size()
-        self.received_bytes += incoming.numel() * incoming.element_size()
+    def _count(self, sends: Tensors, receives: Tensors) -> None:
+        self.sent_bytes += _bytes_of(sends)
+        self.received_bytes += _bytes_of(receives)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Every rank's message in rank order. Collective."""
@@ -83,18 +76,20 @@ class _GroupTransport:
 class AllToAllTransport(_GroupTransport):
     """One all-to-all-v per round over a process group that holds all ranks. Collective."""
 
-    def start(
-        self,
-        outgoing: torch.Tensor,
-        send_sizes: Mapping[int, int],
-        incoming: torch.Tensor,
-        receive_sizes: Mapping[int, int],
-    ) -> Pending:
+    many_messages = False
+
+    def start(self, sends: Tensors, receives: Tensors) -> Pending:
         """Post the collective."""
-        self._count(outgoing, incoming)
+        self._count(sends, receives)
+        outgoing, incoming = _joined(sends, self.device), _joined(receives, self.device)
         received, sent = (
-            [sizes.get(p, 0) for p in range(self._world)] for sizes in (receive_sizes, send_sizes)
+            [sum(m.numel() for m in of_peers.get(p, ())) for p in range(self._world)]
+            for of_peers in (receives, sends)
         )
+        if not outgoing.numel():
+            outgoing = outgoing.to(incoming.dtype)
+        if not incoming.numel():
+            incoming = incoming.to(outgoing.dtype)
         work: Pending = dist.all_to_all_single(
             incoming, outgoing, received, sent, group=self._group, async_op=True
         )
@@ -115,31 +110,38 @@ class _All:
 class PointToPointTransport(_GroupTransport):
     """Sends and receives between the ranks that have something for each other, and no others."""
 
-    def start(
-        self,
-        outgoing: torch.Tensor,
-        send_sizes: Mapping[int, int],
-        incoming: torch.Tensor,
-        receive_sizes: Mapping[int, int],
-    ) -> Pending:
-        """Post one send or receive per peer."""
-        self._count(outgoing, incoming)
+    many_messages = True
+
+    def start(self, sends: Tensors, receives: Tensors) -> Pending:
+        """Post one send or receive per message."""
+        self._count(sends, receives)
         operations = [
-            dist.P2POp(kind, part, peer, self._group)
-            for kind, buffer, sizes in (
-                (dist.irecv, incoming, receive_sizes),
-                (dist.isend, outgoing, send_sizes),
-            )
-            for peer, part in zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)
+            dist.P2POp(kind, message, peer, self._group)
+            for kind, of_peers in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, messages in of_peers.items()
+            for message in messages
         ]
         works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         return _All(works)
+
+
+def _bytes_of(messages: Tensors) -> int:
+    return sum(m.numel() * m.element_size() for several in messages.values() for m in several)
+
+
+def _joined(messages: Tensors, device: torch.device) -> torch.Tensor:
+    """The one buffer in which messages follow each other."""
+    several = [message for of_peer in messages.values() for message in of_peer]
+    if not several:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    size = sum(message.numel() for message in several)
+    return several[0].as_strided((size,), (1,))
 
 
 def make_transport(
     name: str, world: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Transport:
     """The transport of ``--reshard-transport``."""
-    if name == "p2p":
+    if name == "p2p" or (name == "auto" and device.type == "cpu"):
         return PointToPointTransport(world, device, group)
     return AllToAllTransport(world, device, group)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from mindspeed_rl.offload.storages import as_bytes, storages_of
+from mindspeed_rl.platforms.host_pages import discard_pages
 
 
 class ZeroedMemory:
     """Tensors that are freed as a whole and come back as zeros; every view of them stays valid.
+
+    On a host the physical pages leave and the addresses stay: coming back costs nothing, and pages
+    that are never touched never return. On a device the storages are resized.
 
     Args:
         tensors: what is freed; all of it is there now.
@@ -26,19 +31,32 @@ class ZeroedMemory:
         return sum(size for _, size in self._storages)
 
     def free(self) -> None:
-        """Give it back to the allocator."""
-        for storage, _ in self._storages:
-            storage.resize_(0)
+        """Give it back; no effect when it is away."""
+        for storage, size in self._storages:
+            if not storage.nbytes():
+                continue
+            on_host = storage.device.type == "cpu"
+            if on_host and discard_pages(storage.data_ptr(), size):
+                _zero_edges(as_bytes(storage))
+            else:
+                storage.resize_(0)
 
     def bring_back(self) -> None:
         """All of it, or nothing when memory runs out."""
         try:
             for storage, size in self._storages:
-                storage.resize_(size)
-                as_bytes(storage).zero_()
+                if not storage.nbytes():
+                    storage.resize_(size)
+                    as_bytes(storage).zero_()
         except BaseException:
             self.free()
             raise
+
+
+def _zero_edges(memory: torch.Tensor) -> None:
+    """The parts of a range on pages that it shares, which stay when its own pages leave."""
+    memory[: mmap.PAGESIZE].zero_()
+    memory[-mmap.PAGESIZE :].zero_()
 
 
 def kv_tensors(runner: Any) -> Iterator[torch.Tensor]:

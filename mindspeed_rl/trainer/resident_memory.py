@@ -18,8 +18,8 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 def trainer_memory(policy: TrainEngine, reference: TrainEngine | None) -> dict[Owner, StorageGroup]:
     """Every owner of the trainer's device memory. Local.
 
-    Gradients are dropped and come back as zeros; everything else keeps its content in one pool of
-    host memory.
+    Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
+    keeps its content in one pool of host memory.
     """
     platform = policy.platform
     pool = HostPool(platform)

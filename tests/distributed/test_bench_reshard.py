@@ -73,7 +73,7 @@ CASES = {
         moe_layers=(True, True),
     ),
 }
-STRATEGIES = ("direct", "stream", "gather", "two-stage")
+STRATEGIES = ("direct", "direct-all-to-all", "stream", "gather", "two-stage")
 
 
 @dataclass(frozen=True, slots=True)

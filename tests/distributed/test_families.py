@@ -31,7 +31,7 @@ GRADIENT_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE_SHARDED = 2e-5
 # One rank against transformers in fp64.
 REFERENCE_TOLERANCE = 2e-5
-_COMMON = ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2")
+COMMON = ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,7 @@ class FamilyLayout:
 
     def models(self) -> list[str]:
         """Names of the variants that fit."""
-        cases = FAMILY_CASES.values()
-        tensor_parallel = "--tensor-model-parallel-size" in self.flags
-        return [
-            c.name
-            for c in cases
-            if (c.experts or not self.experts_only) and (c.shardable or not tensor_parallel)
-        ]
+        return [c.name for c in FAMILY_CASES.values() if c.experts or not self.experts_only]
 
 
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -99,7 +93,7 @@ def families(
     def run(name: str) -> WorldResult:
         layout = LAYOUTS[name]
         cases = [Case(m, (), "sft", model=str(models[m])) for m in layout.models()]
-        flags = [*layout.flags, *_COMMON]
+        flags = [*layout.flags, *COMMON]
         results = run_ranks(
             train_world,
             layout.num_ranks,

@@ -28,7 +28,7 @@ ROLLOUTS = {
     ),
 }
 MODELS = {
-    kind: [c.name for c in FAMILY_CASES.values() if c.shardable and c.experts is (kind != "dense")]
+    kind: [c.name for c in FAMILY_CASES.values() if c.experts is (kind != "dense")]
     for kind in FLAGS
 }
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.distributed
 
 ENGINE_SIZES = (1, 2, 4)  # two key/value heads: with 4 ranks each is held twice
 BUCKET_BYTES = 256 << 10
+COMPARED_BYTES = 5 * 32  # before the first round: the plans' digests, the own one and everybody's
 # transport, ranks per node, relay
 WAYS = (("p2p", 4, False), ("all-to-all", 2, True), ("all-to-all", 4, False))
 UNTOUCHED = -1  # bit pattern of elements that no transfer may write: the vocabulary padding
@@ -231,7 +232,8 @@ def test_staging_stays_within_the_bucket(
     for report in (rank[name] for rank in resharded[0]):
         assert len(report.staging) == len(WAYS)
         for way, (said, peak) in report.staging.items():
-            assert 0 < said == peak <= BUCKET_BYTES, (way, said, peak)
+            assert 0 < said <= peak <= said + COMPARED_BYTES, (way, said, peak)
+            assert peak <= BUCKET_BYTES, (way, peak)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,16 +28,20 @@ from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import Row
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.executor import round_bytes
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.resharding.planner import plan_reshard
+from mindspeed_rl.resharding.schedule import plan_schedule
 from mindspeed_rl.resharding.traffic import (
+    critical_bytes,
     element_bytes_of,
     missing_elements,
     node_floors,
     rank_floor,
     rank_traffic,
+    round_traffic,
 )
 
 BF16 = 2
@@ -264,6 +268,26 @@ def test_the_send_load_is_near_the_optimum(case: FloorCase) -> None:
     plans = (plan_reshard(source, target, r, case.ranks_per_node) for r in range(case.world))
     largest = max(rank_traffic(p, bytes_of, case.ranks_per_node).send_bytes for p in plans)
     assert largest <= 1.25 * best_largest_send(source, target, case.world)
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=str)
+def test_the_critical_path_is_near_the_busiest_rank(case: FloorCase) -> None:
+    """R26: rounds keep everybody busy. Of large worlds ranks of all stages and positions."""
+    source, target = layouts_of(case)
+    bytes_of = element_bytes_of(source, BF16)
+    schedule = plan_schedule(
+        source,
+        target,
+        bucket_bytes=round_bytes(512 << 20),
+        item_bytes=BF16,
+        ranks_per_node=case.ranks_per_node,
+    )
+    ranks = range(0, case.world, 1 if case.world <= 16 else 11)
+    plans = [plan_reshard(source, target, rank, case.ranks_per_node) for rank in ranks]
+    totals = [rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans]
+    by_round = [round_traffic(plan, schedule, source, bytes_of) for plan in plans]
+    assert schedule.num_rounds > 30
+    assert critical_bytes(by_round) <= 1.1 * max(t.busiest_bytes for t in totals)
 
 
 # --- sets of rectangles ------------------------------------------------------------------------

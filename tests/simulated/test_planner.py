@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,12 +31,14 @@ from support.layout_cases import (
 from support.layout_oracle import PADDING, Array, Case, hf_arrays, megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
 
+from mindspeed_rl.resharding import exchange
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
 from mindspeed_rl.resharding.sync_metrics import SyncTraffic
+from mindspeed_rl.resharding.traffic import element_bytes_of, rank_floor, rank_traffic
 
 UNTOUCHED = -7
 ITEM_BYTES = 4
@@ -80,12 +83,18 @@ def untouched(params: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def move(
-    case: Case, source: ShardLayout, target: ShardLayout, bucket_bytes: int, relay: bool = False
+    case: Case,
+    source: ShardLayout,
+    target: ShardLayout,
+    bucket_bytes: int,
+    relay: bool = False,
+    many_messages: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
     """Run the executor on all ranks; every rank's target parameters."""
     hf = hf_arrays(case)
 
     def one_rank(rank: int, transport: LocalTransport) -> dict[str, torch.Tensor]:
+        transport.many_messages = many_messages
         resharder = Resharder(
             source,
             target,
@@ -155,6 +164,25 @@ def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, rela
             np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
 
 
+@given(cases(), st.booleans(), st.integers(1, 64))
+@settings(max_examples=25, deadline=None)
+@example(GQA, False, 1)
+@example(MOE, True, 24)
+@example(LATENT, False, 8)
+@example(PIPELINED_ENGINE, True, 1)
+def test_every_element_arrives_without_staging(case: Case, relay: bool, alone: int) -> None:
+    """Rectangles that are one run of memory on either side travel from or into it (R6)."""
+    source, target = layouts_of(case)
+    hf = hf_arrays(case)
+    bucket_bytes = smallest_bucket(case, source, target, relay)
+    with mock.patch.object(exchange, "ALONE_BYTES", alone):
+        moved = move(case, source, target, bucket_bytes, relay, many_messages=True)
+    for rank, written in enumerate(moved):
+        for name, wanted in vllm_params(case, hf, rank).items():
+            expected = np.where(wanted == PADDING, UNTOUCHED, wanted)
+            np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
+
+
 @pytest.mark.parametrize("case", FIXED)
 def test_export_puts_whole_tensors_on_the_writer(case: Case) -> None:
     """The target of an HF export: every tensor complete, vocabulary padding left out."""
@@ -167,6 +195,27 @@ def test_export_puts_whole_tensors_on_the_writer(case: Case) -> None:
     for name, array in hf.items():
         np.testing.assert_array_equal(first[name].numpy(), array, name)
     assert not any(others)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
+    """R6: the second one is a copy within the engine, bit for bit."""
+    case = replace(REDUNDANT, physical_experts=(1, 1, 0, 2, 3, 7, 6, 5, 4, 1, 0, 2), ep=2, etp=2)
+    source, target = layouts_of(case)
+    hf = hf_arrays(case)
+    bytes_of = element_bytes_of(source, ITEM_BYTES)
+    num_repeats = 0
+    for plan in plans_of(source, target, case, relay):
+        received = rank_traffic(plan, bytes_of, case.ranks_per_node).receive_bytes
+        assert received == rank_floor(source, target, plan.rank, bytes_of)
+        num_repeats += len(plan.repeats)
+    num_engines, num_layers, num_matrices = case.world // 4, sum(case.moe_layers), 3
+    assert num_repeats == num_engines * num_layers * num_matrices
+    bucket_bytes = smallest_bucket(case, source, target, relay)
+    for rank, written in enumerate(move(case, source, target, bucket_bytes, relay)):
+        for name, wanted in vllm_params(case, hf, rank).items():
+            expected = np.where(wanted == PADDING, UNTOUCHED, wanted)
+            np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
 
 
 @given(cases(), st.booleans())
@@ -195,7 +244,7 @@ def test_plans_of_all_ranks_fit_together(case: Case, relay: bool) -> None:
             mine = transfer.src_view.of(param)[transfer.src_box.slices]
             np.testing.assert_array_equal(mine, hf[transfer.hf_name][transfer.hf_box.slices])
         times = {n: np.zeros(s, int) for n, s in target.local_shapes(plan.rank).items()}
-        for transfer in (*plan.receives, *plan.copies):
+        for transfer in (*plan.receives, *plan.copies, *plan.repeats):
             assert transfer.dst_rank == plan.rank
             transfer.dst_view.of(times[transfer.dst_param])[transfer.dst_box.slices] += 1
         for name, wanted in vllm_params(case, hf, plan.rank).items():

@@ -25,8 +25,15 @@ from support.local_transport import LocalTransport, LocalWorld
 
 from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, Resharder
 from mindspeed_rl.resharding.layouts.base import ShardLayout
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.planner import plan_reshard
 from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
+from mindspeed_rl.resharding.traffic import (
+    critical_bytes,
+    element_bytes_of,
+    rank_traffic,
+    round_traffic,
+)
 
 ITEM_BYTES = 4
 ROOM = 3.0  # times the smallest budget
@@ -150,6 +157,26 @@ def test_all_stages_send_in_all_rounds() -> None:
     assert (stages > 0).all()
     critical = np.maximum(sent, received).max(axis=1).sum()
     assert critical <= 1.25 * np.maximum(sent.sum(axis=0), received.sum(axis=0)).max()
+
+
+def test_experts_of_all_ranks_stream_side_by_side() -> None:
+    """Whole tensors one after another would let one rank send while the others wait."""
+    case = replace(
+        MOE, tp=1, pp=1, vpp=1, cp=1, dp=4, ep=4, etp=1, experts=16, expert_ffn=64,
+        num_layers=4, layer_list=(), noop=(), moe_layers=(True,) * 4, hidden=16, vocab=8,
+    )  # fmt: skip
+    source, _ = layouts_of(case)
+    target = HfFileLayout.of(source, range(case.world))
+    schedule = schedule_of(case, source, target, 80_000)
+    assert schedule.num_rounds > 10
+    bytes_of = element_bytes_of(source, ITEM_BYTES)
+    by_round, largest = [], 0
+    for rank in range(case.world):
+        plan = plan_reshard(source, target, rank, case.ranks_per_node)
+        by_round.append(round_traffic(plan, schedule, source, bytes_of))
+        total = rank_traffic(plan, bytes_of, case.ranks_per_node)
+        largest = max(largest, total.busiest_bytes)
+    assert critical_bytes(by_round) <= 1.25 * largest
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])

@@ -27,6 +27,8 @@ NODES, TURNS = st.integers(1, 40), st.integers(0, 1000)
 @example((range(2),), range(32), 8, 0, True)  # most destinations have no source on their node
 @example((range(0, 32, 4),), range(32), 8, 3, False)
 @example((range(3),), range(7), 100, 1, False)  # everything on one node, sizes that do not divide
+@example((range(3, 4),), range(3, 4), 8, 5, True)
+@example((range(3, 4),), range(17, 18), 8, 5, True)
 def test_both_views_tell_the_same(
     sources: tuple[range, ...], destinations: range, node: int, turn: int, relay: bool
 ) -> None:

@@ -53,14 +53,12 @@ class FamilyCase:
         family: the tiny family, or transformers' model type where there is none.
         changes: config keys that differ from the common ones.
         experts: whether it has experts.
-        shardable: whether two tensor-parallel ranks can share it.
     """
 
     name: str
     family: str
     changes: Mapping[str, Any]
     experts: bool = False
-    shardable: bool = True
 
 
 FAMILY_CASES = {
@@ -82,7 +80,6 @@ FAMILY_CASES = {
                     "original_max_position_embeddings": 32,
                 },
             },
-            shardable=False,
         ),
         FamilyCase("llama-yarn", "llama", {"rope_parameters": _YARN}),
         FamilyCase("qwen3-moe", "qwen3_moe", _EXPERTS | {"mlp_only_layers": [1]}, experts=True),

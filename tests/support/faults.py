@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
+from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.mutation import Mutation
@@ -24,8 +25,8 @@ MUTATIONS = (
     Mutation(
         "gqa-split-as-thirds",
         "models/attention_rules.py",
-        'yield self._cut(spec, "k", group * head, base + q_rows, head)',
-        'yield self._cut(spec, "k", group * head, groups * q_rows + local * head, head)',
+        'yield "k", group * head, base + q_rows, head',
+        'yield "k", group * head, spec.q_size + group * head, head',
         _ARRIVES,
     ),
     Mutation(
@@ -88,6 +89,20 @@ MUTATIONS = (
         _PLANNER + "test_plans_of_all_ranks_fit_together",
     ),
     Mutation(
+        "strided-memory-sent-as-if-it-were-one-run",
+        "resharding/exchange.py",
+        "if view.is_contiguous() and view.dtype is self._dtype:",
+        "if view.dtype is self._dtype:",
+        _PLANNER + "test_every_element_arrives_without_staging",
+    ),
+    Mutation(
+        "experts-beside-themselves-are-forgotten",
+        "resharding/exchange.py",
+        "        copy_within(self._round.repeats, self._write, self._write)\n",
+        "",
+        _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
+    ),
+    Mutation(
         "mirror-counted-as-a-source",
         "resharding/planner.py",
         "for s in shards if not s.mirror]",
@@ -107,6 +122,13 @@ MUTATIONS = (
         "self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)",
         "self.cost.loads / self.parts",
         _SCHEDULE + "test_no_rank_stages_more_than_the_budget",
+    ),
+    Mutation(
+        "streamed-experts-queue-up",
+        "resharding/schedule.py",
+        "for column in zip_longest(*of_holders.values()):",
+        "for column in of_holders.values():",
+        _SCHEDULE + "test_experts_of_all_ranks_stream_side_by_side",
     ),
     Mutation(
         "stages-cost-alike",
@@ -301,4 +323,5 @@ MUTATIONS = (
     *RL_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *MODEL_MUTATIONS,
+    *MEMORY_MUTATIONS,
 )

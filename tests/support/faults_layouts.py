@@ -52,6 +52,13 @@ LAYOUT_MUTATIONS = (
         _ARRIVES,
     ),
     Mutation(
+        "runs-of-a-group-begin-at-its-head",
+        "models/attention_rules.py",
+        "part, hf_row + low - start, low - first, high - low)",
+        "part, hf_row, low - first, high - low)",
+        _ARRIVES,
+    ),
+    Mutation(
         "shared-experts-always-cut",
         "resharding/layouts/vllm.py",
         "Share() if whole else Share(tp, engine.tp, multiple=multiple)",
@@ -68,8 +75,8 @@ LAYOUT_MUTATIONS = (
     Mutation(
         "router-bias-travels-in-bf16",
         "resharding/executor.py",
-        "self._dtype = wire_dtype(part.dtype, dtype)",
-        "self._dtype = dtype",
+        "dtype = wire_dtype(part.dtype, self._dtype)",
+        "dtype = self._dtype",
         "tests/simulated/test_checkpoint_round_trip.py::test_a_checkpoint_comes_back_bit_for_bit",
     ),
     Mutation(

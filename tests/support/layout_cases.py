@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 from hypothesis import strategies as st
@@ -85,13 +85,16 @@ def _attention(draw: st.DrawFn, tp: int, engine_tp: int, latent: bool) -> dict[s
             "qkv_bias": False,
             "latent": Latent(draw(ranks), *(draw(sizes) for _ in range(4))),
         }
-    kv_heads = tp * draw(st.sampled_from([1, 2, 3]))
+    kv_heads = draw(st.sampled_from([1, tp, 2 * tp, 3 * tp]))
     kv_fits = kv_heads % engine_tp == 0 or engine_tp % kv_heads == 0
     kv_heads = kv_heads if kv_fits else lcm(tp, engine_tp)
+    heads = lcm(kv_heads, engine_tp, tp) * draw(st.sampled_from([1, 3]))
+    # fewer key/value heads than trainer ranks: runs of rows, which must divide
+    uneven = tp // gcd(tp, heads + 2 * kv_heads)
     return {
         "kv_heads": kv_heads,
-        "heads_per_group": lcm(kv_heads, engine_tp) // kv_heads * draw(st.sampled_from([1, 3])),
-        "head_dim": draw(st.integers(1, 3)),
+        "heads_per_group": heads // kv_heads,
+        "head_dim": uneven * draw(st.integers(1, 3)),
         "qkv_bias": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
     }

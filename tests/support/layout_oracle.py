@@ -224,7 +224,7 @@ def _megatron_attention(case: Case, layer: _Layer, share: _Cut) -> dict[str, Arr
         parts = [attention(f"{p}_proj.{kind}") for p in "qkv"]
         tail = parts[0].shape[1:]
         groups = [part.reshape(case.kv_heads, -1, *tail) for part in parts]
-        return share(np.concatenate(groups, axis=1)).reshape(-1, *tail)
+        return share(np.concatenate(groups, axis=1).reshape(-1, *tail))
 
     params = {
         "linear_qkv.weight": qkv("weight"),

@@ -7,12 +7,14 @@ must be expected by its receiver with its exact size, else the whole world stops
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+
+from mindspeed_rl.resharding.transports import Tensors
 
 Result = TypeVar("Result")
 
@@ -23,7 +25,8 @@ class LocalWorld:
     def __init__(self, size: int, timeout_s: float = 30.0) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
-        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # exchange, from, to
+        # exchange, from, to
+        self.messages: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.gathered: dict[int, bytes] = {}
 
     def run(self, function: Callable[[int, LocalTransport], Result]) -> list[Result]:
@@ -56,27 +59,27 @@ class LocalPending:
     world: LocalWorld
     rank: int
     number: int
-    incoming: torch.Tensor
-    sizes: Mapping[int, int]
+    receives: Tensors
 
     def wait(self) -> None:
         """Wait for all ranks, take the own messages. Collective."""
         world = self.world
         world.barrier.wait()
         posted = {f for n, f, to in list(world.messages) if (n, to) == (self.number, self.rank)}
-        assert posted == set(self.sizes), (
-            f"rank {self.rank} expects messages from {sorted(self.sizes)}, "
+        assert posted == set(self.receives), (
+            f"rank {self.rank} expects messages from {sorted(self.receives)}, "
             f"but {sorted(posted)} sent some"
         )
         # Nobody may change the table while others still look for their senders.
         world.barrier.wait()
-        parts = torch.split(self.incoming, list(self.sizes.values()))
-        for (peer, size), part in zip(self.sizes.items(), parts, strict=True):
-            message = world.messages.pop((self.number, peer, self.rank))
-            assert message.numel() == size, (
-                f"rank {self.rank} expects {size} elements from {peer}, got {message.numel()}"
+        for peer, parts in self.receives.items():
+            messages = world.messages.pop((self.number, peer, self.rank))
+            expected, sent = ([m.numel() for m in several] for several in (parts, messages))
+            assert expected == sent, (
+                f"rank {self.rank} expects {expected} elements from {peer}, got {sent}"
             )
-            part.copy_(message)
+            for part, message in zip(parts, messages, strict=True):
+                part.copy_(message)
         world.barrier.wait()
 
 
@@ -90,25 +93,19 @@ class LocalTransport:
         self.received_bytes = 0
         self.num_gathers = 0
         self.device = torch.device("cpu")
+        self.many_messages = False
         self._started = 0
 
-    def start(
-        self,
-        outgoing: torch.Tensor,
-        send_sizes: Mapping[int, int],
-        incoming: torch.Tensor,
-        receive_sizes: Mapping[int, int],
-    ) -> LocalPending:
+    def start(self, sends: Tensors, receives: Tensors) -> LocalPending:
         """Post this rank's messages."""
         world, self._started = self._world, self._started + 1
-        for peer, message in zip(
-            send_sizes, torch.split(outgoing, list(send_sizes.values())), strict=True
-        ):
+        for peer, messages in sends.items():
             assert peer != self._rank, f"rank {self._rank} sends to itself"
-            world.messages[self._started, self._rank, peer] = message.clone()
-        self.sent_bytes += outgoing.numel() * outgoing.element_size()
-        self.received_bytes += incoming.numel() * incoming.element_size()
-        return LocalPending(world, self._rank, self._started, incoming, receive_sizes)
+            assert self.many_messages or len(messages) == 1
+            world.messages[self._started, self._rank, peer] = [m.clone() for m in messages]
+        self.sent_bytes += _num_bytes(sends)
+        self.received_bytes += _num_bytes(receives)
+        return LocalPending(world, self._rank, self._started, receives)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Post this rank's message, wait for all ranks, read all. Collective."""
@@ -119,3 +116,7 @@ class LocalTransport:
         everyone = [world.gathered[rank] for rank in range(world.size)]
         world.barrier.wait()
         return everyone
+
+
+def _num_bytes(messages: Tensors) -> int:
+    return sum(m.numel() * m.element_size() for several in messages.values() for m in several)

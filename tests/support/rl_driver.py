@@ -49,31 +49,30 @@ SPOILED = "model.layers.1.mlp.down_proj.weight"
 
 def _spoil_reshard(spoil: Callable[[Any, Any], None]) -> None:
     """From now on ``spoil(arriving, parameters)`` happens to a tensor of every round."""
-    from mindspeed_rl.resharding import executor
+    from mindspeed_rl.resharding.exchange import Exchange
 
-    take = executor._Exchange._take
+    take = Exchange._take
 
-    def spoiled(self: Any, leg: int, write: Any) -> None:
-        before = write[SPOILED].clone()
-        take(self, leg, write)
-        if any(t.dst_param == SPOILED for part in self._round.legs[leg].receives.values()
-               for t in part):  # fmt: skip
-            spoil(write[SPOILED], before)
+    def spoiled(self: Any) -> None:
+        before = self._write[SPOILED].clone()
+        take(self)
+        if any(t.dst_param == SPOILED for transfers, _ in self._arriving for t in transfers):
+            spoil(self._write[SPOILED], before)
 
-    executor._Exchange._take = spoiled  # type: ignore[method-assign]
+    Exchange._take = spoiled  # type: ignore[method-assign]
 
 
 def _kill_between_rounds() -> None:
     """Die when the first round of the reshard has arrived and the second is on its way."""
-    from mindspeed_rl.resharding import executor
+    from mindspeed_rl.resharding.exchange import Exchange
 
-    take = executor._Exchange._take
+    take = Exchange._take
 
-    def last_breath(self: Any, leg: int, write: Any) -> None:
-        take(self, leg, write)
+    def last_breath(self: Any) -> None:
+        take(self)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    executor._Exchange._take = last_breath  # type: ignore[method-assign]
+    Exchange._take = last_breath  # type: ignore[method-assign]
 
 
 def _flip_bit(param: Any, _before: Any) -> None:

@@ -406,7 +406,7 @@ def usage_error(argv, **ranks):
         (["--train-iters", "0"], {}, ("--train-iters", "at least 1", "'0'")),
         (["--vllm-max-num-seq", "4"], {}, ("--vllm-max-num-seq", "nearest: --vllm-max-num-seqs")),
         (["--tensor-model-parallel-size", "4"], {"WORLD_SIZE": 4}, (
-            "--tensor-model-parallel-size 4", "key/value heads", "allowed")),
+            "--tensor-model-parallel-size", "6 attention heads", "allowed")),
         (["--rollout-tp", "3"], {"WORLD_SIZE": 4}, (
             "--rollout-tp 3", "world size 4", "allowed")),
         (["--rollout-tp", "4"], {"WORLD_SIZE": 4}, (
@@ -419,6 +419,10 @@ def usage_error(argv, **ranks):
         (["--num-layers", "4", "--noop-layers", "2"], {}, (
             "--num-layers less --noop-layers = 3", "model has 2")),
         (["--num-layers", "4", "--noop-layers", "x"], {}, ("--noop-layers x", "94,95")),
+        (["--recompute-granularity", "full"], {}, ("--recompute-method", "--recompute-num-layers")),
+        (["--recompute-method", "block"], {}, ("--recompute-method", "granularity none", "full")),
+        (["--recompute-modules", "mlp", "moe_act"], {}, ("moe_act", "core_attn, mlp, moe")),
+        (["--rl-world-size", "2"], {}, ("--rl-world-size 2", "torchrun started 1 ranks")),
     ],
 )  # fmt: skip
 def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, ranks, words):
@@ -426,6 +430,12 @@ def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, ranks, words)
     assert code == 2, text
     assert text.startswith("mindspeed_rl.train_rl: error: ") and text.count("\n") == 1
     assert [word for word in words if word not in text] == [], text
+
+
+def test_a_dry_run_under_torchrun_is_told_by_the_first_rank(inputs):
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    done = run_entry("mindspeed_rl.train_rl", [*inputs, "--rl-dry-run"], os.environ | ranks)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_flag_document_is_up_to_date():

@@ -129,7 +129,7 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
     [
         (
             {"parallel": {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 1}},
-            r"--tensor-model-parallel-size 8 does not divide .* 4 key/value heads; allowed: ",
+            r"--tensor-model-parallel-size or --rollout-tp 8 does not divide .* 12 attention heads",
         ),
         (
             {"parallel": {"tensor_model_parallel_size": 3}},

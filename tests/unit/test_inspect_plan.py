@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import floor_oracle as oracle
 from support.floor_cases import FloorCase, layouts_of, rollout_text, train_text
 from support.floor_oracle import Rollout, Training
+from support.local_transport import LocalTransport, LocalWorld
 from support.published import PUBLISHED
 
 from mindspeed_rl.resharding.planner import plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
+from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.traffic import (
     RoundTraffic,
     Spread,
@@ -115,6 +118,30 @@ def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, A
         shown = " / ".join(f"{spread[key] / 1e9:.3f}" for key in ("min", "mean", "max"))
         assert shown in received, entry["strategy"]
     assert re.search(r"^in / floor +1\.00 ", text, re.MULTILINE)
+
+
+def test_stream_has_the_rounds_of_the_product(
+    report: tuple[str, list[dict[str, Any]]],
+) -> None:
+    """As many as ``TensorStream`` on one of the ranks makes, and its staging."""
+    source, _ = layouts_of(QWEN_7B)
+    stream = TensorStream(
+        source,
+        range(QWEN_7B.world),
+        rank=0,
+        ranks_per_node=QWEN_7B.ranks_per_node,
+        transport=LocalTransport(LocalWorld(QWEN_7B.world), 0),
+        dtype=torch.bfloat16,
+        bucket_bytes=512 << 20,
+    )
+    entry = next(e for e in report[1] if e["strategy"] == "stream")
+    assert entry["rounds"] == len(stream.resharder.rounds)
+    messages = sum(len(leg.receives) for part in stream.resharder.rounds for leg in part.legs)
+    assert entry["messages_per_rank"] == messages
+    staging = stream.resharder.staging_bytes()
+    largest = max(2 * prod(shape) for shape in source.hf_shapes.values())
+    assert staging + largest <= entry["peak_staging_bytes"] + 64  # the executor's alignment
+    assert entry["peak_staging_bytes"] <= staging + 4 * largest
 
 
 def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:

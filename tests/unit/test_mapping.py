@@ -313,10 +313,38 @@ def test_the_command_on_a_checkpoint(checkpoints: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "holds no JSON object"),
+        ("{", "is no JSON: Expecting property name"),
+        ('{"architectures": "Qwen3"}', "architectures 'Qwen3': must be a list of names"),
+        ('{"architectures": null}', "architectures [] are not supported"),
+    ],
+)
+def test_the_command_refuses_what_is_no_config(tmp_path: Path, content: str, message: str) -> None:
+    """One message each, no traceback."""
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    done = check_mapping("--hf-config", str(file))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert message in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("header", ["[]", '{"w": 3}', '{"w": {"shape": [2]}}', "nonsense"])
+def test_headers_that_are_none(tmp_path: Path, header: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ValueError, match=r"model\.safetensors: (unreadable|its header is not)"):
+        safetensors_header(file)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "give --hf-checkpoint DIR, --hf-config FILE, or both"),
-        (("--hf-config", "no.json"), "No such file or directory: 'no.json'"),
+        (("--hf-config", "no.json"), "--hf-config no.json: no.json is missing; give a config.json"),
+        (("--hf-config", "README.md"), r"README.md/config.json is missing; give a config.json"),
+        (("--num-layer-list", "9,x"), "--num-layer-list 9,x: give numbers, such as 3,4"),
         (("--train", "tp=2,zp=1"), "--train zp=1: give NAME=NUMBER, names are tp, pp, cp"),
         (("--rollout", "tp=x"), "--rollout tp=x: give NAME=NUMBER, names are tp, dp, ep"),
         (("--rollout", "tp=2,ep=4"), "--rollout ep=4: allowed are 1 and tp x dp = 2"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 from support.layout_cases import GQA, layouts_of, spec_of
+from support.published import published_config
 
 from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
@@ -94,6 +97,46 @@ def test_models_that_are_not_computed_are_refused(change: dict[str, Any], messag
         spec_from_hf_config(CONFIG | change)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("hidden_size", "4096", "a whole number, 0 or more"),
+        ("num_hidden_layers", 2.5, "a whole number, 0 or more"),
+        ("num_attention_heads", True, "a whole number, 0 or more"),
+        ("vocab_size", -1, "a whole number, 0 or more"),
+        ("rms_norm_eps", "1e-6", "a finite number"),
+        ("rope_theta", float("nan"), "a finite number"),
+        ("tie_word_embeddings", 1, "true or false"),
+        ("hidden_act", 3, "a text"),
+        ("rope_scaling", [], "an object"),
+    ],
+)
+def test_values_of_wrong_types_are_refused(key: str, value: object, needed: str) -> None:
+    told = re.escape(f"config.json: {key} {value!r}: must be {needed}")
+    with pytest.raises(ValueError, match=told):
+        spec_from_hf_config(published_config("qwen3-8b") | {key: value})
+
+
+def test_values_inside_of_objects_are_looked_at() -> None:
+    scaling = {"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 32768}
+    with pytest.raises(ValueError, match=r"rope_scaling\.factor '4': must be a finite number"):
+        spec_from_hf_config(published_config("qwen3-8b") | {"rope_scaling": scaling})
+
+
+def test_null_means_as_much_as_no_key() -> None:
+    config = published_config("qwen3-8b")
+    absent = {k: v for k, v in config.items() if k not in ("head_dim", "rms_norm_eps")}
+    nulls = {"head_dim": None, "rms_norm_eps": None}
+    assert spec_from_hf_config(config | nulls) == spec_from_hf_config(absent)
+    with pytest.raises(ValueError, match="lacks the key 'hidden_size'"):
+        spec_from_hf_config(config | {"hidden_size": None})
+
+
+def test_heads_that_cannot_be_rotated_are_refused() -> None:
+    with pytest.raises(ValueError, match="33 rotated channels; rotary embeddings turn pairs"):
+        spec_from_hf_config(published_config("qwen3-8b") | {"head_dim": 33})
+
+
 def test_a_missing_key_is_named() -> None:
     config = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
     with pytest.raises(ValueError, match=r"lacks the key 'intermediate_size' of Qwen2"):
@@ -143,11 +186,26 @@ def test_every_row_has_a_name_of_its_own() -> None:
 
 def test_heads_that_a_trainer_cannot_share() -> None:
     spec = spec_of(GQA)
-    layout = ParallelLayout.build(world=4, stages=even_stages(4), tp=4)
-    with pytest.raises(
-        ValueError, match=r"--tensor-model-parallel-size 4 .* 2 key/value heads; allowed: the div"
-    ):
+    layout = ParallelLayout.build(world=3, stages=even_stages(4), tp=3)
+    told = r"--tensor-model-parallel-size 3 does not fit .* 2 key/value heads; allowed: their div"
+    with pytest.raises(ValueError, match=told):
         MegatronLayout(spec, layout, 8)
+
+
+def test_ranks_share_a_key_value_head() -> None:
+    """Four query heads, a key and a value of two channels: runs of 12 / 4 rows, by hand."""
+    spec = replace(spec_of(GQA), num_heads=4, num_kv_heads=1, head_dim=2)
+    row = GroupedQKV("qkv", hf="{p}", bias=True)
+    held = [
+        [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.hf_box.size[0]) for c in cuts]
+        for cuts in (row.cuts(spec, Share(tp, 4)) for tp in range(4))
+    ]
+    assert held == [
+        [("q", 0, 0, 3)],
+        [("q", 3, 0, 3)],
+        [("q", 6, 0, 2), ("k", 0, 2, 1)],
+        [("k", 1, 0, 1), ("v", 0, 1, 2)],
+    ]
 
 
 @pytest.mark.parametrize("tp", [5, 24])

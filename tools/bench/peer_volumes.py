@@ -310,8 +310,9 @@ def stream_volumes(
 
     A rank keeps what it has. The others are spread over the ranks that hold a shard, so what is
     sent is the mean over these; the planner's preference for near sources may differ from it.
-    Rounds are those of a schedule that fills every bucket; each brings one message from every other
-    model-parallel position. Staging: a bucket and the whole tensors of a round.
+    Rounds are at least those of a schedule that fills every bucket; each brings one message from
+    every other model-parallel position. Staging: a bucket and the whole tensors of a round. What
+    the product plans is in ``tools/plan_stream.py``.
 
     Args:
         source: the trainer.

@@ -5,7 +5,8 @@
     python tools/bench/reshard.py --cases qwen3-30b-a3b --num-experts 128
     torchrun --nproc-per-node 4 tools/bench/reshard.py  # the same with ranks of torchrun
 
-direct     the product: every rank receives only what its engine lacks
+direct     the product: every rank receives only what its engine lacks, point to point
+direct-all-to-all  the same by one all-to-all-v per round, everything packed
 stream     the product: whole HF tensors in rounds on every rank, cut into the engine
 gather     the peers' plain way (verl): pipeline broadcast, tensor and expert all-gathers
 two-stage  the CANN recipe: dense tensors as gather, experts by all-to-all-v

@@ -17,7 +17,7 @@ from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.executor import Resharder, wire_dtype
 from mindspeed_rl.resharding.layouts.base import Piece, Shard, pieces_of
 from mindspeed_rl.resharding.stream import TensorStream
-from mindspeed_rl.resharding.transports import AllToAllTransport, Pending
+from mindspeed_rl.resharding.transports import make_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +55,13 @@ class Setting:
     bucket_bytes: int
 
 
-class CountingTransport(AllToAllTransport):
-    """The product's transport; counts what arrives too."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__(world, torch.device("cpu"), None)
-        self.received_bytes = 0
-
-    def start(
-        self,
-        outgoing: torch.Tensor,
-        send_sizes: Mapping[int, int],
-        incoming: torch.Tensor,
-        receive_sizes: Mapping[int, int],
-    ) -> Pending:
-        """Post a round and count it."""
-        self.received_bytes += incoming.numel() * incoming.element_size()
-        return super().start(outgoing, send_sizes, incoming, receive_sizes)
-
-
 class _Product:
     """What the product's ways share."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, transport: str = "p2p") -> None:
         self._model = setting.model
         self._world = setting.model.source.parallel.world
-        self._transport = CountingTransport(self._world)
+        self._transport = make_transport(transport, self._world, torch.device("cpu"))
         self._common: dict[str, Any] = {
             "rank": setting.model.rank,
             "ranks_per_node": self._world,
@@ -97,8 +78,8 @@ class _Product:
 class DirectReshard(_Product):
     """The product's planner, trainer to engine."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, setting: Setting, transport: str = "p2p") -> None:
+        super().__init__(setting, transport)
         self._resharder = Resharder(self._model.source, self._model.target, **self._common)
 
     def run(self) -> None:
@@ -149,6 +130,10 @@ class _Baseline:
         return Traffic(self.wire.received_bytes, self.wire.sent_bytes)
 
 
+def _direct_all_to_all(setting: Setting) -> Strategy:
+    return DirectReshard(setting, "all-to-all")
+
+
 def _gather(setting: Setting) -> Strategy:
     return _Baseline(GatherReshard(setting.model, setting.groups, setting.bucket_bytes))
 
@@ -159,6 +144,7 @@ def _two_stage(setting: Setting) -> Strategy:
 
 STRATEGIES: Mapping[str, Callable[[Setting], Strategy]] = {
     "direct": DirectReshard,
+    "direct-all-to-all": _direct_all_to_all,
     "stream": StreamReshard,
     "gather": _gather,
     "two-stage": _two_stage,

@@ -7,8 +7,7 @@ ours        the product's state machine: one persistent host region per owner, s
 sequential  the order and the way of the CANN recipe: the same steps, each tensor copied to freshly
             allocated host memory at every switch (without the second copy into pinned memory that
             the recipe makes on devices), one after another
-copy        a plain copy of as many bytes as ours copies, into memory that is as fresh as what the
-            switch brings back, and zero-filling of what the switch zeroes
+copy        a plain copy of as many bytes as ours copies, into memory that is as warm or fresh
 
 The three alternate in one run; numbers are medians over the cycles of the slowest rank. The
 engine's weights leave as well (--rollout-sleep all). The last line is RESULT and a JSON object.

@@ -83,7 +83,6 @@ def start(args: argparse.Namespace) -> Any:
 def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
     """The product's trainer (after one update), engine and state machine, in TRAIN."""
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.orchestration import rl_phases, training
 
@@ -91,8 +90,8 @@ def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
     policy = training.build_engine(job, "policy", 1)
     samples = [TrainSample(i, torch.arange(5, 21), 8, None, 0.0) for i in range(job.world.size)]
     batches = training.local_batches(job, policy, samples)
-    counts = Denominators(8 * len(samples))
-    policy.forward_backward(batches, lambda inputs: supervised_loss(inputs, counts))
+    num_tokens = 8 * len(samples)
+    policy.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
     policy.step()  # makes the moments
     sharing = rl_phases.share_memory(job, policy, None)
     sharing.leave_all()
@@ -111,7 +110,6 @@ def sizes(sharing: machine.Sharing, engine: Any) -> dict[str, int]:
         "engine_weights": engine.weight_bytes,
         "kv_cache": engine.cache_bytes,
         "copied": 2 * kept + engine.weight_bytes,
-        "zeroed": owned[Owner.GRAD_BUFFERS] + engine.weight_bytes + engine.cache_bytes,
     }
 
 
@@ -203,18 +201,20 @@ def back(stored: Away) -> None:
 
 
 def plain_copy(bytes_of: dict[str, int]) -> None:
-    """As many bytes from warm memory into fresh memory, and as many zeros, 64 MiB at a time."""
+    """As many bytes from warm memory, 64 MiB at a time.
+
+    Into warm memory where the switch has it (towards the host), into fresh memory where it has not.
+    """
     piece = 64 << 20
     source = _warm(piece)
-    for name, fill in (("copied", False), ("zeroed", True)):
-        left = bytes_of[name]
+    to_host = (bytes_of["copied"] - bytes_of["engine_weights"]) // 2
+    for left, fresh in ((to_host, False), (bytes_of["copied"] - to_host, True)):
+        target = source.clone()
         while left > 0:
             size = min(piece, left)
-            target = torch.empty(size, dtype=torch.uint8)
-            if fill:
-                target.zero_()
-            else:
-                target.copy_(source[:size])
+            if fresh:
+                target = torch.empty(size, dtype=torch.uint8)
+            target[:size].copy_(source[:size])
             left -= size
 
 

@@ -1,0 +1,263 @@
+"""``--rl-dry-run``: recipes, verdicts and suggestions, without torch (issue 5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.published import PUBLISHED
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.dryrun.command import DOES_NOT_FIT, FITS, dry_run
+from mindspeed_rl.dryrun.findings import Findings, find_out, world_size
+from mindspeed_rl.dryrun.machine import read_machine
+from mindspeed_rl.dryrun.step_time import (
+    active_parameters,
+    attention_flops,
+    forward_flops,
+    recomputed_share,
+)
+from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.layers import layer_tape
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode
+from mindspeed_rl.memory.prediction import MemoryAssumptions, predict
+from mindspeed_rl.memory.tape import kept_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+DEEPSEEK = "grpo_deepseek_r1_671b_a3.sh"
+QWEN = "grpo_qwen3_235b_a22b_a3.sh"
+_BLOCKER = """
+import sys, runpy
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "megatron", "vllm", "transformers"):
+            raise ImportError(f"{name} is not there on a laptop")
+sys.meta_path.insert(0, Blocker())
+module = sys.argv.pop(1)
+sys.argv[0] = module
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="session")
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A python whose ``-m`` finds no heavy library."""
+    folder = tmp_path_factory.mktemp("laptop")
+    blocker, script = folder / "blocker.py", folder / "python"
+    blocker.write_text(_BLOCKER)
+    script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{blocker}" "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def bash(
+    python: Path, recipe: str, *flags: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A recipe's dry run."""
+    return subprocess.run(
+        ["bash", str(ROOT / "pretrain_scripts" / recipe), "--rl-dry-run", *flags],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def report_of(
+    python: Path, recipe: str, folder: Path, *flags: str, **environment: str
+) -> dict[str, Any]:
+    target = folder / "report.json"
+    done = bash(python, recipe, "--rl-dry-run-json", str(target), *flags, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was measured" in done.stdout and "fits" in done.stdout
+    report: dict[str, Any] = json.loads(target.read_text())
+    return report
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"ROLLOUT_DP": "128", "ROLLOUT_EP": "256"}], ids=["ep128x2", "ep256"]
+)
+def test_deepseek_r1_on_256_dies_fits(
+    environment: dict[str, str], laptop: Path, tmp_path: Path
+) -> None:
+    report = report_of(laptop, DEEPSEEK, tmp_path, **environment)
+    assert report["predicted"] is True and report["world"] == 256 and report["fits"]
+    phases = report["rank_classes"][2]["bytes"]
+    # 671e9 weights in bf16 over 256 dies, and their gradients in fp32
+    assert 5.5 * GIB < phases["train"]["parameters"] < 7 * GIB
+    assert phases["train"]["grad_buffers"] == 2 * phases["train"]["parameters"]
+    experts = 256 // int(environment.get("ROLLOUT_EP", 128))
+    weights = phases["rollout"]["engine_weights"]
+    expert_gb = experts * 58 * 3 * 7168 * 2048 * 2
+    assert expert_gb < weights < expert_gb + 17 * GIB, "half of the 17e9 other weights, and norms"
+    assert len(report["weight_update"]["ranks"]) == 3
+    assert {row["phase"] for row in report["seconds"]} == {
+        *("generate", "reshard", "offload", "log-probs", "update")
+    }
+
+
+def test_qwen3_235b_on_128_dies_fits(laptop: Path, tmp_path: Path) -> None:
+    report = report_of(laptop, QWEN, tmp_path)
+    assert report["world"] == 128 and report["fits"]
+    assert report["communicators"]["world = rollout ep"] == 128
+
+
+def test_a_recipe_that_does_not_fit_says_so_and_what_helps(laptop: Path) -> None:
+    done = bash(laptop, DEEPSEEK, "--device-memory-gb", "32")
+    assert done.returncode == DOES_NOT_FIT
+    assert "DOES NOT FIT" in done.stdout and "--rollout-kv-cache-gb 10: saves" in done.stdout
+
+
+def test_a_bad_flag_is_one_line_before_anything_starts(laptop: Path) -> None:
+    done = bash(laptop, DEEPSEEK, "--num-experts", "128")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "--num-experts 128 but the deepseek_v3 model has 256" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- the same predictions in this process ----------------------------------------------------
+
+
+@cache
+def recipe_flags(recipe: str) -> tuple[str, ...]:
+    """The arguments that a recipe starts its entry with."""
+    recipe_path = str(ROOT / "pretrain_scripts" / recipe)
+    done = subprocess.run(
+        ["bash", recipe_path, "--rl-dry-run"],
+        env={"PATH": os.environ["PATH"], "PYTHON": "echo"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    minus_m, module, *words = done.stdout.split()
+    assert (minus_m, module) == ("-m", "mindspeed_rl.train_rl")
+    return tuple(words)
+
+
+def config_of(recipe: str, *flags: str) -> tuple[RLRunConfig, int]:
+    parsed = parse(RLRunConfig, [*recipe_flags(recipe), *flags], "test")
+    assert any(flag.startswith("--swap-optimizer") for flag in parsed.ignored)
+    return parsed.config, world_size(parsed.config, {})
+
+
+@cache
+def found(recipe: str, *flags: str) -> Findings:
+    config, world = config_of(recipe, *flags)
+    return find_out(config, world, swap_optimizer=True)
+
+
+def test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024() -> None:
+    """The recipe's report, under an expert imbalance of 12 (stated): docs/memory.md."""
+    imbalance = ("--rl-dry-run-expert-imbalance", "12")
+    small = found(DEEPSEEK, *imbalance)
+    large = found(DEEPSEEK, *imbalance, "--vllm-max-num-batched-tokens", "8192")
+    even = found(DEEPSEEK, "--vllm-max-num-batched-tokens", "8192")
+    assert small.fits and even.fits
+    assert not large.fits and large.peak.phase is MemoryPhase.ROLLOUT
+    best = next(s for s in large.suggestions if s.flags.startswith("--vllm-max-num-batched"))
+    assert best.flags == "--vllm-max-num-batched-tokens 1024"
+    assert best.peak.num_bytes == small.peak.num_bytes
+    assert best.saved_bytes == large.peak.num_bytes - small.peak.num_bytes
+
+
+def test_recomputing_four_layers_costs_what_four_layers_keep() -> None:
+    """Stage 2 of 8 has 6 micro-batches in flight; each keeps 4 layers instead of their inputs."""
+    (config, world), rank = config_of(DEEPSEEK), 64
+    predictions = {}
+    for layers in (4, 8):
+        changed = replace(config, train=replace(config.train, recompute_num_layers=layers))
+        options = MemoryAssumptions(read_machine("a3").kernels, OffloadMode.ALL)
+        predictions[layers] = predict(changed, plan_of(changed, world), options)
+    training = predictions[8].training
+    work = predictions[8].workload
+    sizes = training.layer_sizes(work)
+    layer = kept_bytes(layer_tape(sizes, 16)) - sizes.residual
+    peaks = {n: p.training.peak(rank, work).in_step for n, p in predictions.items()}
+    waiting = 5 * 4 * layer
+    # the newest micro-batch runs its kept layers while the others wait
+    assert waiting < peaks[4] - peaks[8] < waiting + 5 * layer
+    assert recomputed_share(predictions[8]) == 1.0
+    assert recomputed_share(predictions[4]) == pytest.approx(32 / 61)
+
+
+def test_every_suggestion_is_the_difference_of_two_predictions() -> None:
+    before = found(DEEPSEEK, "--device-memory-gb", "40")
+    cache_change = next(s for s in before.suggestions if s.flags.startswith("--rollout-kv"))
+    after = found(DEEPSEEK, "--device-memory-gb", "40", *cache_change.flags.split())
+    assert after.peak.num_bytes == cache_change.peak.num_bytes
+    assert before.peak.num_bytes - after.peak.num_bytes == cache_change.saved_bytes > 0
+    saved = [s.saved_bytes for s in before.suggestions]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_active_parameters_of_published_models() -> None:
+    """The models' names: 37e9 of 671e9, 22e9 of 235e9, without the embedding."""
+    config, world = config_of(DEEPSEEK)
+    assert active_parameters(plan_of(config, world).spec) == pytest.approx(36.6e9, rel=0.01)
+    config, world = config_of(QWEN)
+    assert active_parameters(plan_of(config, world).spec) == pytest.approx(21.6e9, rel=0.01)
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    """Qwen3-235B: 94 layers of 64 heads of 128 + 128 channels; half of 8192 tokens are before."""
+    config, world = config_of(QWEN)
+    spec = plan_of(config, world).spec
+    attention = 94 * 64 * (128 + 128) * 2 * 4096
+    assert attention_flops(spec, 8192) == attention
+    assert forward_flops(spec, 8192) == 2 * active_parameters(spec) + attention
+    # of each layer: 8 of 128 experts of 3 x 4096 x 1536, and the router
+    experts = 94 * (8 * 3 * 4096 * 1536 + 128 * 4096)
+    prediction = predict(config, plan_of(config, world))
+    share = 2 * experts / forward_flops(spec, 8192)
+    assert recomputed_share(prediction, 8192) == pytest.approx(share, rel=1e-9)
+
+
+def test_world_size_comes_from_the_flag_or_the_environment() -> None:
+    config = parse(RLRunConfig, ["--rl-world-size", "8"], "test").config
+    assert world_size(config, {"WORLD_SIZE": "4"}) == 8
+    config = parse(RLRunConfig, [], "test").config
+    assert world_size(config, {"WORLD_SIZE": "4"}) == 4
+    with pytest.raises(ValueError, match="--rl-world-size N"):
+        world_size(config, {})
+
+
+def test_a_supervised_run_has_no_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--hf-checkpoint", str(PUBLISHED["qwen3-8b"]), "--train-iters", "1", "--bf16"]
+    argv += ["--global-batch-size", "64", "--seq-length", "4096", "--rl-world-size", "8"]
+    argv += ["--use-distributed-optimizer", "--rl-dry-run", "--sft-data", "not-there.jsonl"]
+    config = parse(PretrainRunConfig, argv, "test").config
+    findings = find_out(config, 8)
+    phases = set(findings.classes[0].table)
+    assert phases == {MemoryPhase.LOAD, MemoryPhase.TRAIN_IDLE, MemoryPhase.TRAIN}
+    assert findings.volume is None
+    assert dry_run(config, (), {}) == (FITS if findings.fits else DOES_NOT_FIT)
+    printed = capsys.readouterr().out
+    assert "engine_weights" not in printed and "update" in printed
+
+
+def test_machine_files(tmp_path: Path) -> None:
+    assert {read_machine(name).name for name in ("a3", "a2", "h200", "cpu")} == {
+        *("a3", "a2", "h200", "cpu")
+    }
+    with pytest.raises(ValueError, match="allowed are a3, a2, h200, cpu"):
+        read_machine("tpu")
+    shipped = (ROOT / "mindspeed_rl/dryrun/machines.toml").read_text()
+    own = "[mine]\n" + shipped.split("[h200]\n")[1].split("\n\n")[0]
+    file = tmp_path / "mine.toml"
+    file.write_text(own)
+    assert read_machine(str(file)).bf16_tflops == 989.0
+    file.write_text(own.replace("host_gb_s = 50.0", "host_gb_s = 0.0"))
+    with pytest.raises(ValueError, match="host_gb_s must be above 0"):
+        read_machine(str(file))
+    file.write_text(own.replace("kernels", "kernel"))
+    with pytest.raises(ValueError, match="missing keys: kernels; unknown keys: kernel"):
+        read_machine(str(file))

@@ -1,0 +1,118 @@
+"""Faults of the memory model."""
+
+from __future__ import annotations
+
+from support.mutation import Mutation
+
+_MODEL = "tests/unit/test_memory_model.py::"
+_PHASES = "tests/unit/test_memory_phases.py::"
+_REAL = "tests/distributed/test_memory_prediction.py::test_the_largest_moment_of_a_step"
+
+MEMORY_MUTATIONS = (
+    Mutation(
+        "one-moment-of-adam",
+        "memory/model_state.py",
+        "MOMENTS = 2",
+        "MOMENTS = 1",
+        _MODEL + "test_state_of_one_rank_by_hand",
+    ),
+    Mutation(
+        "buffers-not-padded-for-the-shards",
+        "memory/model_state.py",
+        "done.append((round_up(end, multiple), current))",
+        "done.append((round_up(end, _BUCKET_ALIGNMENT), current))",
+        _MODEL + "test_buffers_of_the_distributed_optimizer_by_hand",
+    ),
+    Mutation(
+        "experts-sharded-like-dense-weights",
+        "memory/model_state.py",
+        "parallel.expert_dp if experts else parallel.dp * parallel.cp",
+        "parallel.dp * parallel.cp",
+        _MODEL + "test_experts_are_sharded_over_their_own_data_parallelism",
+    ),
+    Mutation(
+        "shared-embedding-in-a-common-bucket",
+        "memory/model_state.py",
+        "shared = layout.spec.tie_embeddings and parallel.pp > 1",
+        "shared = False",
+        _MODEL + "test_a_tied_embedding_of_two_stages_has_a_bucket_of_its_own",
+    ),
+    Mutation(
+        "all-logits-at-once",
+        "memory/head.py",
+        "rows = min(s.chunk, s.trained)",
+        "rows = s.trained",
+        _MODEL + "test_logits_exist_one_chunk_at_a_time",
+    ),
+    Mutation(
+        "interleaved-pipeline-waits-like-a-plain-one",
+        "memory/training.py",
+        "2 * (pp - stage - 1) + (vpp - 1) * pp + 1",
+        "(pp - stage - 1) + (vpp - 1) * pp + 1",
+        _MODEL + "test_micro_batches_in_flight",
+    ),
+    Mutation(
+        "balanced-experts-in-training",
+        "memory/layers.py",
+        "(s.imbalance if s.ep > 1 else 1.0)",
+        "1.0",
+        _MODEL + "test_activations_grow_with_tokens_and_experts_with_imbalance",
+    ),
+    Mutation(
+        "balanced-experts-in-the-engine",
+        "memory/engine.py",
+        "copies / engine.expert_ranks * self.imbalance",
+        "copies / engine.expert_ranks",
+        _MODEL + "test_the_engine_works_on_what_the_busiest_rank_gets",
+    ),
+    Mutation(
+        "equal-groups-counted-twice",
+        "memory/communicators.py",
+        "names.setdefault(ranks, []).append(name)",
+        "names[(*ranks, *range(-len(names) - 1, 0))] = [name]",
+        _MODEL + "test_groups_with_equal_ranks_are_one_communicator",
+    ),
+    Mutation(
+        "parameters-stay-during-rollouts",
+        "memory/prediction.py",
+        "            waiting[Owner.PARAMETERS] = 0\n",
+        "            pass\n",
+        _PHASES + "test_phases_hold_what_the_offload_mode_says",
+    ),
+    Mutation(
+        "auto-offloads-everything",
+        "memory/prediction.py",
+        "for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):",
+        "for mode in (OffloadMode.ALL,):",
+        _PHASES + "test_auto_takes_the_least_offload_that_fits",
+    ),
+    Mutation(
+        "reference-pass-forgotten",
+        "memory/prediction.py",
+        "return max(update, annotate, key=lambda table: sum(table.values()))",
+        "return update",
+        _PHASES
+        + "test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works_with",
+    ),
+    Mutation(
+        "waiting-micro-batches-forgotten",
+        "memory/training.py",
+        "counts = Counter(flight[:-1])",
+        "counts: Counter[int] = Counter()",
+        _REAL + "[tp2-pp2]",
+    ),
+    Mutation(
+        "norms-keep-one-copy",
+        "memory/layers.py",
+        "kept = (elements * _FP32 if input_kept else 0) + stats + elements * _FP32",
+        "kept = stats + elements * _FP32",
+        _MODEL + "test_a_dense_layer_keeps_what_its_operators_keep",
+    ),
+    Mutation(
+        "dispatchers-leave-nothing",
+        "memory/layers.py",
+        "    return 2 * sizes.residual\n",
+        "    return 0\n",
+        _REAL + "[one]",
+    ),
+)

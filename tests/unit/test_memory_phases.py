@@ -1,0 +1,126 @@
+"""Who is on the device in which phase, by offload mode (R16, R19, R27)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.published import PUBLISHED
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.prediction import (
+    MemoryAssumptions,
+    MemoryPrediction,
+    least_offload,
+    predict,
+)
+
+WORLD, RANK = 32, 17
+FLAGS = f"""
+    --hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-distributed-optimizer
+    --grpo-prompts-per-step 32 --grpo-group-size 8 --grpo-kl-beta 0.001
+    --max-prompt-length 512 --rollout-max-response-length 1536
+    --rollout-tp 2 --rollout-dp 8 --rollout-ep 16 --rollout-kv-cache-gb 48
+"""
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+             "--recompute-num-layers", "1")  # fmt: skip
+
+
+def prediction_of(assumptions: MemoryAssumptions, *flags: str) -> MemoryPrediction:
+    """With full recomputation, or other ``flags`` instead."""
+    config = parse(RLRunConfig, [*FLAGS.split(), *(flags or RECOMPUTE)], "test").config
+    return predict(config, plan_of(config, WORLD), assumptions)
+
+
+def test_phases_hold_what_the_offload_mode_says() -> None:
+    tables = {
+        mode: prediction_of(MemoryAssumptions(offload=mode)).rank_table(RANK)
+        for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
+    }
+    trainer = {Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.REFERENCE}
+    rollout = {mode: trainer & set(t[MemoryPhase.ROLLOUT]) for mode, t in tables.items()}
+    assert rollout[OffloadMode.NONE] == trainer
+    assert rollout[OffloadMode.OPTIMIZER] == {Owner.PARAMETERS, Owner.REFERENCE}
+    assert rollout[OffloadMode.ALL] == set()
+    for mode, table in tables.items():
+        assert Owner.PARAMETERS in table[MemoryPhase.SYNC], "weights are about to be read"
+        assert Owner.KV_CACHE not in table[MemoryPhase.SYNC], "the cache comes last (R16)"
+        keeps = Owner.ENGINE_WEIGHTS in table[MemoryPhase.TRAIN_IDLE]
+        assert keeps == (mode is not OffloadMode.ALL)
+    # with everything away, the reference comes in for its own pass only
+    all_away = tables[OffloadMode.ALL]
+    assert Owner.REFERENCE not in all_away[MemoryPhase.TRAIN_IDLE]
+
+
+def test_borders_are_what_the_ledger_reads() -> None:
+    prediction = prediction_of(MemoryAssumptions(offload=OffloadMode.OPTIMIZER))
+    borders = {s: prediction.border(RANK, s) for s in ("train", "idle", "sync", "rollout")}
+    assert set(borders["train"]) == {
+        *("parameters", "grad_buffers", "optimizer", "reference", "engine_weights")
+    }
+    assert (
+        set(borders["idle"])
+        == set(borders["sync"])
+        == {*("parameters", "reference", "engine_weights")}
+    )
+    assert set(borders["rollout"]) == {*borders["sync"], "kv_cache"}
+    away = prediction_of(MemoryAssumptions(offload=OffloadMode.ALL))
+    assert set(away.border(RANK, "idle")) == {"parameters"}
+    assert set(away.border(RANK, "rollout")) == {"engine_weights", "kv_cache"}
+
+
+def test_auto_takes_the_least_offload_that_fits() -> None:
+    prediction = prediction_of(MemoryAssumptions())
+    ranks = prediction.representatives()
+    needed = {
+        mode: prediction_of(MemoryAssumptions(offload=mode)).peak(ranks).num_bytes
+        for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
+    }
+    assert needed[OffloadMode.NONE] > needed[OffloadMode.OPTIMIZER] > needed[OffloadMode.ALL]
+    for mode, num_bytes in needed.items():
+        assert least_offload(prediction, ranks, num_bytes) is mode
+    assert least_offload(prediction, ranks, needed[OffloadMode.ALL] - 1) is None
+
+
+def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works_with() -> None:
+    """With everything away in rollouts the reference is on the device for its own pass only."""
+    away = MemoryAssumptions(offload=OffloadMode.ALL)
+
+    def train(*flags: str) -> dict[Owner, int]:
+        return prediction_of(away, *flags).rank_table(RANK)[MemoryPhase.TRAIN]
+
+    short, long = train(), train("--recompute-granularity", "selective")
+    assert short[Owner.REFERENCE] > 0 and Owner.LOGITS not in short
+    assert Owner.REFERENCE not in long and long[Owner.ACTIVATIONS] > short[Owner.REFERENCE]
+    without = train(*RECOMPUTE, "--grpo-kl-beta", "0")
+    assert sum(without.values()) < sum(short.values())
+
+
+def test_swapped_optimizer_state_passes_through_in_parts() -> None:
+    plain = prediction_of(MemoryAssumptions()).rank_table(RANK)[MemoryPhase.TRAIN_IDLE]
+    swapped = prediction_of(MemoryAssumptions(swap_optimizer=True)).rank_table(RANK)
+    part = swapped[MemoryPhase.TRAIN_IDLE][Owner.OPTIMIZER]
+    assert part == -(-plain[Owner.OPTIMIZER] // 16)
+
+
+def test_ranks_of_a_stage_differ_by_padding_alone() -> None:
+    prediction = prediction_of(MemoryAssumptions())
+    first, last = prediction.representatives()
+    assert (first, last) == (0, 16)
+    for rank in range(16, 32):
+        for phase, table in prediction.rank_table(rank).items():
+            expected = sum(prediction.rank_table(last)[phase].values())
+            assert sum(table.values()) == pytest.approx(expected, rel=1e-3), (rank, phase)
+
+
+def test_staging_that_is_known_is_taken() -> None:
+    assumptions = replace(MemoryAssumptions(), staging_bytes={RANK: 12345})
+    sync = prediction_of(assumptions).rank_table(RANK)[MemoryPhase.SYNC]
+    assert sync[Owner.RESHARD_STAGING] == 12345
+    other = prediction_of(assumptions).rank_table(RANK + 1)[MemoryPhase.SYNC]
+    assert other[Owner.RESHARD_STAGING] == 512 << 20

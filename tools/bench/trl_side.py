@@ -1,0 +1,76 @@
+"""TRL's side of ``e2e.py``: one rank of GRPOTrainer.
+
+Arguments: folder with ``model`` and ``rl.jsonl``, result file, prompts per step, samples per
+prompt, response limit, steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def digits(completions: list[Any], **kwargs: Any) -> list[float]:
+    """The reward of both sides: share of digits in the response."""
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [sum(ch.isdigit() for ch in text) / max(1, len(text)) for text in texts]
+
+
+def main() -> None:
+    """Train and write seconds and tokens of every step."""
+    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
+    prompts, group, length, steps = map(int, sys.argv[3:])
+    import torch.distributed as dist
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Wall time at the end of every step."""
+
+        def __init__(self) -> None:
+            self.ends = [time.perf_counter()]
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            """Note it."""
+            self.ends.append(time.perf_counter())
+
+    lines = (folder / "rl.jsonl").read_text().splitlines()
+    rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines])
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to="none",
+        save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=steps,
+        per_device_train_batch_size=prompts * group // world, gradient_accumulation_steps=1,
+        num_generations=group, max_completion_length=length, temperature=1.0, beta=0.0,
+        learning_rate=1e-5, gradient_checkpointing=False, dataloader_pin_memory=False, seed=0,
+    )  # fmt: skip
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        reward_funcs=digits,
+        args=config,
+        train_dataset=rows,
+        callbacks=[clock],
+    )
+    trainer.train()
+    if dist.get_rank() == 0:
+        lengths = [r["completions/mean_length"] for r in trainer.state.log_history
+                   if "completions/mean_length" in r]  # fmt: skip
+        seconds = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
+        found = [
+            {"seconds": s, "tokens": n * prompts * group}
+            for s, n in zip(seconds, lengths, strict=True)
+        ]
+        result.write_text(json.dumps({"steps": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
