@@ -13,11 +13,11 @@ Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another
 of actions, each with its undo: an error inside one leaves the state before it, with everything
 where it was. An undo that fails as well leaves BROKEN, in which every call raises.
 
-Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back engine weights | reshard, prove,
-offload parameters, bring back the cache. Parameters stay after an update because they are about to
-be resharded; the cache comes last, when everything else has left. Towards TRAIN: free the cache,
-bring back parameters, free engine weights (last: their content cannot be taken back) | gradients,
-optimizer.
+Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back
+engine weights | reshard, prove, offload parameters, bring back the cache. Parameters stay after an
+update because they are about to be resharded; the cache comes last, when everything else has left.
+Towards TRAIN: free the cache, bring back parameters, free engine weights (last: their content
+cannot be taken back) | gradients, optimizer.
 """
 
 from __future__ import annotations

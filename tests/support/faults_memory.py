@@ -1,4 +1,4 @@
-"""Faults of the memory model."""
+"""Faults of the memory model, of offload and ledger."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from support.mutation import Mutation
 
 _MODEL = "tests/unit/test_memory_model.py::"
 _PHASES = "tests/unit/test_memory_phases.py::"
+_OFFLOAD = "tests/unit/test_offload.py::"
+_LEDGER = "tests/unit/test_memory_ledger.py::"
 _REAL = "tests/distributed/test_memory_prediction.py::test_the_largest_moment_of_a_step"
 
 MEMORY_MUTATIONS = (
@@ -114,5 +116,47 @@ MEMORY_MUTATIONS = (
         "    return 2 * sizes.residual\n",
         "    return 0\n",
         _REAL + "[one]",
+    ),
+    Mutation(
+        "released-without-a-copy",
+        "offload/group.py",
+        "            self._copy(storages, self._pool, to_host=True)\n",
+        "            pass\n",
+        _OFFLOAD + "test_views_stay_valid_and_every_byte_counts_once",
+    ),
+    Mutation(
+        "half-a-restore",
+        "offload/group.py",
+        "                storage.resize_(0)\n            raise\n",
+        "                pass\n            raise\n",
+        _OFFLOAD + "test_a_failing_copy_changes_nothing",
+    ),
+    Mutation(
+        "leak-is-not-told",
+        "observability/memory_ledger.py",
+        "slope - 2 * error > self._leak_bytes",
+        "slope - 2 * error > 1e3 * self._leak_bytes",
+        _LEDGER + "test_a_growing_residue_is_warned_of_once[240-1]",
+    ),
+    Mutation(
+        "budget-is-not-kept",
+        "observability/memory_ledger.py",
+        "free = min(free, self._budget_bytes - device.used_bytes)",
+        "pass",
+        _LEDGER + "test_room_is_asked_for_before_it_is_taken[30-False]",
+    ),
+    Mutation(
+        "freed-engine-weights-count-as-synced",
+        "rollout/vllm_engine.py",
+        "        self._version = -1\n        self._updating = False\n        self._weights.free()",
+        "        self._weights.free()",
+        "tests/unit/test_vllm_engine.py::test_no_order_of_calls_generates_with_wrong_weights",
+    ),
+    Mutation(
+        "expandable-segments-stay",
+        "platforms/allocator_settings.py",
+        "if len(kept) == len(parts):",
+        "if len(kept) <= len(parts):",
+        "tests/unit/test_allocator_settings.py::test_every_combination_of_variables",
     ),
 )

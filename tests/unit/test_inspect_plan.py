@@ -257,7 +257,7 @@ WORLD = ("--world", "16")
             "--rollout: tp x pp x dp = 3 does not divide --world 16; make --world a multiple of 3",
         ),
         ((*DENSE, *WORLD, "--rollout", "tp=8"), "--rollout tp=8: .*28 attention heads"),
-        ((*DENSE, *WORLD, "--train", "tp=8"), "--train tp=8: .* allowed: the divisors of 4"),
+        ((*DENSE, *WORLD, "--train", "tp=8"), "--train tp=8: .* allowed: the divisors of 28"),
         ((*DENSE, *WORLD, "--train", "ep=2"), "--train ep=2: the model has no experts; remove it"),
         (
             (*DENSE, *WORLD, "--train", "moe_tp_extend_ep=1"),
