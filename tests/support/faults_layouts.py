@@ -52,6 +52,20 @@ LAYOUT_MUTATIONS = (
         _ARRIVES,
     ),
     Mutation(
+        "both-directions-share-a-link",
+        "resharding/sync_metrics.py",
+        "max(received, sent) / seconds",
+        "(received + sent) / seconds",
+        "tests/unit/test_sync_metrics.py::test_the_busier_direction_sets_the_speed",
+    ),
+    Mutation(
+        "true-taken-for-a-number",
+        "models/config_values.py",
+        "isinstance(value, int) and not isinstance(value, bool) and value >= 0",
+        "isinstance(value, int)",
+        "tests/unit/test_models.py::test_values_of_wrong_types_are_refused",
+    ),
+    Mutation(
         "runs-of-a-group-begin-at-its-head",
         "models/attention_rules.py",
         "part, hf_row + low - start, low - first, high - low)",
