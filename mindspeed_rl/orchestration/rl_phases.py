@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -52,13 +53,18 @@ def choose_offload(job: Job[RLRunConfig, RLPlan], budget_bytes: int) -> tuple[Of
         return asked, "as --rl-offload says"
     if not budget_bytes:
         return OffloadMode.NONE, "the device is the host, so nothing is gained by moving"
-    prediction = predict(job.config, job.plan)
+    prediction = predict(job.config, job.plan, MemoryAssumptions(_kernels(job)))
     usable = int(budget_bytes * _PREDICTABLE)
     mode = least_offload(prediction, prediction.representatives(), usable)
     budget = f"{budget_bytes / _GIB:.3g} GiB, of which {_PREDICTABLE:.0%} are planned"
     if mode is None:
         return OffloadMode.ALL, f"the predicted peak exceeds {budget}; see --rl-dry-run"
     return mode, f"the least whose predicted peak fits {budget}"
+
+
+def _kernels(job: Job[RLRunConfig, RLPlan]) -> Kernels:
+    """Which operators the trainer's modules have on this platform."""
+    return Kernels.EAGER if job.platform.name == "cpu" else Kernels.FUSED
 
 
 def share_memory(
@@ -90,7 +96,7 @@ def open_ledger(
 ) -> MemoryLedger:
     """The ledger of the trainer's and the engine's memory. Local."""
     options, rank = job.config.memory, job.world.rank
-    prediction = predict(job.config, job.plan, MemoryAssumptions(offload=sharing.mode))
+    prediction = predict(job.config, job.plan, MemoryAssumptions(_kernels(job), sharing.mode))
     owners: dict[str, Callable[[], int]] = {
         owner.value: group.num_bytes for owner, group in sharing.groups.items()
     }

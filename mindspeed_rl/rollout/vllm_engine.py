@@ -90,11 +90,11 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
-        own = model_settings(layout)
+        own = model_settings(layout, platform.name)
         if clash := sorted(set(own) & set(options)):
             raise ValueError(
-                f"--vllm-{clash[0].replace('_', '-')}: this model needs a value of its own "
-                f"({own[clash[0]]}); remove the flag"
+                f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
+                f"own ({own[clash[0]]}); remove the flag"
             )
         settings |= own
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):

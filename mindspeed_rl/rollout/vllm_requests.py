@@ -12,10 +12,14 @@ from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.types import FINISH_REASONS, Completion
 
 
-def model_settings(layout: VllmLayout) -> dict[str, Any]:
-    """Arguments that follow from the model and its layout."""
+def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
+    """Arguments that follow from the model, its layout and the platform."""
     engine = layout.engine
     settings: dict[str, Any] = {}
+    if platform == "cpu":
+        # vLLM rewinds the generator of a request whose prompt was read in part, which a CPU
+        # generator cannot do: "CPU Generator does not use offset"
+        settings["enable_chunked_prefill"] = False
     if engine.dp > 1:
         settings["data_parallel_size"] = engine.dp
     if engine.expert_parallel:
