@@ -112,6 +112,7 @@ class MemoryLedger:
         """
         owners = {owner: num_bytes() for owner, num_bytes in self._owners.items()}
         border = Border(state, owners, self._read())
+        self.borders.pop(state, None)  # the latest stands last
         self.borders[state] = border
         budget = self._budget_bytes
         if budget is not None and border.device.used_bytes > budget:

@@ -80,6 +80,7 @@ class StorageGroup:
             if self._pool is not None:
                 self._copy(storages, self._pool, to_host=False)
         except BaseException:
+            self._platform.synchronize()  # no copy is on its way into what is given back
             for storage in storages:
                 storage.resize_(0)
             raise

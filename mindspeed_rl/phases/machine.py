@@ -26,6 +26,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.offload.group import StorageGroup
@@ -134,6 +135,15 @@ class Phases:
         """
         self._go(Phase.TRAIN, self._back)
 
+    def require(self, phase: Phase, what: str) -> None:
+        """Refuse work whose memory may be away. Local.
+
+        Raises:
+            RuntimeError: the state is another one.
+        """
+        if self.state is not phase:
+            raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
+
     @contextmanager
     def resident(self, owner: Owner) -> Iterator[None]:
         """Have the memory of an owner that is away in TRAIN, too, for the block. Local.
@@ -141,13 +151,11 @@ class Phases:
         Raises:
             RuntimeError: called outside TRAIN.
         """
-        if self.state is not Phase.TRAIN:
-            raise RuntimeError(f"{owner} is used in train only, not in {self.state.value}")
+        self.require(Phase.TRAIN, owner.value)
         groups = self._sharing.leaving(owner)
-        for group in groups:
-            group.restore()
-        self._sharing.wait_for_copies()
         try:
+            for group in groups:
+                self._return(group)
             yield
         finally:
             for group in groups:
@@ -189,7 +197,8 @@ class Phases:
 
     def _train_to_idle(self) -> list[Action]:
         """After the update: what only training needs leaves."""
-        return self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+        tidy = Action("tidy", "offload", self._sharing.release_cached_memory)
+        return [*self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER), tidy]
 
     def _idle_to_train(self) -> list[Action]:
         """The optimizer's copies run beside the first passes; ``step`` waits for them."""
@@ -209,7 +218,9 @@ class Phases:
         """Last, since the content of the engine's weights cannot be taken back."""
         if not self._sharing.free_engine_weights:
             return []
-        return [Action("free engine weights", "sleep", self._engine.free_weights)]
+        return [
+            Action("free engine weights", "sleep", self._free_weights),
+        ]
 
     def _sync_to_rollout(self) -> list[Action]:
         """Weights, then parameters away, then the cache."""
@@ -217,6 +228,7 @@ class Phases:
         return [
             Action("reshard", "reshard", lambda: self._sync.run(self._engine, self._version)),
             *self._offload(Owner.PARAMETERS),
+            Action("tidy", "offload", self._sharing.release_cached_memory),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
             Action("cache", "wake", self._wake_cache, self._engine.free_cache),
         ]
@@ -231,10 +243,20 @@ class Phases:
 
     def _offload(self, *owners: Owner) -> list[Action]:
         groups = self._sharing.leaving(*owners)
-        actions = [Action(f"offload {g.owner}", "offload", g.release, g.restore) for g in groups]
-        if actions:
-            actions.append(Action("tidy", "offload", self._sharing.release_cached_memory))
-        return actions
+        return [
+            Action(f"offload {g.owner}", "offload", g.release, partial(self._return, g))
+            for g in groups
+        ]
+
+    def _return(self, group: StorageGroup) -> None:
+        """Memory back before anything may use it."""
+        group.restore()
+        self._sharing.wait_for_copies()
+
+    def _free_weights(self) -> None:
+        """The one action that cannot be taken back; what follows it must not fail the move."""
+        self._engine.free_weights()
+        self._sharing.release_cached_memory()
 
     def _onload(self, *owners: Owner) -> list[Action]:
         groups = self._sharing.leaving(*owners)

@@ -53,7 +53,7 @@ def perform(
         for action in reversed(done):
             try:
                 action.undo()
-            except Exception as second:
+            except BaseException as second:
                 raise UndoFailed(
                     f"{action.name} could not be taken back ({second}) after an error"
                 ) from error

@@ -184,7 +184,7 @@ def test_the_reference_comes_for_its_pass_only() -> None:
     machine.check()
     machine.phases.to_rollout(0)
     with (
-        pytest.raises(RuntimeError, match="reference is used in train only, not in rollout"),
+        pytest.raises(RuntimeError, match="reference: allowed in train only, not in rollout"),
         machine.phases.resident(Owner.REFERENCE),
     ):
         pass
