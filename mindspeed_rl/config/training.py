@@ -160,6 +160,11 @@ class LoggingConfig:
         "", "Folder for TensorBoard files; empty takes OUTPUT_DIR/tensorboard."
     )
     log_rollouts: int = flag(4, "Sampled rollouts written to rollouts.jsonl per step.", minimum=0)
+    log_rollout_tokens: bool = flag(
+        False,
+        "Write token ids and the engine's log-probs to rollouts.jsonl as well: all that another "
+        "trainer needs to repeat the updates, with --log-rollouts at the samples of a step.",
+    )
     phase_timeout_s: float = flag(
         1800.0,
         "Limit of one phase of a step, in seconds; a longer one ends the job on all ranks.",

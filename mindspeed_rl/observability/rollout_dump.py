@@ -22,6 +22,9 @@ class RolloutRow:
         reward: the total reward; ``None`` when the reward function abstained (R43).
         parts: each reward function's own score.
         finish_reason: ``"stop"`` or ``"length"``.
+        prompt_ids: tokens of the prompt; these three only with ``--log-rollout-tokens``.
+        response_ids: tokens of the response.
+        logprobs: the engine's, of the response, in nats.
     """
 
     sample_id: int
@@ -31,6 +34,9 @@ class RolloutRow:
     reward: float | None
     finish_reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
+    prompt_ids: Sequence[int] | None = None
+    response_ids: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
 
 
 class RolloutDump:
@@ -59,7 +65,8 @@ class RolloutDump:
         if self._writer is None:
             return
         for row in evenly_spread(sorted(rows, key=lambda row: row.sample_id), self._num_per_step):
-            self._writer.append(step, asdict(row))
+            fields = {name: value for name, value in asdict(row).items() if value is not None}
+            self._writer.append(step, {"reward": None} | fields)
 
     def truncate_after(self, step: int) -> None:
         """Drops the rows of later steps: a resumed run writes them again."""

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
@@ -39,8 +37,6 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass

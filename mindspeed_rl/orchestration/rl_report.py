@@ -30,6 +30,7 @@ from mindspeed_rl.observability.timers import StepTimes
 from mindspeed_rl.orchestration import results, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.types import Prompt
 
 
 def describe(run: RLJob) -> None:
@@ -167,6 +168,7 @@ class Report:
                     sample.reward,
                     "stop" if sample.stopped else "length",
                     dict(zip(run.reward_names, sample.parts, strict=True)),
+                    *(_tokens(prompt, sample) if run.config.logging.log_rollout_tokens else ()),
                 )
             )
         run.dump.write(step, rows)
@@ -219,6 +221,11 @@ class Report:
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
             f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",
         )
+
+
+def _tokens(prompt: Prompt, sample: Sample) -> tuple[list[Any], ...]:
+    """Prompt and response as the trainer reads them, and the engine's log-probs."""
+    return list(prompt.token_ids), sample.response.tolist(), sample.logprobs.tolist()
 
 
 def worse_mismatch(worst: float, mismatch: float) -> float:

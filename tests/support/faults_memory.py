@@ -132,13 +132,6 @@ MEMORY_MUTATIONS = (
         _OFFLOAD + "test_a_failing_copy_changes_nothing",
     ),
     Mutation(
-        "later-state-stays",
-        "offload/storages.py",
-        "return list(found.values())",
-        "return list(found.values())[:1]",
-        _OFFLOAD + "test_state_that_appears_later_leaves_as_well",
-    ),
-    Mutation(
         "leak-is-not-told",
         "observability/memory_ledger.py",
         "slope - 2 * error > self._leak_bytes",

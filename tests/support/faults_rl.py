@@ -119,13 +119,13 @@ RL_MUTATIONS = (
         "phases/transition.py",
         "                action.undo()\n",
         "                pass\n",
-        _PHASES + "test_a_fault_in_any_action_leaves_one_of_the_two_states[True-mode2]",
+        _PHASES + "test_a_fault_in_any_action_leaves_one_of_the_two_states[True-none]",
     ),
     Mutation(
-        "parameters-leave-before-the-reshard",
+        "cache-comes-beside-the-parameters",
         "phases/machine.py",
-        "        return self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER)\n",
-        "        return self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.PARAMETERS)\n",
+        "            *self._offload(Owner.PARAMETERS),\n",
+        "",
         _PHASES + "test_the_order_with_everything_offloaded",
     ),
     Mutation(

@@ -94,12 +94,14 @@ def test_state_of_one_rank_by_hand(bf16: bool) -> None:
     assert state.optimizer_at_start == (sum(_ALL) * 4 if bf16 else 0)
 
 
-def test_buffers_of_the_distributed_optimizer_by_hand() -> None:
+@pytest.mark.parametrize("dp", [1, 3, 7])
+def test_buffers_of_the_distributed_optimizer_by_hand(dp: int) -> None:
     """Every parameter starts at a multiple of 64, the buffer ends at one of lcm(dp, 128)."""
     # in reverse order of registration each but the last (the embedding) fills whole 64s
     starts = sum(-(-size // 64) * 64 for size in (*_LAYER, *_LAYER, 8, 96))
-    padded = -(-(starts + 96) // 384) * 384
-    state = model_state(tiny(world=3), 0, bf16=True, distributed_optimizer=True)
+    multiple = 128 * dp  # dp is odd
+    padded = -(-(starts + 96) // multiple) * multiple
+    state = model_state(tiny(world=dp), 0, bf16=True, distributed_optimizer=True)
     assert state.parameters == padded * 2
     assert state.grad_buffers == padded * 4
 
@@ -129,11 +131,12 @@ def test_experts_are_sharded_over_their_own_data_parallelism() -> None:
 
 
 def test_a_tied_embedding_of_two_stages_has_a_bucket_of_its_own() -> None:
-    tied = tiny(world=2, pp=2, tie_word_embeddings=True)
+    tied = tiny(world=2, pp=2, tie_word_embeddings=True, vocab_size=8)
     first, last = (
         model_state(tied, rank, bf16=False, distributed_optimizer=True) for rank in (0, 1)
     )
-    # per stage: one layer in its bucket (the last stage with its norm), 96 of vocabulary alone
+    # per stage: one layer in its bucket (the last stage with its norm), 64 of vocabulary alone,
+    # which would fill the rest of the last stage's bucket
     layer = sum(-(-size // 64) * 64 for size in _LAYER)
     ends = {"first": layer - 64 + 8, "last": layer + 64}
     assert first.parameters == (-(-ends["first"] // 128) * 128 + 128) * 4

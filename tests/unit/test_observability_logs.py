@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,18 @@ def test_rollout_rows_are_complete_and_spread_over_the_step(tmp_path: Path) -> N
         "parts": {"math": 1.0, "format": None},
         "nonfinite": ["parts.format"],
     }
+
+
+def test_rollout_rows_hold_tokens_where_they_were_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    dump = RolloutDump(path, num_per_step=2, is_writer=True)
+    dump.write(1, [replace(_row(0), prompt_ids=[3, 4], response_ids=[5], logprobs=[-0.1])])
+    dump.write(2, [_row(1)])
+    dump.close()
+    tokens, plain = read_jsonl(path)
+    found = (tokens["prompt_ids"], tokens["response_ids"], tokens["logprobs"])
+    assert found == ([3, 4], [5], [-0.1])
+    assert plain["reward"] is None and "logprobs" not in plain
 
 
 def test_negative_number_of_rollouts_is_refused(tmp_path: Path) -> None:

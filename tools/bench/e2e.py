@@ -49,7 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (2)")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per step (16)")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt (8)")
-    parser.add_argument("--response-length", type=int, default=192, help="tokens (192)")
+    parser.add_argument("--response-length", type=int, default=128, help="tokens (128)")
     parser.add_argument("--steps", type=int, default=8, help="steps of one run (8)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (2)")
     parser.add_argument("--warm-steps", type=int, default=120, help="supervised steps (120)")
@@ -109,7 +109,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "rl.jsonl"),
         "--train-iters", str(args.steps), "--grpo-prompts-per-step", str(args.prompts),
         "--grpo-group-size", str(args.group_size), "--micro-batch-size", str(samples // args.ranks),
-        "--max-prompt-length", "256", "--rollout-max-response-length", str(args.response_length),
+        "--max-prompt-length", "128", "--rollout-max-response-length", str(args.response_length),
         "--rollout-kv-cache-gb", "0.5", "--vllm-max-num-seqs", str(samples), "--lr", "1e-5",
         "--use-distributed-optimizer", "--reward-function", f"{folder / 'reward.py'}:{REWARD}",
         "--output-dir", str(folder / "ours"), "--overwrite-output-dir",
