@@ -18,6 +18,7 @@ from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, pre
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
+from mindspeed_rl.phases.transition import nothing
 from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync
 from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
@@ -82,11 +83,13 @@ def share_memory(
         f"{'freed' if free_weights else 'kept'} while the trainer trains"
     )
     platform = job.platform
+    kept = platform.shares_host_memory and mode is OffloadMode.NONE
     return Sharing(
         groups=trainer_memory(policy, reference),
         mode=mode,
         free_engine_weights=free_weights,
-        release_cached_memory=platform.release_cached_memory,
+        # on a host that keeps everything, freed pages are used again by the same process
+        release_cached_memory=nothing if kept else platform.release_cached_memory,
         wait_for_copies=platform.wait_for_copies,
     )
 
@@ -173,7 +176,9 @@ def build_phases(
     read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
     proof = WeightProof(plan.megatron, plan.vllm, world.rank, dtype)
     path = build_weight_path(job, dtype)
-    sync = WeightSync(path, proof, read, config.rollout.reshard_verify_interval)
+    sync = WeightSync(
+        path, proof, read, config.rollout.reshard_verify_interval, job.platform.synchronize
+    )
     return Phases(engine, sync, phase, sharing)
 
 

@@ -8,6 +8,7 @@ from mindspeed_rl.orchestration import checkpoints
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report
 from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
+from mindspeed_rl.phases.machine import Phase
 
 
 def start(run: RLJob) -> Report:
@@ -19,6 +20,7 @@ def start(run: RLJob) -> Report:
     Raises:
         ValueError: the prompts are not those of the checkpoint (R46).
     """
+    run.phases.require(Phase.TRAIN, "load")
     loaded = checkpoints.load(run.job, run.policy)
     if not loaded.extra:
         return Report(run)
@@ -45,5 +47,6 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "surplus": surplus_state(run.surplus),
         "report": report.state_dict(),
     }
+    run.phases.require(Phase.TRAIN, "save")
     with run.phase("save"):
         checkpoints.save(run.job, run.policy, step, extra)

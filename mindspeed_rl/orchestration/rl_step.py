@@ -31,6 +31,7 @@ from mindspeed_rl.orchestration.rl_batch import (
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
+from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.trainer.train_engine import LossFunction
@@ -57,7 +58,7 @@ class Collected:
 
 def collect(run: RLJob, step: int) -> Collected:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
-    metrics = MetricSet()
+    metrics = run.phases.sync_metrics
 
     def draw(num_prompts: int, attempt: int) -> list[Group]:
         """New prompts, all siblings of each."""
@@ -164,6 +165,7 @@ def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Metri
 
 def update(run: RLJob, batches: StepBatches) -> MetricSet:
     """All optimizer steps of an RL step. Collective: the training grid."""
+    run.phases.require(Phase.TRAIN, "update")
     metrics = batches.metrics
     if not batches.updates:
         nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.phases.transition import Action, UndoFailed, nothing, perform
 from mindspeed_rl.phases.weight_sync import WeightSync
@@ -112,6 +113,11 @@ class Phases:
         self._sharing = sharing or Sharing()
         self._version = -1
         self.state = Phase.ROLLOUT
+
+    @property
+    def sync_metrics(self) -> MetricSet:
+        """Bytes and speed of the latest weight update on this rank (R26)."""
+        return self._sync.metrics
 
     def to_rollout(self, version: int) -> None:
         """Hand the devices to the engine with weights of ``version``. Collective: the world.
@@ -197,8 +203,7 @@ class Phases:
 
     def _train_to_idle(self) -> list[Action]:
         """After the update: what only training needs leaves."""
-        tidy = Action("tidy", "offload", self._sharing.release_cached_memory)
-        return [*self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER), tidy]
+        return [*self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER), *self._tidy("offload")]
 
     def _idle_to_train(self) -> list[Action]:
         """The optimizer's copies run beside the first passes; ``step`` waits for them."""
@@ -218,9 +223,7 @@ class Phases:
         """Last, since the content of the engine's weights cannot be taken back."""
         if not self._sharing.free_engine_weights:
             return []
-        return [
-            Action("free engine weights", "sleep", self._free_weights),
-        ]
+        return [Action("free engine weights", "sleep", self._free_weights)]
 
     def _sync_to_rollout(self) -> list[Action]:
         """Weights, then parameters away, then the cache."""
@@ -228,7 +231,7 @@ class Phases:
         return [
             Action("reshard", "reshard", lambda: self._sync.run(self._engine, self._version)),
             *self._offload(Owner.PARAMETERS),
-            Action("tidy", "offload", self._sharing.release_cached_memory),
+            *self._tidy("offload"),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
             Action("cache", "wake", self._wake_cache, self._engine.free_cache),
         ]
@@ -237,7 +240,7 @@ class Phases:
         """The cache away, then parameters."""
         return [
             Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
-            Action("tidy", "sleep", self._sharing.release_cached_memory),
+            *self._tidy("sleep"),
             *self._onload(Owner.PARAMETERS),
         ]
 
@@ -247,6 +250,11 @@ class Phases:
             Action(f"offload {g.owner}", "offload", g.release, partial(self._return, g))
             for g in groups
         ]
+
+    def _tidy(self, phase: str) -> list[Action]:
+        """The allocator gives back what was freed, at every border where there is one (R25)."""
+        release = self._sharing.release_cached_memory
+        return [] if release is nothing else [Action("tidy", phase, release)]
 
     def _return(self, group: StorageGroup) -> None:
         """Memory back before anything may use it."""

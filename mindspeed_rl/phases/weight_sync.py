@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
+from mindspeed_rl.resharding.sync_metrics import SyncTraffic, sync_metrics
 from mindspeed_rl.rollout.engine import InferenceEngine
 
 # The checksums differ, and yet the engine holds what the first source of every rectangle holds.
@@ -20,7 +23,12 @@ NOT_LOCATED = "every rank holds what the first source has: a checksum itself wen
 class WeightPath(Protocol):
     """A way of the trainer's weights into the engine."""
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+    @property
+    def name(self) -> str:
+        """In metrics."""
+        ...
+
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
         """Write all weights, between begin and finish of an update. Collective: the world."""
         ...
 
@@ -30,10 +38,11 @@ class DirectPath:
     """Rectangles straight into the engine's live parameters."""
 
     resharder: Resharder
+    name: str = "direct"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
         """Each rank receives what it needs, and nothing else."""
-        self.resharder.run(read, engine.weight_views())
+        return self.resharder.run(read, engine.weight_views())
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +50,11 @@ class StreamPath:
     """Whole tensors through the engine's own loading code."""
 
     stream: TensorStream
+    name: str = "stream"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
         """Every rank receives every tensor, one after another."""
-        self.stream.run(read, engine.load_tensor)
+        return self.stream.run(read, engine.load_tensor)
 
 
 class WeightSync:
@@ -56,6 +66,10 @@ class WeightSync:
         read: the trainer's parameters.
         verify_interval: syncs between proofs; 0: the first only. The first sync after one that
             failed is proven in any case.
+        synchronize: waits for the device, so that the time of a sync is its own.
+
+    Attributes:
+        metrics: bytes and speed of the latest sync on this rank (R26).
     """
 
     def __init__(
@@ -64,7 +78,10 @@ class WeightSync:
         proof: WeightProof,
         read: Callable[[], Mapping[str, torch.Tensor]],
         verify_interval: int,
+        synchronize: Callable[[], None] = lambda: None,
     ) -> None:
+        self.metrics = MetricSet()
+        self._synchronize = synchronize
         self._path = path
         self._proof = proof
         self._read = read
@@ -83,7 +100,11 @@ class WeightSync:
         number, self._num_syncs = self._num_syncs, 0
         engine.begin_update()
         read = self._read()
-        self._path.move(read, engine)
+        self._synchronize()
+        start = time.perf_counter()
+        traffic = self._path.move(read, engine)
+        self._synchronize()
+        self.metrics = sync_metrics({self._path.name: traffic}, time.perf_counter() - start)
         if number == 0 or (self._verify_interval and number % self._verify_interval == 0):
             self._prove(read, engine.weight_views())
         engine.finish_update(version)

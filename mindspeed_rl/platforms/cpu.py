@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -57,8 +56,7 @@ class CpuPlatform:
         return DeviceMemory(resident, sizes["MemAvailable:"], sizes["MemTotal:"])
 
     def release_cached_memory(self) -> None:
-        """Collect garbage and make the C library return free pages to the system."""
-        gc.collect()
+        """Make the C library return free pages to the system."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of GNU has it
         if trim is not None:
             trim(0)

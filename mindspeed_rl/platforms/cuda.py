@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ class CudaPlatform:
         return DeviceMemory(torch.cuda.memory_reserved(self.device), free, total)
 
     def release_cached_memory(self) -> None:
-        """Wait, then empty the caching allocator: a block in use by a stream cannot leave."""
+        """Wait, then empty the caching allocator: a block in use by a stream cannot leave (R18)."""
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

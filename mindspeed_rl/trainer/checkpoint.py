@@ -160,6 +160,7 @@ def load_checkpoint(
 def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rng: bool) -> None:
     """Weights, and what else is asked for, into the engine."""
     adamw_step.apply()
+    engine.platform.wait_for_copies()  # a late one would overwrite what is loaded
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(path)), _replicas()
     )

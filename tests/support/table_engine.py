@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.resharding.difference import Difference
+from mindspeed_rl.resharding.sync_metrics import SyncTraffic
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
@@ -116,9 +117,12 @@ def response_of(sample_id: int) -> tuple[int, ...]:
 class CopyWeights:
     """A weight path of one rank and one parameter."""
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
+    name = "direct"
+
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
         """Copy."""
         engine.weight_views()["table"].copy_(read["table"])
+        return SyncTraffic(0, 0, read["table"].nbytes)
 
 
 class CompareWeights:

@@ -119,7 +119,7 @@ def make_run(
         rewards=InlinePool(rewards), reward_names=tuple(r.partition("=")[0] for r in rewards),
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", 1, True),
-        ledger=SimpleNamespace(metrics=MetricSet),
+        ledger=SimpleNamespace(metrics=MetricSet), phases=SimpleNamespace(sync_metrics=MetricSet()),
     )  # fmt: skip
     return cast(RLJob, run)
 

@@ -272,11 +272,13 @@ class TableLayout(ABC):
         return layer_name(pattern, layer)
 
     def class_of(self, hf_name: str) -> Hashable:
-        """Rows, shape and pipeline stage: a row cuts its tensors of one shape alike."""
+        """Pattern and pipeline stage: a row cuts one pattern alike at all layers and experts.
+
+        Patterns of one shape may be cut apart: keys and values, where more ranks share them than
+        there are heads.
+        """
         pattern, layer, _ = locate(hf_name)
-        rows = self._rows_of_patterns[pattern]
-        shape = self._patterns_of_rows[id(rows[0])][pattern]
-        return tuple(map(id, rows)), shape, self.lane_of(rows[0], layer)
+        return pattern, self.lane_of(self._rows_of_patterns[pattern][0], layer)
 
     @property
     def wants_whole_tensors(self) -> bool:
