@@ -108,7 +108,7 @@ def assumptions_of(
     """Machine and flags; the offload mode is still to be resolved."""
     buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
     communicator = machine.communicator_mib
-    if buffer_mb.isdecimal() and machine.name.startswith("a"):
+    if buffer_mb.isdecimal() and machine.platform == "npu":
         communicator = 2.0 * int(buffer_mb)  # one to send, one to receive
     return MemoryAssumptions(
         kernels=machine.kernels,
@@ -116,7 +116,7 @@ def assumptions_of(
         rollout_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
         communicator_bytes=int(communicator * _MIB),
         graph_bytes=int(machine.graph_mib * _MIB),
-        swap_optimizer=swap_optimizer,
+        swap_optimizer=swap_optimizer and machine.platform == "npu",
     )
 
 
@@ -165,7 +165,7 @@ def find_out(
         offload_reason=why,
         volume=volume,
         seconds=estimate(prediction, machine, volume.seconds if volume else None),
-        suggestions=suggest(prediction, ranks),
+        suggestions=suggest(prediction, ranks, npu=machine.platform == "npu"),
     )
 
 

@@ -12,11 +12,15 @@ from mindspeed_rl.memory.layers import Kernels
 SHIPPED = Path(__file__).with_name("machines.toml")
 
 
+_PLATFORMS = ("npu", "cuda", "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """One rank's device and links; the keys are explained in ``machines.toml``."""
 
     name: str
+    platform: str
     memory_gib: float
     reserved_gib: float
     kernels: Kernels
@@ -79,6 +83,12 @@ def _machine(name: str, table: dict[str, Any]) -> Machine:
             if value not in tuple(Kernels):
                 raise ValueError(f"--rl-dry-run-machine {name}: kernels: fused or eager")
             values[key] = Kernels(value)
+            continue
+        if key == "platform":
+            if value not in _PLATFORMS:
+                allowed = ", ".join(_PLATFORMS)
+                raise ValueError(f"--rl-dry-run-machine {name}: platform: one of {allowed}")
+            values[key] = value
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ValueError(f"--rl-dry-run-machine {name}: {key} must be a number from 0 on")

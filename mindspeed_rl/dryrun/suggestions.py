@@ -49,11 +49,17 @@ def plan_of(config: Config, world: int) -> RunPlan:
     return check_pretrain(config, world, files=False)
 
 
-def suggest(prediction: MemoryPrediction, ranks: Sequence[int]) -> list[Suggestion]:
-    """Single changes that lower the fullest moment of some ranks, the most saving first. Pure."""
+def suggest(prediction: MemoryPrediction, ranks: Sequence[int], *, npu: bool) -> list[Suggestion]:
+    """Single changes that lower the fullest moment of some ranks, the most saving first. Pure.
+
+    Args:
+        prediction: of the run as it is.
+        ranks: whose moments count.
+        npu: whether MindSpeed's own flags have an effect.
+    """
     before = prediction.peak(ranks).num_bytes
     found = []
-    for candidate in _candidates(prediction):
+    for candidate in _candidates(prediction, npu):
         try:
             plan = plan_of(candidate.config, prediction.world)
         except ValueError:  # a change that the model or the layout does not allow is no suggestion
@@ -64,7 +70,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int]) -> list[Suggesti
     return sorted(found, key=lambda s: -s.saved_bytes)
 
 
-def _candidates(prediction: MemoryPrediction) -> Iterator[_Candidate]:
+def _candidates(prediction: MemoryPrediction, npu: bool) -> Iterator[_Candidate]:
     config, assumptions = prediction.config, prediction.assumptions
 
     def flags(text: str, section: str, **values: Any) -> _Candidate:
@@ -72,7 +78,7 @@ def _candidates(prediction: MemoryPrediction) -> Iterator[_Candidate]:
         return _Candidate(text, replace(config, **{section: changed}), assumptions)
 
     yield from _of_training(config, flags)
-    if not assumptions.swap_optimizer:
+    if npu and not assumptions.swap_optimizer:
         yield _Candidate("--swap-optimizer", config, replace(assumptions, swap_optimizer=True))
     if isinstance(config, RLRunConfig):
         yield from _of_rollouts(prediction, config, flags)

@@ -97,7 +97,7 @@ def share_memory(
 def open_ledger(
     job: Job[RLRunConfig, RLPlan], sharing: Sharing, engine: VllmEngine
 ) -> MemoryLedger:
-    """The ledger of the trainer's and the engine's memory. Local."""
+    """The ledger of the trainer's and the engine's memory. Collective: the world."""
     options, rank = job.config.memory, job.world.rank
     prediction = predict(job.config, job.plan, MemoryAssumptions(_kernels(job), sharing.mode))
     owners: dict[str, Callable[[], int]] = {
@@ -112,7 +112,7 @@ def open_ledger(
     return MemoryLedger(
         owners,
         job.platform.memory,
-        int(options.device_memory_gb * _GIB) or None,
+        memory_budget(job) or None,
         options.memory_leak_mb * 2**20,
         {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
     )

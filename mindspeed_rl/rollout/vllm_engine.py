@@ -96,6 +96,11 @@ class VllmEngine:
                 f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
                 f"own ({own[clash[0]]}); remove the flag"
             )
+        if options.get("enforce_eager") is False and platform.name != "cpu":
+            raise ValueError(
+                "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
+                "which leave the device between the phases; remove the flag"
+            )
         settings |= own
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
             self._llm = self._build(model_dir, settings | dict(options))
@@ -104,6 +109,7 @@ class VllmEngine:
         self._model: torch.nn.Module = runner.model
         self._derived = DerivedState(self._model, self._engine.model_config.dtype)
         self._cache = ZeroedMemory(kv_tensors(runner))
+        assert self._cache.num_bytes, "no key/value cache found in vLLM's runner"
         self._weights = ZeroedMemory(self._params().values())
         self._check_layout()
         self._pointers = self._addresses()
