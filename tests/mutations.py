@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,15 +158,30 @@ def choose(names: list[str]) -> list[Mutation]:
     return [known[name] for name in names] or list(MUTATIONS)
 
 
+def share_of(mutations: Sequence[Mutation], share: str) -> list[Mutation]:
+    """Every N-th fault from the I-th on, so that N runs plant all of them.
+
+    Raises:
+        ValueError: not ``I/N`` with 0 <= I < N.
+    """
+    first, _, count = share.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
+        raise ValueError(f"--share {share}: give I/N with I from 0 to N - 1, such as 0/3")
+    return list(mutations)[int(first) :: int(count)]
+
+
 def main() -> int:
     """Run the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="print the faults and their tests")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these faults only")
+    parser.add_argument(
+        "--share", default="0/1", metavar="I/N", help="every N-th fault from the I-th on (0/1: all)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="copies tested at a time (default 2)")
     arguments = parser.parse_args()
     try:
-        mutations = choose(arguments.only)
+        mutations = share_of(choose(arguments.only), arguments.share)
         if arguments.list:
             for mutation in mutations:
                 print(f"{mutation.name}: {mutation.file} -> {mutation.test}")

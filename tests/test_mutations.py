@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutations import ROOT, planted_text, shares
+from mutations import ROOT, planted_text, share_of, shares
 from support.faults import MUTATIONS, Mutation
 
 
@@ -41,3 +41,16 @@ def test_every_test_is_tried_once_without_a_fault() -> None:
     tried = [test for group in groups for test in group]
     assert sorted(tried) == sorted({mutation.test for mutation in MUTATIONS})
     assert len(groups) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_plant_every_fault_once(count: int) -> None:
+    parts = [share_of(MUTATIONS, f"{i}/{count}") for i in range(count)]
+    names = [fault.name for part in parts for fault in part]
+    assert sorted(names) == sorted(fault.name for fault in MUTATIONS)
+
+
+@pytest.mark.parametrize("share", ["", "1", "3/3", "-1/2", "0/0", "a/b"])
+def test_a_share_that_is_none_is_refused(share: str) -> None:
+    with pytest.raises(ValueError, match="give I/N"):
+        share_of(MUTATIONS, share)
