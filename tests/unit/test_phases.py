@@ -66,6 +66,7 @@ class Machine:
         }
         self.expected = {owner: tensor.clone() for owner, tensor in self.tensors.items()}
         self.named: list[str] = []
+        self.num_tidied = 0
         self.borders: list[str] = []
         self.asked_for: list[int] = []
         platform = CpuPlatform()
@@ -89,6 +90,7 @@ class Machine:
             self.groups,
             mode,
             free_weights,
+            release_cached_memory=self.tidy,
             require_free=self.asked_for.append,
             at_border=self.borders.append,
         )
@@ -98,6 +100,9 @@ class Machine:
         self.named.clear()
         self.borders.clear()
         self.engine.calls.clear()
+
+    def tidy(self) -> None:
+        self.num_tidied += 1
 
     @property
     def trainer(self) -> torch.Tensor:
@@ -146,7 +151,7 @@ def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
     machine.check()
     machine.phases.to_train()
     assert machine.phases.state is Phase.TRAIN and machine.engine.calls[-1] == "free cache"
-    assert machine.named == ["reshard", "wake", "sleep"]
+    assert machine.named == ["offload", "reshard", "offload", "wake", "sleep"]
     assert machine.borders == ["idle", "sync", "rollout", "sync", "idle", "train"]
     assert machine.asked_for == [CACHE_BYTES]
 
@@ -306,7 +311,7 @@ def test_a_fault_in_any_action_leaves_one_of_the_two_states(
         machine.check()
         machine.step(2)
         machine.check()
-    assert len(seen) == number - 1 >= 4
+    assert len(seen) == number - 1 >= 5
     assert seen.count("reshard") == 1
 
 
