@@ -65,6 +65,7 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
         config=parse(RLRunConfig, argv, "test").config,
         job=None,
         policy=None,
+        phases=SimpleNamespace(require=lambda phase, what: None),
         sampler=PromptSampler(8, seed=1, fingerprint="new"),
     )
     if not allowed:
