@@ -28,7 +28,12 @@ FLAGS = {
     ),
 }
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
-CASES = [(family, "direct") for family in FLAGS] + [(family, "stream") for family in WITH_EXPERTS]
+CASES = [(family, "direct") for family in WITH_EXPERTS] + [
+    pytest.param(family, path, marks=pytest.mark.slow)
+    for family in FLAGS
+    for path in ("direct", "stream")
+    if (family in WITH_EXPERTS) == (path == "stream")
+]
 
 
 @pytest.mark.parametrize(("family", "path"), CASES)

@@ -15,7 +15,7 @@ from support.layout_samples import (
 )
 from support.spawn import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ENGINE_TPS = (1, 2)
 # Of perturbed logits: the fp32 sums of two layouts differ by less.
