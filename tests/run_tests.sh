@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The CPU test suite: style, types, then every test that needs no accelerator.
 #
-# usage: tests/run_tests.sh                       under 15 minutes on two cores: a third of the planted
-#                                                 faults (another one at every commit), no slow tests
+# usage: tests/run_tests.sh                       a third of the planted faults (another third at every
+#                                                 commit), and no tests marked slow
 #        tests/run_tests.sh --all                 everything
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
 set -euo pipefail

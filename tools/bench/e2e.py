@@ -1,7 +1,7 @@
 """Whole GRPO steps through our loop and through TRL's GRPOTrainer, alternating, in one run.
 
     pip install --no-deps trl==1.16.0 accelerate        # the baseline; not a dependency of ours
-    python tools/bench/e2e.py                           # a model of 0.6 M weights, 5 minutes
+    python tools/bench/e2e.py                           # a model of 0.6 M weights
     python tools/bench/e2e.py --size 5m
 
 Both sides: the same weights, prompts, samples per step, response limit, temperature 1, reward,
