@@ -181,14 +181,14 @@ class MemoryLedger:
         return f"{text} ({_number(self._predicted[state].get(owner, 0))})"
 
     def _message(self, what: str, limit_bytes: int) -> str:
-        largest = ""
+        remedy = _GENERAL
         if self.borders:
             last = list(self.borders.values())[-1]
             sizes = last.owners | {_NOBODY: last.residue_bytes}
-            largest = max(sizes, key=lambda owner: sizes[owner])
+            remedy = _REMEDIES.get(max(sizes, key=lambda owner: sizes[owner]), _GENERAL)
         return (
             f"device memory: {what}, of {_gib(limit_bytes)} that the run may use; "
-            f"{_REMEDIES.get(largest, _GENERAL)}\nMiB by owner at each border:\n{self.table()}"
+            f"{remedy}\nMiB by owner at each border:\n{self.table()}"
         )
 
 
@@ -201,11 +201,12 @@ _REMEDIES = {
     _NOBODY: "most of it is owned neither by trainer nor by engine (libraries, allocator caches, "
     "on a host everything of the process): raise --device-memory-gb",
     "kv_cache": "most of it is the key/value cache: lower --rollout-kv-cache-gb",
-    "optimizer": "most of it is optimizer state: take --rl-offload optimizer, or shard it further "
-    "with --use-distributed-optimizer",
-    "grad_buffers": "most of it is gradients: take --rl-offload optimizer",
-    "parameters": "most of it is the trainer's weights: take --rl-offload all, or raise "
-    "--tensor-model-parallel-size or --pipeline-model-parallel-size",
+    "optimizer": "most of it is optimizer state: shard it with --use-distributed-optimizer, or, "
+    "during rollouts, take --rl-offload optimizer",
+    "grad_buffers": "most of it is gradients: raise --tensor-model-parallel-size or "
+    "--pipeline-model-parallel-size, or, during rollouts, take --rl-offload optimizer",
+    "parameters": "most of it is the trainer's weights: raise --tensor-model-parallel-size "
+    "or --pipeline-model-parallel-size, or, during rollouts, take --rl-offload all",
     "engine_weights": "most of it is the engine's weights: take --rollout-sleep all, or raise "
     "--rollout-tp",
 }
