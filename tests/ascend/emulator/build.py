@@ -53,8 +53,8 @@ WHEELS = (
 )
 # Opened by name at run time, so not among the needed libraries of the wheel.
 OPENED_LIBRARIES = ("libascendcl.so", "libhccl.so", "libacl_op_compiler.so")
-# Names that torch_npu looks up at run time: whole strings of its data. Operators (aclnn...) are left
-# out, so that one that is not emulated fails instead of doing nothing.
+# Names that torch_npu looks up at run time: whole strings of its data. Operators (aclnn...) are
+# left out, so that one that is not emulated fails instead of doing nothing.
 _LOOKED_UP = re.compile(rb"(?<=\0)(?:acl(?!nn)[a-zA-Z]+|Hccl[A-Z])\w*(?=\0)")
 # Symbols of Python are in the interpreter; the others are optional hooks of the tool chain.
 _ELSEWHERE = re.compile(r"_?Py|_ITM|__gmon|__cxa|__tls|_dl_")
@@ -167,7 +167,7 @@ def missing_libraries(libraries: Iterable[Path]) -> set[str]:
 
 
 def _symbols(library: Path, kind: str) -> Iterator[str]:
-    """Names of the dynamic symbols of a kind, without versions; weak undefined ones are optional."""
+    """Names of the dynamic symbols of a kind, without versions and without optional ones."""
     for line in _output("nm", "-D", kind, str(library)):
         *_, letter, name = line.split()
         if letter not in "wv":

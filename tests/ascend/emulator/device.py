@@ -1,10 +1,10 @@
 """Computes on ``npu`` tensors with the kernels of the CPU.
 
-Under the emulated CANN (``cann.c``) the memory of an ``npu`` tensor is host memory. So each operator
-is run by the CPU on tensors that alias that memory, and its results are put into new ``npu``
-tensors. Allocation, views, storages, streams and copies stay with the real torch_npu. Collectives on
-such aliases go to gloo, the CPU half of a ``cpu:gloo,npu:hccl`` group. Operators of torch_npu itself
-need a reference (``operators.py``); one without fails.
+Under the emulated CANN (``cann.c``) the memory of an ``npu`` tensor is host memory. So each
+operator is run by the CPU on tensors that alias that memory, and its results are put into new
+``npu`` tensors. Allocation, views, storages, streams and copies stay with the real torch_npu.
+Collectives on such aliases go to gloo, the CPU half of a ``cpu:gloo,npu:hccl`` group. Operators of
+torch_npu itself need a reference (``operators.py``); one without fails.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ascend.emulator.operators import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-
-from ascend.emulator.operators import REFERENCES
 
 # Where a process leaves the number of calls of each operator when it ends.
 COUNTS_VARIABLE = "MINDSPEED_RL_ASCEND_COUNTS"
 # torch_npu does these itself: they allocate or describe memory and compute nothing.
-_NATIVE = frozenset(
-    "empty empty_strided empty_like new_empty new_empty_strided empty_with_format set_ resize_ "
-    "record_stream _pin_memory is_pinned lift_fresh detach".split()
-)
+_NATIVE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_with_format",
+    "set_", "resize_", "record_stream", "_pin_memory", "is_pinned", "lift_fresh", "detach",
+}  # fmt: skip
 
 
 def is_npu(value: object) -> bool:

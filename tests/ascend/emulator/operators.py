@@ -1,7 +1,7 @@
 """What the operators of torch_npu that are used here compute: references in plain torch, on CPU.
 
-Sources: the operators' documentation in torch_npu (``_op_plugin_docs.py``). Accuracy is that of fp32
-arithmetic with one rounding at the end. ``REFERENCES`` is keyed by the operator's name.
+Sources: the operators' documentation in torch_npu (``_op_plugin_docs.py``). Accuracy is that of
+fp32 arithmetic with one rounding at the end. ``REFERENCES`` is keyed by the operator's name.
 """
 
 from __future__ import annotations
