@@ -141,8 +141,8 @@ class ParallelConfig:
     distributed_timeout_minutes: int = flag(60, "Limit of one collective, in minutes.", minimum=1)
     platform: str = flag(
         "auto",
-        "Device platform; auto takes CUDA where torch sees it, else CPU.",
-        choices=("auto", "cpu", "cuda"),
+        "Device platform; auto takes an NPU or CUDA where torch sees one, else CPU.",
+        choices=("auto", "cpu", "cuda", "npu"),
     )
 
     @property
