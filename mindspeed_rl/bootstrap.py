@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
+from mindspeed_rl.platforms.installed import resolve_platform
 
 if TYPE_CHECKING:
     from mindspeed_rl.platforms.base import Platform
@@ -127,13 +127,6 @@ def refuse_foreign_package() -> None:
                 f"another package named mindspeed_rl is on the path: {other} (this one: {here}); "
                 "uninstall it or remove it from PYTHONPATH"
             )
-
-
-def resolve_platform(name: str) -> str:
-    """``auto`` becomes ``npu`` where torch_npu is installed; the rest only torch can say."""
-    if name == "auto" and find_spec("torch_npu") is not None:
-        return "npu"
-    return name
 
 
 def start(

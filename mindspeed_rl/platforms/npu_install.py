@@ -1,4 +1,4 @@
-"""Makes megatron-core usable on an NPU: MindSpeed's adaptor, and torch as it was for everybody else.
+"""Makes megatron-core usable on an NPU: MindSpeed's adaptor, and torch as it was for others.
 
 With MindSpeed its adaptor is imported with a clean command line, because it reads ``sys.argv`` and
 takes flags of any program for its own; its features are set through its ``repatch`` alone, once,
@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,17 +31,15 @@ from typing import Any
 import torch
 
 from mindspeed_rl.patching import Patch, apply_patch
+from mindspeed_rl.platforms.installed import has_mindspeed
 
 ADAPTOR = "mindspeed.megatron_adaptor"
 # Made up by the adaptor and looked for by vLLM or transformers; megatron-core needs the others.
 PURGED = ("flash_attn", "fla", "fast_hadamard_transform")
+# Their attributes are imported when they are asked for.
+LAZY = ("transformers",)
 _DUMMY_FILE = "mindspeed.dummy_module.py"
 _INSTALLED: list[dict[str, Any]] = []
-
-
-def has_mindspeed() -> bool:
-    """Whether MindSpeed can be imported."""
-    return importlib.util.find_spec("mindspeed") is not None
 
 
 def install(features: Mapping[str, Any]) -> None:
@@ -80,9 +79,35 @@ def install(features: Mapping[str, Any]) -> None:
 
 
 def _apply_adaptor(features: Mapping[str, Any]) -> None:
+    patcher: Any = importlib.import_module("mindspeed.patch_utils")
+    patcher.sys = types.SimpleNamespace(modules=_SeenModules())
     with clean_argv():
         adaptor: Any = importlib.import_module(ADAPTOR)
         adaptor.repatch(dict(features))
+
+
+class _SeenModules:
+    """``sys.modules`` as MindSpeed sees it: without packages that import what they are asked for.
+
+    To place a patch it asks every module for an attribute, again for every patch. transformers
+    answers by importing its models: a minute, and an error where an optional package is missing.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules, name)
+
+    def __getitem__(self, name: str) -> types.ModuleType:
+        return sys.modules[name]
+
+    def __setitem__(self, name: str, module: types.ModuleType) -> None:
+        sys.modules[name] = module
+
+    def __contains__(self, name: str) -> bool:
+        return name in sys.modules
+
+    def copy(self) -> dict[str, types.ModuleType]:
+        """What is looked at."""
+        return {n: m for n, m in sys.modules.items() if n.split(".")[0] not in LAZY}
 
 
 def _answer_for_cuda() -> None:

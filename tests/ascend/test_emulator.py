@@ -94,7 +94,7 @@ def test_fused_attention_is_attention(layout: str) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_of_torch_is_the_fused_one(masked: bool) -> None:
-    """torch_npu sends it to the same operator; a mask says there what is hidden, not what is seen."""
+    """torch_npu sends it to the same operator, whose mask says what is hidden."""
     torch.manual_seed(3)
     leaves = [torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2)]
     on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
