@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
 
 _PAGE_BYTES = 4096
@@ -41,7 +40,7 @@ class CpuPlatform:
     def set_rng_state(self, state: torch.Tensor | None) -> None:
         """Nothing beyond torch's own generator."""
 
-    def install(self, features: Mapping[str, Any] | None = None) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """Give megatron-core a CPU accelerator."""
         from mindspeed_rl.platforms import cpu_install
 

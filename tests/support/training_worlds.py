@@ -347,7 +347,7 @@ def _by_sample(
                 own = prepared.batch.sequence_of == i
                 # a context-parallel rank has some of a sample's tokens, possibly none
                 places = prepared.batch.positions[prepared.batch.loss_mask][own].tolist()
-                for place, value in zip(places, tensor[own], strict=True):
+                for place, value in zip(places, tensor[own].cpu(), strict=True):
                     mine[sample_id, place] = value
     everyone: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
