@@ -13,6 +13,7 @@ from support.training_worlds import (
     CaseResult,
     in_hf_coordinates,
     make_job,
+    make_loss,
     make_samples,
     run_case,
 )
@@ -64,3 +65,85 @@ def family_world(
             run_case(job, engine, case, make_samples(vocab_size)),
         )
     return facts
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """A trainer whose memory left the device between its steps.
+
+    Attributes:
+        weights: after the last step, on the host, by what left.
+        owned: bytes of what left, by owner.
+        freed: bytes by which the driver's free memory grew when it left.
+        back: bytes of the device that are in use after it came back, less those before it left.
+    """
+
+    weights: dict[str, list[torch.Tensor]]
+    owned: dict[str, int]
+    freed: int
+    back: int
+
+
+def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
+    """The same steps with everything resident, and with everything away in between."""
+    from mindspeed_rl.memory.owners import OffloadMode
+    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.trainer.resident_memory import trainer_memory
+
+    facts = MemoryFacts({}, {}, 0, 0)
+    for mode in (OffloadMode.NONE, OffloadMode.ALL):
+        job = make_job(world, model, [*SMALL, "--use-distributed-optimizer"])
+        if not facts.weights:
+            training.initialize_parallel(job)
+        policy = training.build_engine(job, "policy", num_steps)
+        reference = training.build_engine(job, "reference", 0)
+        platform = job.platform
+        sharing = Sharing(
+            trainer_memory(policy, reference),
+            mode,
+            release_cached_memory=platform.release_cached_memory,
+            wait_for_copies=platform.wait_for_copies,
+        )
+        samples = make_samples(policy.spec.vocab_size)
+        batches = training.local_batches(job, policy, samples)
+        loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+        owned: dict[str, int] = {}
+        freed = back = 0
+        for _ in range(num_steps):
+            policy.forward_backward(batches, loss)
+            policy.step()
+            reference.logprobs(batches)
+            policy.let_go()
+            platform.release_cached_memory()
+            before = platform.memory()
+            owned = {owner.value: g.num_bytes() for owner, g in sharing.groups.items()}
+            sharing.leave_all()
+            platform.release_cached_memory()
+            freed = platform.memory().free_bytes - before.free_bytes
+            for group in sharing.groups.values():
+                group.restore()
+            platform.synchronize()
+            back = before.free_bytes - platform.memory().free_bytes
+        weights = [p.detach().cpu() for p in policy.named_parameters().values()]
+        facts = MemoryFacts(facts.weights | {mode.value: weights}, owned, freed, back)
+    return facts
+
+
+def exchange_world(world: World, num_samples: int) -> list[tuple[object, ...]]:
+    """Ragged rollouts of every rank, as all ranks know them afterwards."""
+    from mindspeed_rl.experience.exchange import exchange_rollouts
+    from mindspeed_rl.types import Completion, Prompt, Rollout
+
+    mine = []
+    for i in range(world.rank, num_samples, world.size):
+        tokens = tuple(range(2**40, 2**40 + i))
+        done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3)
+        mine.append(
+            Rollout(i, Prompt(7 * i, (1, 2), "text", "answer"), done, 0.5 * i, {"math": 1.0})
+        )
+    found = exchange_rollouts(mine, ("math",), num_samples)
+    return [
+        (s.sample_id, s.prompt_index, s.response.tolist(), s.logprobs.tolist(), s.reward, s.parts)
+        for s in found
+    ]
