@@ -147,9 +147,8 @@ def _differing(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:
     assert found.keys() == expected.keys()
-    return [
-        n for n, want in expected.items() if not torch.equal(found[n].cpu().view(torch.int32), want)
-    ]
+    bits = {name: tensor.cpu().view(torch.int32) for name, tensor in found.items()}
+    return [name for name, want in expected.items() if not torch.equal(bits[name], want)]
 
 
 def case_of(config: Mapping[str, Any]) -> Case:
