@@ -202,10 +202,24 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks-differ-in-micro-batches",
-        "data/packing.py",
-        "tuple(tuple(batches) + ((),) * (count - len(batches)) for batches in per_rank)",
-        "tuple(tuple(batches) for batches in per_rank)",
+        "data/balance.py",
+        "count = max(1, -(-len(best) // multiple)) * multiple",
+        "count = max(1, len(best))",
         "tests/unit/test_packing.py::test_every_sample_is_planned_once",
+    ),
+    Mutation(
+        "heaviest-parts-meet",
+        "data/balance.py",
+        "zip(first.parts, reversed(second.parts), strict=True)",
+        "zip(first.parts, second.parts, strict=True)",
+        "tests/unit/test_balance.py::test_a_large_step_is_even_and_full",
+    ),
+    Mutation(
+        "rows-take-what-does-not-fit",
+        "data/balance.py",
+        "place = bisect_left(room, (lengths[i], 0))",
+        "place = bisect_left(room, (lengths[i] - 1, 0))",
+        "tests/unit/test_balance.py::test_rows_hold_everything_once_and_are_nearly_the_fewest",
     ),
     Mutation(
         "sampler-repeats-after-a-resume",
