@@ -93,6 +93,7 @@ def planted(fault: str) -> Any:
     }[fault]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "shapes"),
     [
