@@ -14,6 +14,7 @@ from mindspeed_rl.config.algorithms import (
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
+from mindspeed_rl.config.npu import NpuConfig
 from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
@@ -29,6 +30,7 @@ __all__ = [
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
+    "NpuConfig",
     "ParallelConfig",
     "PolicyLossConfig",
     "PretrainRunConfig",
@@ -69,6 +71,7 @@ class RLRunConfig:
     memory: MemoryConfig
     rewards: RewardConfig
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+    ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -94,6 +97,7 @@ class PretrainRunConfig:
     sft: SftConfig
     indexed: IndexedDataConfig
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+    ascend: NpuConfig = field(default_factory=NpuConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +113,5 @@ class ScoreRunConfig:
     logging: LoggingConfig
     score: ScoreConfig
     rollout: RolloutConfig
+    ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)

@@ -48,6 +48,7 @@ LAYER_0 = (
     "resharding.layouts",
     "rollout.vllm_versions",
     "platforms.allocator_settings",
+    "platforms.installed",
 )
 # Plans of reshards: arithmetic with numpy.
 PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))
