@@ -21,18 +21,22 @@ class EngineCapabilities:
         platform: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         in_place_experts: expert weights may be written into the live parameters.
         in_place_latent: so may those of latent attention.
-        data_parallel_replicas: several engines with data parallelism fit into one world.
         expert_multiple: each rank's channels of an expert are padded to a multiple of this.
         whole_shared_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
+        packed_sync: data-parallel ranks may agree through our reduction.
+        transposed_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
+        expert_module: path of the module with the experts of a layer, below the layer.
     """
 
     version: str
     platform: str
     in_place_experts: bool
     in_place_latent: bool
-    data_parallel_replicas: bool
     expert_multiple: int
     whole_shared_experts: bool
+    packed_sync: bool = False
+    transposed_experts: bool = False
+    expert_module: str = "mlp.experts.routed_experts"
 
 
 CAPABILITIES = (
@@ -41,9 +45,9 @@ CAPABILITIES = (
         "cpu",
         in_place_experts=True,
         in_place_latent=True,
-        data_parallel_replicas=False,
         expert_multiple=32,
         whole_shared_experts=True,
+        packed_sync=True,
     ),
 )
 

@@ -47,6 +47,9 @@ LAYER_0 = (
     "resharding.boxes",
     "resharding.layouts",
     "rollout.vllm_versions",
+    "rollout.ascend_versions",
+    "rollout.expert_map",
+    "rollout.graph_sizes",
     "platforms.allocator_settings",
 )
 # Plans of reshards: arithmetic with numpy.
