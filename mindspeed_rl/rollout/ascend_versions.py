@@ -293,8 +293,8 @@ def _check_torchair(tuning: EngineTuningConfig, found: EngineArguments, column: 
     config = found.arguments.get(_A, {}).get("torchair_graph_config")
     if config and tuning.rollout_graph_mode != "torchair":
         raise ValueError(
-            f"--rollout-graph-mode {tuning.rollout_graph_mode}: vLLM-Ascend {column} needs torchair "
-            f"for {', '.join(sorted(config))}; use --rollout-graph-mode torchair"
+            f"--rollout-graph-mode {tuning.rollout_graph_mode}: vLLM-Ascend {column} needs "
+            f"torchair for {', '.join(sorted(config))}; use --rollout-graph-mode torchair"
         )
 
 

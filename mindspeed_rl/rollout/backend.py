@@ -90,6 +90,10 @@ class Backend(Protocol):
         """
         ...
 
+    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
+        """The size of the key/value cache, as an argument of ``vllm.LLM``."""
+        ...
+
     def prepare(self) -> RankAgreement | None:
         """Patch vLLM before it is built. Collective: the world.
 

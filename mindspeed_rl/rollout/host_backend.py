@@ -35,9 +35,7 @@ class HostBackend:
         ValueError: a flag that needs vLLM-Ascend.
     """
 
-    def __init__(
-        self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig
-    ) -> None:
+    def __init__(self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig) -> None:
         self._platform, self._layout, self._tuning = platform, layout, tuning
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
@@ -62,6 +60,10 @@ class HostBackend:
                 "which leave the device between the phases; remove the flag"
             )
         return own | dict(options)
+
+    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
+        """In bytes."""
+        return {"kv_cache_memory_bytes": kv_cache_bytes}
 
     def prepare(self) -> RankAgreement | None:
         """Portable kernels, expert parallelism and names of shared memory on CPU."""

@@ -86,7 +86,6 @@ class VllmEngine:
             "dtype": dtype,
             "enforce_eager": True,
             "max_model_len": max_model_len,
-            "kv_cache_memory_bytes": kv_cache_bytes,
             "seed": seed,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": layout.engine.tp,
@@ -95,7 +94,7 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
-        settings |= backend.settings(options)
+        settings |= backend.cache_settings(kv_cache_bytes, dtype) | backend.settings(options)
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
             self._agreement = backend.prepare()
             self._llm = self._build(model_dir, settings)

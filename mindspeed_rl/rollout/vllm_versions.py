@@ -1,6 +1,8 @@
 """What each vLLM version can do, as data: the only place with engine version knowledge.
 
-Evidence for each row is a test that runs three syncs on that version.
+Evidence for a row on CPU is a test that runs three syncs on that version. Rows on NPU come from
+reading sources: 0.23's own classes take three syncs on the emulator (``tests/ascend``), those of
+other versions are stood in for by fakes (``tests/unit/test_ascend_engine.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.resharding.layouts.vllm import EXPERT_MODULE, VllmLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,22 @@ class EngineCapabilities:
     whole_shared_experts: bool
     packed_sync: bool = False
     transposed_experts: bool = False
-    expert_module: str = "mlp.experts.routed_experts"
+    expert_module: str = EXPERT_MODULE
+
+
+def _ascend(version: str, *, packed_sync: bool = False) -> EngineCapabilities:
+    """vLLM under vLLM-Ascend; how its weights are written is in ``rollout/ascend/behaviour.py``."""
+    return EngineCapabilities(
+        version,
+        "npu",
+        in_place_experts=True,
+        in_place_latent=True,
+        expert_multiple=1,
+        whole_shared_experts=False,
+        packed_sync=packed_sync,
+        transposed_experts=True,
+        expert_module="mlp.experts",
+    )
 
 
 CAPABILITIES = (
@@ -49,6 +66,10 @@ CAPABILITIES = (
         whole_shared_experts=True,
         packed_sync=True,
     ),
+    _ascend("0.11."),
+    _ascend("0.13."),
+    _ascend("0.18."),
+    _ascend("0.23.", packed_sync=True),
 )
 
 
@@ -77,6 +98,8 @@ def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
         layout,
         expert_multiple=row.expert_multiple,
         whole_shared_experts=row.whole_shared_experts,
+        transposed_experts=row.transposed_experts,
+        expert_module=row.expert_module,
     )
 
 

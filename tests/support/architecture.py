@@ -110,6 +110,7 @@ DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
     "observability.tensor_tracker",  # torch has no public name for dispatch modes
     "rollout.vllm_engine",
+    "rollout.ascend",
     "offload.storages",
     "rollout.patches",
     "trainer.patches",

@@ -26,9 +26,7 @@ class CountReductions(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.allreduce_.default:
             self.count += not args[0][0].is_floating_point()
         return func(*args, **(kwargs or {}))

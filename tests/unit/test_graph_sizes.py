@@ -24,9 +24,7 @@ HISTOGRAMS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1)
 
 @given(HISTOGRAMS, st.integers(1, 5), st.sampled_from([1, 2, 4]))
 @settings(deadline=None, max_examples=150)
-def test_no_choice_of_sizes_pads_less(
-    histogram: dict[int, int], count: int, multiple: int
-) -> None:
+def test_no_choice_of_sizes_pads_less(histogram: dict[int, int], count: int, multiple: int) -> None:
     """Against every set of at most ``count`` sizes that holds the largest batch."""
     found = best_graph_sizes(histogram, count, multiple)
     largest = -(-max(histogram) // multiple) * multiple

@@ -163,9 +163,7 @@ def _prefix_of(node: ast.expr, names: dict[str, str]) -> str | None:
     return f"{found[0]}{found[1]}." if found else None
 
 
-def _reads(
-    node: ast.AST, names: dict[str, str], nested: bool = True
-) -> Iterator[tuple[str, str]]:
+def _reads(node: ast.AST, names: dict[str, str], nested: bool = True) -> Iterator[tuple[str, str]]:
     """Prefix and key of every read of a known dictionary in an expression."""
     for inner in ast.walk(node) if nested else [node]:
         if isinstance(inner, ast.Call):
