@@ -25,22 +25,24 @@ def take_stats(run: RLJob) -> StepStats:
     return stats
 
 
-def step_metrics(stats: StepStats) -> MetricSet:
+def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
     """Time and idling of the engine's steps, weighted by steps. Local.
 
-    ``rollout/dp_sync_ms_per_step`` is waiting for the other ranks of an engine to agree, known
-    where the reduction is ours; NaN elsewhere.
+    With data-parallel ranks in an engine, also what their agreement takes: reductions per step, and
+    milliseconds of waiting for each other; NaN where the reduction is the engine's own.
     """
-    ours = float(stats.steps) if stats.reductions else 0.0
-    return MetricSet(
+    metrics = MetricSet(
         {
             "rollout/steps": Mean.of([stats.steps]),
-            "rollout/ms_per_step": Mean(1e3 * stats.seconds, stats.steps),
-            "rollout/idle_step_rate": Mean(stats.dummy_steps, stats.steps),
-            "rollout/dp_sync_ms_per_step": Mean(1e3 * stats.sync_seconds, ours),
-            "rollout/dp_reductions_per_step": Mean(stats.reductions, ours),
+            "throughput/engine_ms_per_step": Mean(1e3 * stats.seconds, stats.steps),
         }
     )
+    if data_parallel:
+        ours = float(stats.steps) if stats.reductions else 0.0
+        metrics["rollout/idle_step_rate"] = Mean(stats.dummy_steps, stats.steps)
+        metrics["rollout/dp_reductions_per_step"] = Mean(stats.reductions, ours)
+        metrics["throughput/dp_sync_ms_per_step"] = Mean(1e3 * stats.sync_seconds, ours)
+    return metrics
 
 
 def record_history(run: RLJob, stats: StepStats) -> None:

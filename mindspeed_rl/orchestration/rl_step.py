@@ -101,7 +101,7 @@ def rollouts_of(
         record_history(run, stats)
     with run.phase("reward"):
         rollouts, metrics = score(run, rollouts if run.leads_engine else [])
-    metrics = metrics.merge(step_metrics(stats))
+    metrics = metrics.merge(step_metrics(stats, run.plan.engine.dp > 1))
     with run.phase("exchange"):
         samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
     return samples, metrics

@@ -66,7 +66,7 @@ def _mode(name: str) -> Key:
     return Key(_GRAPHS, name)
 
 
-_NO_MODES = Gone("0.9.1 has piecewise and, for DeepSeek models, torchair")
+_NO_MODES = Gone("use --rollout-graph-mode piecewise, or torchair for DeepSeek models")
 _FULL_GONE = Gone("0.11 falls back to piecewise; use --rollout-graph-mode piecewise")
 TABLE: Mapping[str, Mapping[str, Target]] = {
     "rollout_graph_mode piecewise": _by_version(

@@ -96,9 +96,9 @@ def test_nothing_is_set_that_nobody_asked_for() -> None:
     """Defaults set what updates need, and the ranks' reduction where it is ours."""
     for column in VERSIONS:
         found = ascend_arguments(EngineTuningConfig(), FULL[column])
-        expected = {
-            t.path for row in ALWAYS if isinstance(t := TABLE[row][column], Key)
-        } | {"enforce_eager"}
+        expected = {t.path for row in ALWAYS if isinstance(t := TABLE[row][column], Key)} | {
+            "enforce_eager"
+        }
         if isinstance(packed := TABLE["rollout_dp_sync packed"][column], Key):
             expected.add(packed.path)
         assert set(_paths(found.arguments)) | {f"env.{n}" for n in found.environment} == (

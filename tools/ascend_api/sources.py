@@ -228,7 +228,8 @@ def _members(node: ast.ClassDef) -> dict[str, str]:
             found |= dict.fromkeys(_assigned(item), "")
         elif isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
             found[item.name] = (
-                "" if any("property" in ast.unparse(d) for d in item.decorator_list)
+                ""
+                if any("property" in ast.unparse(d) for d in item.decorator_list)
                 else parameters(item.args)
             )
     return found

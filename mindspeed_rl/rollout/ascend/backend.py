@@ -144,13 +144,12 @@ class AscendBackend:
         derived = AscendWeights(model, self.behaviour, process)
         return EngineParts(model, derived, weights, cache, stable_addresses=True)
 
-
     def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
-        config = self._modules("vllm.config")
+        configs = self._modules("vllm.config")
         utils = self._modules("vllm.model_executor.model_loader.utils")
 
         def process() -> None:
-            with config.set_current_vllm_config(vllm_config):
+            with configs.set_current_vllm_config(vllm_config):
                 # looked up at every call: vLLM-Ascend puts its own in this place
                 utils.process_weights_after_loading(
                     model, vllm_config.model_config, self._platform.device
@@ -164,12 +163,12 @@ class AscendBackend:
         Raises:
             RuntimeError: it does, by its configuration or by the variable that updates ask.
         """
-        config = self._modules("vllm_ascend.ascend_config").get_ascend_config()
-        envs = self._modules("vllm_ascend.envs")
+        configured = self._modules("vllm_ascend.ascend_config").get_ascend_config()
+        variables = self._modules("vllm_ascend.envs")
         modes = {
-            "weight_nz_mode": getattr(config, "weight_nz_mode", 0),
-            "VLLM_ASCEND_ENABLE_NZ": getattr(envs, "VLLM_ASCEND_ENABLE_NZ", 0),
-            "enable_fused_mc2": getattr(config, "enable_fused_mc2", 0),
+            "weight_nz_mode": getattr(configured, "weight_nz_mode", 0),
+            "VLLM_ASCEND_ENABLE_NZ": getattr(variables, "VLLM_ASCEND_ENABLE_NZ", 0),
+            "enable_fused_mc2": getattr(configured, "enable_fused_mc2", 0),
         }
         if switched_on := [name for name, mode in modes.items() if mode]:
             raise RuntimeError(
