@@ -17,6 +17,7 @@ from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.check_engine import check_engine
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
+from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
@@ -327,7 +328,8 @@ def check_layout(
     spec = spec_from_hf_config(model_config(model.hf_checkpoint, files=files))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
-    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
+    modules = module_names(model, parallel.platform)
+    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
     return RunPlan(spec, layout, megatron)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,8 +56,12 @@ class Platform(Protocol):
         """Restore what :meth:`rng_state` gave."""
         ...
 
-    def install(self) -> None:
-        """Make megatron-core usable on this device; idempotent."""
+    def install(self, features: Mapping[str, Any] | None = None) -> None:
+        """Make megatron-core usable on this device; idempotent.
+
+        Args:
+            features: MindSpeed's arguments by name; empty where it is not used.
+        """
         ...
 
     def memory(self) -> DeviceMemory:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ class CpuPlatform:
     def set_rng_state(self, state: torch.Tensor | None) -> None:
         """Nothing beyond torch's own generator."""
 
-    def install(self) -> None:
+    def install(self, features: Mapping[str, Any] | None = None) -> None:
         """Give megatron-core a CPU accelerator."""
         from mindspeed_rl.platforms import cpu_install
 

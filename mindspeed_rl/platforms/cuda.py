@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class CudaPlatform:
         if state is not None:
             torch.cuda.set_rng_state(state)
 
-    def install(self) -> None:
+    def install(self, features: Mapping[str, Any] | None = None) -> None:
         """megatron-core runs on CUDA as it is."""
 
     def memory(self) -> DeviceMemory:

@@ -97,7 +97,7 @@ class TrainEngine:
         self._train = train
         self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
-            self.spec, layout.parallel, model, train, parallel.shards_sequence
+            self.spec, layout.parallel, model, train, parallel.shards_sequence, layout.modules
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config

@@ -13,4 +13,5 @@ cd "$ROOT"
 SETTINGS="$("$PYTHON" tests/ascend/emulator/build.py)"
 eval "$SETTINGS"
 export PYTHONPATH="$ROOT:$ROOT/tests:$PYTHONPATH" OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest --disable-warnings tests/ascend "$@"
+[[ " $*" == *" tests/"* ]] || set -- tests/ascend "$@"
+exec "$PYTHON" -m pytest --disable-warnings "$@"

@@ -92,6 +92,24 @@ def test_fused_attention_is_attention(layout: str) -> None:
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_torch_is_the_fused_one(masked: bool) -> None:
+    """torch_npu sends it to the same operator, whose mask says what is hidden."""
+    torch.manual_seed(3)
+    leaves = [torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2)]
+    on_npu = [x.detach().to("npu").requires_grad_() for x in leaves]
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[1, :, :, 0] = False
+    mask[1, :, 0, 0] = True
+    options = {"is_causal": not masked, "scale": 0.3, "enable_gqa": True}
+    results = []
+    for tensors in (on_npu, leaves):
+        seen = mask.to(tensors[0].device) if masked else None
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=seen, **options)
+        results.append([out.detach().cpu(), *gradients(out.pow(3).sum(), *tensors)])
+    assert_close(*results)
+
+
 def test_fused_norm_and_activation_are_what_they_say() -> None:
     import torch_npu
 

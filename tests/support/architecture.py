@@ -51,6 +51,7 @@ LAYER_0 = (
     "rollout.expert_map",
     "rollout.graph_sizes",
     "platforms.allocator_settings",
+    "platforms.installed",
 )
 # Plans of reshards: arithmetic with numpy.
 PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mindspeed_rl.models.expert_rules import ExpertRow
+from mindspeed_rl.models.module_names import LOCAL, ModuleNames, named_rows
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.rules import Row, Share
 from mindspeed_rl.parallel.layout import ParallelLayout
@@ -36,6 +37,7 @@ class MegatronLayout(TableLayout):
 
     parallel: ParallelLayout
     vocab_divisor: int = 128
+    modules: ModuleNames = LOCAL
 
     def __post_init__(self) -> None:
         rows, parallel = self.rows, self.parallel
@@ -51,7 +53,8 @@ class MegatronLayout(TableLayout):
     @property
     def rows(self) -> tuple[Row, ...]:
         """The trainer's rows of the model."""
-        return weight_table(self.spec.family).trainer_rows(self.spec)
+        rows = weight_table(self.spec.family).trainer_rows(self.spec)
+        return named_rows(rows, self.spec, self.modules)
 
     @property
     def vocab_multiple(self) -> int:

@@ -6,7 +6,7 @@ fp32 arithmetic with one rounding at the end. ``REFERENCES`` is keyed by the ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,120 +28,134 @@ def _reference(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Tokens of one sequence as [heads, tokens, channels], and which keys a query does not see."""
+class _Layout:
+    """How a tensor of heads is stored: TND (packed), SBH or BNSD."""
 
-    queries: slice
-    keys: slice
-    hidden: torch.Tensor | None
+    name: str
+    heads: int
 
-
-def _split_heads(x: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
-    """[T, heads, channels], batches one after the other."""
-    if layout == "TND":
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens of all batches, heads, channels] fp32."""
+        if self.name == "BNSD":
+            return x.float().transpose(1, 2).flatten(0, 1)
+        if self.name == "SBH":
+            return x.float().transpose(0, 1).reshape(x.shape[0] * x.shape[1], self.heads, -1)
+        assert self.name == "TND", f"the emulator has no attention in the layout {self.name}"
         return x.float()
+
+    def pack(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The inverse, with the batches and the type of ``like``; channels may differ."""
+        if self.name == "BNSD":
+            x = x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+        elif self.name == "SBH":
+            x = x.reshape(like.shape[1], like.shape[0], -1).transpose(0, 1)
+        return x.to(like.dtype).contiguous()
+
+    def lengths(self, x: torch.Tensor, ends: Any) -> list[int]:
+        """Tokens of each sequence; empty ones are legal in TND, where ``ends`` are cumulative."""
+        if self.name == "TND":
+            return [int(b) - int(a) for a, b in zip([0, *ends], ends, strict=False)]
+        batch, length = (0, 2) if self.name == "BNSD" else (1, 0)
+        return [x.shape[length]] * x.shape[batch]
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One call: tensors as [tokens, heads, channels], keys and values repeated for their groups."""
+
+    layout: _Layout
+    groups: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pieces: tuple[tuple[slice, slice, torch.Tensor | None], ...]
+    scale: float
+
+    def probabilities(self, rows: slice, columns: slice, hidden: Any) -> torch.Tensor:
+        """[heads, queries, keys] of one sequence."""
+        scores = self.q[rows].transpose(0, 1) @ self.k[columns].permute(1, 2, 0) * self.scale
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return scores.softmax(-1)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int, layout: str,
+    scale: float, options: Mapping[str, Any],
+) -> _Attention:  # fmt: skip
+    assert options.get("keep_prob", 1.0) == 1.0, "the emulator has no dropout in attention"
+    groups = key.shape[1]
     if layout == "SBH":
-        return x.float().transpose(0, 1).reshape(x.shape[0] * x.shape[1], heads, -1)
-    raise NotImplementedError(f"attention in the layout {layout}")
+        groups = key.shape[-1] // (query.shape[-1] // heads)
+    stored, shared = _Layout(layout, heads), _Layout(layout, groups)
+    k, v = (shared.unpack(x).repeat_interleave(heads // groups, 1) for x in (key, value))
+    pieces, row, column = [], 0, 0
+    lengths = stored.lengths(query, options.get("actual_seq_qlen"))
+    key_lengths = shared.lengths(key, options.get("actual_seq_kvlen"))
+    for i, (length, num_keys) in enumerate(zip(lengths, key_lengths, strict=True)):
+        if length:
+            hidden = _hidden(length, num_keys, i, options)
+            pieces.append((slice(row, row + length), slice(column, column + num_keys), hidden))
+        row, column = row + length, column + num_keys
+    return _Attention(stored, groups, stored.unpack(query), k, v, tuple(pieces), scale)
 
 
-def _join_heads(x: torch.Tensor, like: torch.Tensor, layout: str) -> torch.Tensor:
-    """Back to the layout and type of ``like``."""
-    if layout == "SBH":
-        length, batch = like.shape[:2]
-        x = x.reshape(batch, length, -1).transpose(0, 1)
-    return x.reshape(like.shape[:-1] + x.shape[x.dim() - 1 :]).to(like.dtype).contiguous()
-
-
-def _hidden(length: int, keys: int, sparse_mode: int, mask: torch.Tensor | None) -> Any:
-    if sparse_mode == 2:
+def _hidden(length: int, keys: int, batch: int, options: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which keys a query does not see: True hides."""
+    mode, mask = options.get("sparse_mode", 0), options.get("atten_mask")
+    if mode == 2:  # causal from the upper left corner
         return torch.ones(length, keys, dtype=torch.bool).triu(1)
-    if sparse_mode == 3:
+    if mode == 3:  # causal from the lower right corner
         return torch.ones(length, keys, dtype=torch.bool).triu(1 + keys - length)
-    if sparse_mode in (0, 1):
-        return None if mask is None else mask.reshape(mask.shape[-2:])[:length, :keys].bool()
-    raise NotImplementedError(f"attention with sparse_mode {sparse_mode}")
+    assert mode in (0, 1), f"the emulator has no attention with sparse_mode {mode}"
+    if mask is None:
+        return None
+    whole = mask.reshape(-1, *mask.shape[-2:])
+    return whole[batch if whole.shape[0] > 1 else 0, :length, :keys].bool()
 
 
-def _pieces(query: torch.Tensor, key: torch.Tensor, layout: str, options: Any) -> Iterator[_Piece]:
-    """The sequences; empty ones are legal."""
-    if layout == "TND":
-        ends, key_ends = options["actual_seq_qlen"], options["actual_seq_kvlen"]
-    else:
-        length, keys = query.shape[0], key.shape[0]
-        ends = [length * (b + 1) for b in range(query.shape[1])]
-        key_ends = [keys * (b + 1) for b in range(query.shape[1])]
-    start = key_start = 0
-    for end, key_end in zip(ends, key_ends, strict=True):
-        if end > start:
-            hidden = _hidden(
-                end - start, key_end - key_start, options.get("sparse_mode", 0),
-                options.get("atten_mask"),
-            )  # fmt: skip
-            yield _Piece(slice(start, end), slice(key_start, key_end), hidden)
-        start, key_start = end, key_end
-
-
-def _probabilities(q: torch.Tensor, k: torch.Tensor, piece: _Piece, scale: float) -> torch.Tensor:
-    """[heads, tokens, keys] of one piece; ``q`` and ``k`` are [tokens, heads, channels]."""
-    scores = q.transpose(0, 1) @ k.permute(1, 2, 0) * scale
-    if piece.hidden is not None:
-        scores = scores.masked_fill(piece.hidden, float("-inf"))
-    return scores.softmax(-1)
-
-
-@_reference("npu_fusion_attention", "npu_fusion_attention_v2")
+@_reference("npu_fusion_attention")
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str,
-    scale: float = 1.0, keep_prob: float = 1.0, **options: Any,
+    scale: float = 1.0, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Output, softmax maximum, softmax sum, empty, seed, offset, size of the dropout mask."""
-    assert keep_prob == 1.0, "the emulator has no dropout in attention"
-    channels = query.shape[-1] if input_layout == "TND" else query.shape[-1] // head_num
-    groups = key.shape[1] if input_layout == "TND" else key.shape[-1] // channels
-    q = _split_heads(query, input_layout, head_num)
-    k, v = (_split_heads(x, input_layout, groups) for x in (key, value))
-    k, v = (x.repeat_interleave(head_num // groups, 1) for x in (k, v))
-    out = torch.zeros(q.shape[0], head_num, v.shape[-1])
-    for piece in _pieces(query, key, input_layout, options):
-        weights = _probabilities(q[piece.queries], k[piece.keys], piece, scale)
-        out[piece.queries] = (weights @ v[piece.keys].transpose(0, 1)).transpose(0, 1)
-    if input_layout == "SBH":
-        out = out.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1)
-    statistics = torch.zeros(q.shape[0], head_num, 8)
+    call = _attention(query, key, value, head_num, input_layout, scale, options)
+    out = torch.zeros(call.q.shape[0], head_num, call.v.shape[-1])
+    for rows, columns, hidden in call.pieces:
+        weights = call.probabilities(rows, columns, hidden)
+        out[rows] = (weights @ call.v[columns].transpose(0, 1)).transpose(0, 1)
+    statistics = torch.zeros(call.q.shape[0], head_num, 8)
     empty = torch.zeros(0, dtype=query.dtype)
-    return out.to(query.dtype).contiguous(), statistics, statistics.clone(), empty, 0, 0, 0
+    return call.layout.pack(out, query), statistics, statistics.clone(), empty, 0, 0, 0
 
 
-@_reference("npu_fusion_attention_grad", "npu_fusion_attention_grad_v2")
+@_reference("npu_fusion_attention_v3")
+def attention_v3(**arguments: Any) -> tuple[Any, ...]:
+    """What scaled_dot_product_attention calls: seed and offset are tensors."""
+    out, largest, sums, empty, *_ = attention(**arguments)
+    return out, largest, sums, empty, torch.zeros(1), torch.zeros(1)
+
+
+@_reference("npu_fusion_attention_grad", "npu_fusion_attention_grad_v3")
 def attention_backward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dy: torch.Tensor, head_num: int,
-    input_layout: str, *, scale_value: float = 1.0, **options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+    input_layout: str, scale_value: float = 1.0, **options: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Gradients of queries, keys and values, and two empty ones."""
-    channels = query.shape[-1] if input_layout == "TND" else query.shape[-1] // head_num
-    groups = key.shape[1] if input_layout == "TND" else key.shape[-1] // channels
-    share = head_num // groups
-    q, grad = (_split_heads(x, input_layout, head_num) for x in (query, dy))
-    k, v = (_split_heads(x, input_layout, groups) for x in (key, value))
-    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for piece in _pieces(query, key, input_layout, options):
-        rows, columns = piece.queries, piece.keys
-        weights = _probabilities(q[rows], k[columns], piece, scale_value)
-        over = grad[rows].transpose(0, 1)
+    call = _attention(query, key, value, head_num, input_layout, scale_value, options)
+    grad = call.layout.unpack(dy)
+    dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
+    for rows, columns, hidden in call.pieces:
+        weights, over = call.probabilities(rows, columns, hidden), grad[rows].transpose(0, 1)
         dv[columns] = (weights.transpose(1, 2) @ over).transpose(0, 1)
-        inner = over @ v[columns].permute(1, 2, 0)
+        inner = over @ call.v[columns].permute(1, 2, 0)
         inner = weights * (inner - (weights * inner).sum(-1, keepdim=True)) * scale_value
-        dq[rows] = (inner @ k[columns].transpose(0, 1)).transpose(0, 1)
-        dk[columns] = (inner.transpose(1, 2) @ q[rows].transpose(0, 1)).transpose(0, 1)
-    dk, dv = (x.unflatten(1, (groups, share)).sum(2) for x in (dk, dv))
-    found = (
-        (x.reshape(like.shape) if input_layout == "TND" else _join_heads(x, like, input_layout))
-        for x, like in ((dq, query), (dk, key), (dv, value))
-    )
-    dq, dk, dv = (x.to(query.dtype) for x in found)
-    return dq, dk, dv, torch.zeros(0), torch.zeros(0)
+        dq[rows] = (inner @ call.k[columns].transpose(0, 1)).transpose(0, 1)
+        dk[columns] = (inner.transpose(1, 2) @ call.q[rows].transpose(0, 1)).transpose(0, 1)
+    dk, dv = (x.unflatten(1, (call.groups, head_num // call.groups)).sum(2) for x in (dk, dv))
+    packed = ((dq, query), (dk, key), (dv, value))
+    return (*(call.layout.pack(x, like) for x, like in packed), torch.zeros(0), torch.zeros(0))
 
 
 # --- norms and activations --------------------------------------------------------------------
