@@ -142,6 +142,21 @@ class FakeLatent(torch.nn.Module):
             self.W_UK_T.copy_(products[1])
 
 
+def submodule(
+    root: torch.nn.Module, path: str, kind: type[torch.nn.Module] = torch.nn.Module
+) -> Any:
+    """The module at a path, made where it is missing."""
+    at = root
+    *parents, last = path.split(".")
+    for name in parents:
+        if not hasattr(at, name):
+            at.add_module(name, torch.nn.Module())
+        at = getattr(at, name)
+    if not hasattr(at, last):
+        at.add_module(last, kind())
+    return getattr(at, last)
+
+
 class FakeModel(torch.nn.Module):
     """Parameters of a layout, in the engine's own module tree, loaded once."""
 
@@ -152,7 +167,8 @@ class FakeModel(torch.nn.Module):
         self.stray = [pool.place(torch.arange(5.0), "weights")]
         for name, shape in layout.local_shapes(0).items():
             expert = name.endswith(("w13_weight", "w2_weight"))
-            owner = self._module(name.rpartition(".")[0], FakeExperts if expert else None)
+            kind = FakeExperts if expert else torch.nn.Module
+            owner = submodule(self, name.rpartition(".")[0], kind)
             value = torch.randn(shape)
             if expert:
                 value = value.transpose(1, 2)  # as its loader wants it
@@ -165,17 +181,6 @@ class FakeModel(torch.nn.Module):
             if name.endswith("kv_b_proj.weight"):
                 self.latent.append(FakeLatent(column, owner, pool))
         self.process()
-
-    def _module(self, path: str, kind: type[torch.nn.Module] | None) -> Any:
-        at: torch.nn.Module = self
-        *parents, last = path.split(".")
-        for name in parents:
-            if not hasattr(at, name):
-                at.add_module(name, torch.nn.Module())
-            at = getattr(at, name)
-        if not hasattr(at, last):
-            at.add_module(last, (kind or torch.nn.Module)())
-        return getattr(at, last)
 
     def process(self) -> None:
         """Of the whole model, after loading."""
