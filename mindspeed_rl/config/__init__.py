@@ -12,6 +12,7 @@ from mindspeed_rl.config.algorithms import (
     SamplingConfig,
 )
 from mindspeed_rl.config.dry_run import DryRunConfig
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointConfig",
     "CorrectionConfig",
     "DryRunConfig",
+    "EngineTuningConfig",
     "IndexedDataConfig",
     "KLConfig",
     "LoggingConfig",
@@ -70,6 +72,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)

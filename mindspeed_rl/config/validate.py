@@ -14,6 +14,7 @@ from mindspeed_rl.config import (
     ScoreRunConfig,
 )
 from mindspeed_rl.config.check_algorithms import check_algorithms
+from mindspeed_rl.config.check_engine import check_engine
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
 from mindspeed_rl.config.modules import module_names
@@ -137,7 +138,8 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_length(limit, config, base.spec)
     _check_kv_cache(limit, config, base.spec)
     batch = batch_arithmetic(config, base.parallel.dp)
-    vllm = VllmLayout(base.spec, engine)
+    slots = check_engine(config.engine, engine, base.spec)
+    vllm = VllmLayout(base.spec, engine, physical_experts=slots)
     _check_rollout_share(batch, engine)
     return RLPlan(base.spec, base.parallel, base.megatron, engine, vllm, batch, limit)
 

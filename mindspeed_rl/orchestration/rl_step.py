@@ -23,6 +23,7 @@ from mindspeed_rl.algorithms.types import (
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -92,10 +93,15 @@ def rollouts_of(
     attempt: int = 0,
 ) -> tuple[list[Sample], MetricSet]:
     """One scored response to each of ``prompts`` on every rank. Collective: the world."""
+    take_stats(run)
     with run.phase("generate"):
         rollouts = generate(run, prompts, step, settings, attempt)
+    stats = take_stats(run)
+    if run.rank == 0:
+        record_history(run, stats)
     with run.phase("reward"):
         rollouts, metrics = score(run, rollouts if run.leads_engine else [])
+    metrics = metrics.merge(step_metrics(stats, run.plan.engine.dp > 1))
     with run.phase("exchange"):
         samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
     return samples, metrics
