@@ -10,15 +10,15 @@ States and what is on the device in each; ``auto`` is resolved before::
                        offloaded
 
 Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another. An edge is a list
-of actions, each with its undo: an error inside one leaves the state before it, with everything
-where it was. An undo that fails as well leaves BROKEN, in which every call raises.
+of actions, each with its undo: an error anywhere inside one leaves the state before it, with
+everything where it was. An undo that fails as well leaves BROKEN, in which every call raises.
 
 Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer and a critic |
 bring back engine weights | reshard, prove, offload parameters, bring back the cache. Parameters
 stay after an update because they are about to be resharded; the cache comes last, when everything
 else has left. Reference and reward model are there for their own pass only.
-Towards TRAIN: free the cache, bring back parameters, free engine weights (last: their content
-cannot be taken back) | critic, gradients, optimizer.
+Towards TRAIN: free the cache, bring back parameters | free engine weights | critic, gradients,
+optimizer.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Phases:
             yield
         finally:
             for group in groups:
-                group.release()
+                _finish_release(group)
 
     def _go(self, target: Phase, actions_after: Mapping[Phase, Callable[[], list[Action]]]) -> None:
         if self.state not in actions_after:
@@ -215,10 +215,11 @@ class Phases:
         ]
 
     def _sync_to_idle(self) -> list[Action]:
-        """Last, since the content of the engine's weights cannot be taken back."""
+        """Their memory can be taken back, their content comes with the next reshard."""
         if not self._sharing.free_engine_weights:
             return []
-        return [Action("free engine weights", "sleep", self._free_weights)]
+        free, wake = self._engine.free_weights, self._wake_weights
+        return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
         """Weights, then parameters away, then the cache."""
@@ -256,11 +257,6 @@ class Phases:
         group.restore()
         self._sharing.wait_for_copies()
 
-    def _free_weights(self) -> None:
-        """The one action that cannot be taken back; what follows it must not fail the move."""
-        self._engine.free_weights()
-        self._sharing.release_cached_memory()
-
     def _onload(self, *owners: Owner, wait: bool = False) -> list[Action]:
         """Memory back; ``wait``: what is computed next reads it."""
         groups = self._sharing.leaving(*owners)
@@ -274,3 +270,12 @@ class Phases:
 
     def _wake_cache(self) -> None:
         self._engine.wake(["kv_cache"])
+
+
+def _finish_release(group: StorageGroup) -> None:
+    """A release that failed half-way is completed: there is no state to go back to."""
+    try:
+        group.release()
+    except BaseException:
+        group.release()
+        raise

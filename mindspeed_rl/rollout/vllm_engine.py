@@ -110,7 +110,7 @@ class VllmEngine:
         self._derived = DerivedState(self._model, self._engine.model_config.dtype)
         self._cache = ZeroedMemory(kv_tensors(runner))
         assert self._cache.num_bytes, "no key/value cache found in vLLM's runner"
-        self._weights = ZeroedMemory(self._params().values())
+        self._weights = ZeroedMemory(self._params().values(), refilled=True)
         self._check_layout()
         self._pointers = self._addresses()
 
@@ -248,8 +248,9 @@ class VllmEngine:
         """Give the key/value cache back to the system. Local."""
         if self._state is EngineState.AWAKE:
             self._reset_prefix_cache()
-            self._cache.free()
             self._state = EngineState.WEIGHTS
+        if self._state is EngineState.WEIGHTS:
+            self._cache.free()
 
     def free_weights(self) -> None:
         """Give the parameters back to the system; what they held is gone. Local.
@@ -261,8 +262,8 @@ class VllmEngine:
             raise RuntimeError("free_weights: the key/value cache leaves first")
         self._version = -1
         self._updating = False
-        self._weights.free()
         self._state = EngineState.ASLEEP
+        self._weights.free()
 
     def wake(self, tags: Sequence[str]) -> None:
         """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from mindspeed_rl.memory.owners import Owner
@@ -24,7 +25,8 @@ def trainer_memory(
     """Every owner of the trainer's device memory. Local.
 
     Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
-    keeps its content in one pool of host memory.
+    keeps its content in one pool of host memory; that of models which only read is copied there
+    once. Optimizer state, hundreds of tensors, comes back as one storage.
     """
     pool = HostPool(policy.platform)
     trained = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
@@ -35,8 +37,14 @@ def trainer_memory(
     for owner, engine in ((Owner.REFERENCE, reference), (Owner.REWARD_MODEL, reward_model)):
         if engine is not None:
             find = partial(parameter_tensors, engine.modules)
-            groups[owner] = StorageGroup(owner, find, engine.platform, pool)
+            groups[owner] = StorageGroup(
+                owner, find, engine.platform, pool, num_writes=_writes_of(engine)
+            )
     return groups
+
+
+def _writes_of(engine: TrainEngine) -> Callable[[], int]:
+    return lambda: engine.num_writes
 
 
 def _trained(
@@ -54,6 +62,10 @@ def _trained(
             before_release=engine.let_go,
         ),
         optimizer: StorageGroup(
-            optimizer, lambda: optimizer_tensors(engine.optimizer, find()), platform, pool
+            optimizer,
+            lambda: optimizer_tensors(engine.optimizer, find()),
+            platform,
+            pool,
+            packs=True,
         ),
     }
