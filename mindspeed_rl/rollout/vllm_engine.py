@@ -223,8 +223,9 @@ class VllmEngine:
         """Give the key/value cache back to the system. Local."""
         if self._state is EngineState.AWAKE:
             self._reset_prefix_cache()
-            self._cache.free()
             self._state = EngineState.WEIGHTS
+        if self._state is EngineState.WEIGHTS:
+            self._cache.free()
 
     def free_weights(self) -> None:
         """Give the parameters back to the system; what they held is gone. Local.
@@ -236,8 +237,8 @@ class VllmEngine:
             raise RuntimeError("free_weights: the key/value cache leaves first")
         self._version = -1
         self._updating = False
-        self._weights.free()
         self._state = EngineState.ASLEEP
+        self._weights.free()
 
     def wake(self, tags: Sequence[str]) -> None:
         """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.

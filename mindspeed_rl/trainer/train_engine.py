@@ -108,6 +108,8 @@ class TrainEngine:
         ]
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
+        #: times that parameters were written from outside
+        self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
         wrapped = [_mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
@@ -163,7 +165,11 @@ class TrainEngine:
         return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
 
     def weights_changed(self) -> None:
-        """Call after writing parameters from outside: master weights follow. Local."""
+        """Call after writing parameters from outside: master weights follow. Local.
+
+        What waits on the host of a model that does not train is copied anew at its next release.
+        """
+        self.num_writes += 1
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
