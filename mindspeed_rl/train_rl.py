@@ -30,7 +30,8 @@ def train(run: RLJob) -> None:
             batches = rl_batch.with_advantages(
                 run, batches, rollouts.samples, step, rollouts.greedy
             )
-            metrics = rl_step.update(run, batches)
+            warmup = step <= run.config.critic.critic_warmup_steps
+            metrics = rl_step.update(run, batches, critic_only=warmup)
         report.log_step(step, rollouts.drawn, metrics.merge(rollouts.metrics))
         rl_resume.save_if_due(run, report, step)
     run.phases.to_rollout(run.version)

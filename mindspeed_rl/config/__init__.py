@@ -11,6 +11,7 @@ from mindspeed_rl.config.algorithms import (
     PolicyLossConfig,
     SamplingConfig,
 )
+from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
@@ -23,6 +24,7 @@ __all__ = [
     "AdvantageConfig",
     "CheckpointConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "DryRunConfig",
     "IndexedDataConfig",
     "KLConfig",
@@ -68,8 +70,14 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    critic: CriticConfig = field(default_factory=CriticConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need a critic."""
+        return self.advantages.rl_advantage_estimator in WITH_CRITIC
 
     @property
     def sync_check_tol(self) -> float:

@@ -6,15 +6,21 @@ import dataclasses
 from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.critic import WITH_CRITIC
 from mindspeed_rl.config.flag import flag_names
 
 # Without a group there is no baseline.
-_WITHOUT_GROUP = ("reinforce_plus_plus", "remax")
+_WITHOUT_GROUP = ("reinforce_plus_plus", "remax", "gae")
 _CLIPPED = ("ppo", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
 
 # Flag -> the flag that decides whether it is read, and the values with which it is.
 _READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "rl_gamma": ("rl_advantage_estimator", ("reinforce_plus_plus",)),
+    "rl_gamma": ("rl_advantage_estimator", ("reinforce_plus_plus", "gae")),
+    "critic_hf_checkpoint": ("rl_advantage_estimator", WITH_CRITIC),
+    "critic_lr": ("rl_advantage_estimator", WITH_CRITIC),
+    "critic_warmup_steps": ("rl_advantage_estimator", WITH_CRITIC),
+    "value_clip": ("rl_advantage_estimator", WITH_CRITIC),
+    "gae_lambda": ("rl_advantage_estimator", WITH_CRITIC),
     "grpo_no_std_normalization": ("rl_advantage_estimator", ("grpo",)),
     "grpo_clamp_eps_lower": ("rl_policy_loss", _CLIPPED),
     "grpo_clamp_eps_upper": ("rl_policy_loss", _CLIPPED),
@@ -50,6 +56,12 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_bounds(config)
     _check_kl(config)
     _check_sampling(config)
+    warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
+    if warmup and warmup >= last:
+        raise ValueError(
+            f"--critic-warmup-steps {warmup}: the run has --train-iters {last}, so the policy "
+            "would never be trained; lower it"
+        )
     if config.correction.active and config.rl.old_logprob == "rollout":
         raise ValueError(
             "--old-logprob rollout puts the engine's log-probs into the ratio, which corrects the "

@@ -12,6 +12,9 @@ class Owner(enum.StrEnum):
     GRAD_BUFFERS = "grad_buffers"
     OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq
     REFERENCE = "reference"  # parameters of the first policy, for the KL term
+    CRITIC = "critic"  # parameters of the critic
+    CRITIC_GRAD_BUFFERS = "critic_grad_buffers"
+    CRITIC_OPTIMIZER = "critic_optimizer"
     ACTIVATIONS = "activations"  # what forward keeps for backward, and what both work with
     LOGITS = "logits"  # of the tokens of one chunk and their vocabulary shard, in fp32
     RESHARD_STAGING = "reshard_staging"
@@ -38,4 +41,8 @@ class OffloadMode(enum.StrEnum):
     AUTO = "auto"  # the least that fits
     NONE = "none"
     OPTIMIZER = "optimizer"  # gradient buffers and optimizer state
-    ALL = "all"  # and, once they are resharded, parameters and reference
+    ALL = "all"  # and, once they are resharded, parameters of all models
+
+
+#: memory of the critic's updates; its parameters alone suffice for its passes
+CRITIC_OWNERS = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)

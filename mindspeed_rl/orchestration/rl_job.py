@@ -28,6 +28,7 @@ from mindspeed_rl.orchestration.rl_phases import (
     watched,
 )
 from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.orchestration.value_models import build_critic
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
@@ -67,6 +68,7 @@ class RLJob:
     kl_beta: float
     version: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
+    critic: TrainEngine | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -145,14 +147,15 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     stop_token_ids(tokenizer, plan)
     prompts, eval_prompts = load_data(config.prompts, tokenizer, progress=rank == 0)
     training.initialize_parallel(job)
-    updates = config.train.train_iters * plan.batch.updates
+    updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
     policy = training.build_engine(job, "policy", updates, temperature)
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
+    critic = build_critic(job)
     timer = PhaseTimer(job.platform.synchronize)
-    sharing = share_memory(job, policy, reference)
+    sharing = share_memory(job, policy, reference, critic)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     ledger = open_ledger(job, sharing, engine)
@@ -169,6 +172,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
         policy=policy,
         reference=reference,
+        critic=critic,
         engine=engine,
         phases=phases,
         ledger=ledger,

@@ -22,7 +22,7 @@ from mindspeed_rl.algorithms.types import (
 )
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -163,17 +163,25 @@ def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Metri
     )
 
 
-def update(run: RLJob, batches: StepBatches) -> MetricSet:
-    """All optimizer steps of an RL step. Collective: the training grid."""
+def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:
+    """All optimizer steps of an RL step, the critic's first. Collective: the training grid.
+
+    With ``critic_only`` the policy stays as it is.
+    """
     run.phases.require(Phase.TRAIN, "update")
     metrics = batches.metrics
-    if not batches.updates:
+    if run.critic is not None:
+        shares = [(b.micro_batches, b.denominators) for b in batches.updates]
+        metrics = metrics.merge(rl_critic.update(run, shares))
+    updates = [] if critic_only else batches.updates
+    if not updates:
         nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))
-        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(float(run.rank == 0))})
+        skipped = float(run.rank == 0 and not critic_only)
+        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(skipped)})
     before = run.version
     gaps: list[torch.Tensor] = []
     for _ in range(run.plan.batch.iterations):
-        for batch in batches.updates:
+        for batch in updates:
             metrics = metrics.merge(update_once(run, batch, run.version == before, gaps))
     if run.policy.is_last:
         gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]

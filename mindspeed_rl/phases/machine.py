@@ -77,15 +77,21 @@ class Sharing:
         assert self.mode is not OffloadMode.AUTO, "auto is resolved before the machine is built"
         leave = {
             OffloadMode.NONE: frozenset(),
-            OffloadMode.OPTIMIZER: frozenset({Owner.GRAD_BUFFERS, Owner.OPTIMIZER}),
+            OffloadMode.OPTIMIZER: frozenset(
+                {
+                    Owner.GRAD_BUFFERS,
+                    Owner.OPTIMIZER,
+                    Owner.CRITIC_GRAD_BUFFERS,
+                    Owner.CRITIC_OPTIMIZER,
+                }
+            ),
             OffloadMode.ALL: frozenset(Owner),
         }[self.mode]
         return [self.groups[o] for o in owners if o in self.groups and o in leave]
 
     def leave_all(self) -> None:
         """Give away everything that leaves: what ROLLOUT expects. Local."""
-        owners = (Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.PARAMETERS, Owner.REFERENCE)
-        for group in self.leaving(*owners):
+        for group in self.leaving(*Owner):
             group.release()
         self.release_cached_memory()
 
@@ -151,14 +157,14 @@ class Phases:
             raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
 
     @contextmanager
-    def resident(self, owner: Owner) -> Iterator[None]:
-        """Have the memory of an owner that is away in TRAIN, too, for the block. Local.
+    def resident(self, *owners: Owner) -> Iterator[None]:
+        """Have the memory of owners that are away in TRAIN, too, for the block. Local.
 
         Raises:
             RuntimeError: called outside TRAIN.
         """
-        self.require(Phase.TRAIN, owner.value)
-        groups = self._sharing.leaving(owner)
+        self.require(Phase.TRAIN, ", ".join(owners))
+        groups = self._sharing.leaving(*owners)
         try:
             for group in groups:
                 self._return(group)

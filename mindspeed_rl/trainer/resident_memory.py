@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.offload.host_pool import HostPool
 from mindspeed_rl.trainer.owned_tensors import (
@@ -15,33 +15,44 @@ from mindspeed_rl.trainer.owned_tensors import (
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
-def trainer_memory(policy: TrainEngine, reference: TrainEngine | None) -> dict[Owner, StorageGroup]:
+def trainer_memory(
+    policy: TrainEngine, reference: TrainEngine | None, critic: TrainEngine | None = None
+) -> dict[Owner, StorageGroup]:
     """Every owner of the trainer's device memory. Local.
 
     Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
     keeps its content in one pool of host memory.
     """
-    platform = policy.platform
-    pool = HostPool(platform)
-    parameters = partial(parameter_tensors, policy.modules)
-    groups = {
-        Owner.PARAMETERS: StorageGroup(Owner.PARAMETERS, parameters, platform, pool),
-        Owner.GRAD_BUFFERS: StorageGroup(
-            Owner.GRAD_BUFFERS,
-            partial(gradient_tensors, policy.models),
+    pool = HostPool(policy.platform)
+    owners = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+    groups = _trained(policy, pool, *owners)
+    if reference is not None:
+        find = partial(parameter_tensors, reference.modules)
+        groups[Owner.REFERENCE] = StorageGroup(Owner.REFERENCE, find, policy.platform, pool)
+    if critic is not None:
+        groups |= _trained(critic, pool, *CRITIC_OWNERS)
+    return groups
+
+
+def _trained(
+    engine: TrainEngine, pool: HostPool, weights: Owner, gradients: Owner, optimizer: Owner
+) -> dict[Owner, StorageGroup]:
+    """The memory of a model that is trained, under these owners."""
+    platform = engine.platform
+    parameters = partial(parameter_tensors, engine.modules)
+    return {
+        weights: StorageGroup(weights, parameters, platform, pool),
+        gradients: StorageGroup(
+            gradients,
+            partial(gradient_tensors, engine.models),
             platform,
             None,
-            before_release=policy.let_go,
+            before_release=engine.let_go,
         ),
-        Owner.OPTIMIZER: StorageGroup(
-            Owner.OPTIMIZER,
-            lambda: optimizer_tensors(policy.optimizer, parameters()),
+        optimizer: StorageGroup(
+            optimizer,
+            lambda: optimizer_tensors(engine.optimizer, parameters()),
             platform,
             pool,
         ),
     }
-    if reference is not None:
-        modules = reference.modules
-        find = partial(parameter_tensors, modules)
-        groups[Owner.REFERENCE] = StorageGroup(Owner.REFERENCE, find, platform, pool)
-    return groups

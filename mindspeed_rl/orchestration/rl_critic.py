@@ -1,0 +1,132 @@
+"""The critic's part of an RL step: values, their targets, its updates (PPO).
+
+Shapes: N trained tokens of a micro-batch. The micro-batches are the policy's own: one plan serves
+every pass (R11).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mindspeed_rl.algorithms.settings import value_loss_settings
+from mindspeed_rl.algorithms.token_advantages import ValueTargets, generalized_advantages
+from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
+from mindspeed_rl.algorithms.value_loss import explained_variance, value_loss
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import ValueLossFunction
+
+
+def with_values(run: RLJob, micro: Sequence[PreparedBatch]) -> list[PreparedBatch]:
+    """The micro-batches with the critic's values. Collective: the training grid; within TRAIN."""
+    assert run.critic is not None
+    with run.phases.resident(Owner.CRITIC):
+        found = run.critic.values(micro)
+    return [replace(m, old_values=v) for m, v in zip(micro, found, strict=True)]
+
+
+def value_targets(run: RLJob, micro: PreparedBatch, rewards: torch.Tensor) -> ValueTargets:
+    """Advantages and returns of this rank's tokens, [N] each. Collective: context parallelism.
+
+    Args:
+        run: the run.
+        micro: with values.
+        rewards: of every trained token of the whole row.
+    """
+    batch = micro.batch
+    assert micro.old_values is not None
+    row = torch.zeros_like(rewards).index_copy_(0, batch.trained_index, micro.old_values)
+    found = generalized_advantages(
+        rewards,
+        run.policy.sum_over_context(row),
+        batch.num_trained,
+        discount=run.config.advantages.rl_gamma,
+        trace_decay=run.config.critic.gae_lambda,
+    )
+    own = batch.trained_index
+    return ValueTargets(found.advantages[own], found.returns[own])
+
+
+def with_targets(
+    run: RLJob,
+    micro: Sequence[PreparedBatch],
+    rewards: Sequence[torch.Tensor],
+    known: Sequence[torch.Tensor],
+) -> tuple[list[PreparedBatch], list[torch.Tensor]]:
+    """The micro-batches with returns, and the advantages of their tokens, [N] each.
+
+    Collective: context parallelism, on the last pipeline stage.
+
+    Args:
+        run: the run.
+        micro: with values.
+        rewards: of every trained token of the whole rows.
+        known: [N] bool, tokens of samples with a reward; the others get no return.
+    """
+    targets = [value_targets(run, m, row) for m, row in zip(micro, rewards, strict=True)]
+    marked = [
+        replace(m, returns=t.returns.masked_fill(~k, math.nan))
+        for m, t, k in zip(micro, targets, known, strict=True)
+    ]
+    return marked, [t.advantages for t in targets]
+
+
+def value_metrics(run: RLJob, micro: Sequence[PreparedBatch]) -> MetricSet:
+    """How well the values of the step foretold its returns. Collective: the last stage."""
+    if not run.policy.is_last or not micro:
+        return MetricSet({"value/explained_variance": Max()})
+    returns = [m.returns for m in micro if m.returns is not None]
+    values = [m.old_values for m in micro if m.old_values is not None]
+    known = explained_variance(returns, values, run.policy.sum_over_tokens)
+    return MetricSet({"value/explained_variance": Max(known)})
+
+
+def critic_loss(run: RLJob, denominators: Denominators) -> ValueLossFunction:
+    """The loss of one optimizer step."""
+    settings = value_loss_settings(run.config)
+
+    def loss(inputs: ValueInputs) -> LossOutputs:
+        return value_loss(inputs, settings, denominators)
+
+    return loss
+
+
+def silent_metrics(loss: ValueLossFunction) -> MetricSet:
+    """Names of what the loss reports, for ranks that do not compute it. Local."""
+    none = torch.zeros(0)
+    owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
+    terms = loss(ValueInputs(none, none, none, owners)).terms
+    return MetricSet({name: Mean(0.0, 0.0) for name in terms})
+
+
+def update(run: RLJob, batches: Sequence[tuple[list[PreparedBatch], Denominators]]) -> MetricSet:
+    """All optimizer steps of the critic of an RL step. Collective: the training grid.
+
+    Args:
+        run: the run; within TRAIN.
+        batches: micro-batches of each optimizer step with returns, and the global denominators.
+    """
+    assert run.critic is not None
+    metrics = silent_metrics(critic_loss(run, Denominators(0, 0)))
+    metrics = metrics.merge(value_metrics(run, [m for micro, _ in batches for m in micro]))
+    metrics = metrics.merge({"value/grad_norm": Mean(0.0, 0.0), "value/lr": Max()})
+    with run.phases.resident(*CRITIC_OWNERS):
+        for _ in range(run.plan.batch.iterations):
+            for micro, denominators in batches:
+                if denominators.tokens == 0:  # as the policy's: nothing to learn from (R37)
+                    continue
+                found = run.critic.forward_backward(micro, critic_loss(run, denominators))
+                stats = run.critic.step()
+                metrics = metrics.merge(found).merge(
+                    {
+                        "value/grad_norm": Mean(stats.grad_norm, 1.0),
+                        "value/lr": Max(stats.learning_rate),
+                    }
+                )
+    return metrics
