@@ -7,7 +7,7 @@ every pass (R11).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from mindspeed_rl.algorithms.settings import value_loss_settings
 from mindspeed_rl.algorithms.token_advantages import ValueTargets, generalized_advantages
 from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
-from mindspeed_rl.algorithms.value_loss import explained_variance, value_loss
+from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -31,23 +31,28 @@ def with_values(run: RLJob, micro: Sequence[PreparedBatch]) -> list[PreparedBatc
     return [replace(m, old_values=v) for m, v in zip(micro, found, strict=True)]
 
 
-def value_targets(run: RLJob, micro: PreparedBatch, rewards: torch.Tensor) -> ValueTargets:
-    """Advantages and returns of this rank's tokens, [N] each. Collective: context parallelism.
+def value_targets(
+    micro: PreparedBatch,
+    rewards: torch.Tensor,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    discount: float,
+    trace_decay: float,
+) -> ValueTargets:
+    """Advantages and returns of this rank's tokens, [N] each. Collective as ``reduce`` is.
 
     Args:
-        run: the run.
         micro: with values.
         rewards: of every trained token of the whole row.
+        reduce: sums a tensor over the ranks that share the row.
+        discount: gamma.
+        trace_decay: lambda.
     """
     batch = micro.batch
     assert micro.old_values is not None
     row = torch.zeros_like(rewards).index_copy_(0, batch.trained_index, micro.old_values)
     found = generalized_advantages(
-        rewards,
-        run.policy.sum_over_context(row),
-        batch.num_trained,
-        discount=run.config.advantages.rl_gamma,
-        trace_decay=run.config.critic.gae_lambda,
+        rewards, reduce(row), batch.num_trained, discount=discount, trace_decay=trace_decay
     )
     own = batch.trained_index
     return ValueTargets(found.advantages[own], found.returns[own])
@@ -69,7 +74,16 @@ def with_targets(
         rewards: of every trained token of the whole rows.
         known: [N] bool, tokens of samples with a reward; the others get no return.
     """
-    targets = [value_targets(run, m, row) for m, row in zip(micro, rewards, strict=True)]
+    targets = [
+        value_targets(
+            m,
+            row,
+            run.policy.sum_over_context,
+            discount=run.config.advantages.rl_gamma,
+            trace_decay=run.config.critic.gae_lambda,
+        )
+        for m, row in zip(micro, rewards, strict=True)
+    ]
     marked = [
         replace(m, returns=t.returns.masked_fill(~k, math.nan))
         for m, t, k in zip(micro, targets, known, strict=True)
@@ -87,9 +101,10 @@ def value_metrics(run: RLJob, micro: Sequence[PreparedBatch]) -> MetricSet:
     return MetricSet({"value/explained_variance": Max(known)})
 
 
-def critic_loss(run: RLJob, denominators: Denominators) -> ValueLossFunction:
+def value_loss_function(
+    settings: ValueLossSettings, denominators: Denominators
+) -> ValueLossFunction:
     """The loss of one optimizer step."""
-    settings = value_loss_settings(run.config)
 
     def loss(inputs: ValueInputs) -> LossOutputs:
         return value_loss(inputs, settings, denominators)
@@ -113,7 +128,8 @@ def update(run: RLJob, batches: Sequence[tuple[list[PreparedBatch], Denominators
         batches: micro-batches of each optimizer step with returns, and the global denominators.
     """
     assert run.critic is not None
-    metrics = silent_metrics(critic_loss(run, Denominators(0, 0)))
+    settings = value_loss_settings(run.config)
+    metrics = silent_metrics(value_loss_function(settings, Denominators(0, 0)))
     metrics = metrics.merge(value_metrics(run, [m for micro, _ in batches for m in micro]))
     metrics = metrics.merge({"value/grad_norm": Mean(0.0, 0.0), "value/lr": Max()})
     with run.phases.resident(*CRITIC_OWNERS):
@@ -121,7 +137,9 @@ def update(run: RLJob, batches: Sequence[tuple[list[PreparedBatch], Denominators
             for micro, denominators in batches:
                 if denominators.tokens == 0:  # as the policy's: nothing to learn from (R37)
                     continue
-                found = run.critic.forward_backward(micro, critic_loss(run, denominators))
+                found = run.critic.forward_backward(
+                    micro, value_loss_function(settings, denominators)
+                )
                 stats = run.critic.step()
                 metrics = metrics.merge(found).merge(
                     {

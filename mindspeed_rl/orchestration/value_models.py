@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.orchestration.torchrun import Job
@@ -19,24 +19,34 @@ def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     config, plan = job.config, job.plan
     if plan.critic is None:
         return None
-    lr = config.critic.critic_lr
+    lr, checkpoint = config.critic.critic_lr, config.critic.critic_hf_checkpoint
     train = replace(config.train, lr=lr, min_lr=min(config.train.min_lr, lr))
-    engine = TrainEngine(
-        "critic",
-        layout=plan.critic,
-        platform=job.platform,
-        model=config.model,
-        parallel=config.parallel,
-        train=train,
-        num_updates=train.train_iters * plan.batch.updates,
-    )
-    checkpoint = config.critic.critic_hf_checkpoint
+    engine = value_engine(job, "critic", plan.critic, train, train.train_iters * plan.batch.updates)
     has_head = load_value_model(job, plan.critic, engine, checkpoint, "--critic-hf-checkpoint")
     job.say(
         f"critic: {checkpoint or config.model.hf_checkpoint}, value head "
         f"{'of the checkpoint' if has_head else 'starts at 0'}, lr {lr:g}"
     )
     return engine
+
+
+def value_engine(
+    job: Job[RLRunConfig, RLPlan],
+    role: str,
+    layout: MegatronLayout,
+    train: TrainConfig,
+    num_updates: int,
+) -> TrainEngine:
+    """An engine with a value head, weights undefined. Collective: the training grid."""
+    return TrainEngine(
+        role,
+        layout=layout,
+        platform=job.platform,
+        model=job.config.model,
+        parallel=job.config.parallel,
+        train=train,
+        num_updates=num_updates,
+    )
 
 
 def load_value_model(
