@@ -17,6 +17,7 @@ _CLIPPED = ("ppo", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov"
 _READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rl_gamma": ("rl_advantage_estimator", ("reinforce_plus_plus", "gae")),
     "critic_hf_checkpoint": ("rl_advantage_estimator", WITH_CRITIC),
+    "critic_export_hf": ("rl_advantage_estimator", WITH_CRITIC),
     "critic_lr": ("rl_advantage_estimator", WITH_CRITIC),
     "critic_warmup_steps": ("rl_advantage_estimator", WITH_CRITIC),
     "value_clip": ("rl_advantage_estimator", WITH_CRITIC),

@@ -28,6 +28,11 @@ class CriticConfig:
         "label whose head is taken as well; any other head starts at 0. Empty takes "
         "--hf-checkpoint.",
     )
+    critic_export_hf: str = flag(
+        "",
+        "Write the critic here at the end of the run, as a sequence classifier with one label; an "
+        "earlier export is replaced, anything else is refused.",
+    )
     critic_lr: float = flag(1e-5, "Peak learning rate of the critic.", minimum=0.0)
     critic_warmup_steps: int = flag(
         0,

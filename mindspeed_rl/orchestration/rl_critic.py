@@ -18,6 +18,7 @@ from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, 
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import ValueLossFunction
@@ -148,3 +149,14 @@ def update(run: RLJob, batches: Sequence[tuple[list[PreparedBatch], Denominators
                     }
                 )
     return metrics
+
+
+def export(run: RLJob, step: int) -> None:
+    """Write the critic where ``--critic-export-hf`` says. Collective: the world; within TRAIN."""
+    options = run.config.critic
+    if run.critic is None or not options.critic_export_hf:
+        return
+    with run.phase("export"), run.phases.resident(Owner.CRITIC):
+        training.export_hf(
+            run.job, run.critic, options.critic_export_hf, step, options.critic_hf_checkpoint
+        )

@@ -27,7 +27,7 @@ from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
 from mindspeed_rl.observability.timers import StepTimes
-from mindspeed_rl.orchestration import results, rl_step, training
+from mindspeed_rl.orchestration import results, rl_critic, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.types import Prompt
@@ -185,6 +185,7 @@ class Report:
         export = export_target(config)
         with run.phase("export"):
             training.export_hf(run.job, run.policy, export, last)
+        rl_critic.export(run, last)
         if not self._writer:
             return
         first = self._evaluations.get(0)

@@ -53,7 +53,7 @@ ALGORITHM_MUTATIONS = (
            "step.rewards - step.greedy[:, None]", "step.greedy[:, None] - step.rewards",
            _ADVANTAGES + "test_remax_subtracts_the_greedy_reward"),
     _fault("gae-looks-into-the-next-sequence", "token_advantages",
-           "        following[ends] = 0.0\n", "        following[-1] = 0.0\n",
+           "    following[lasting.cumsum(0) - 1] = 0.0\n", "    following[-1] = 0.0\n",
            _ADVANTAGES + "test_generalized_advantages"),
     _fault("gae-decay-without-discount", "token_advantages",
            "lengths, discount * trace_decay)", "lengths, trace_decay)",
