@@ -57,6 +57,12 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_bounds(config)
     _check_kl(config)
     _check_sampling(config)
+    _check_reward_model(config)
+    if config.rl.ref_update_interval and not config.rl.grpo_kl_beta:
+        raise ValueError(
+            f"--ref-update-interval {config.rl.ref_update_interval} has no effect with "
+            "--grpo-kl-beta 0, which has no reference; give a positive --grpo-kl-beta, or remove it"
+        )
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
     if warmup and warmup >= last:
         raise ValueError(
@@ -150,6 +156,36 @@ def _check_kl(config: RLRunConfig) -> None:
             f"{kl.rl_kl_estimator.removesuffix('+')} in its gradient alone, and a reward has none; "
             "with --rl-kl-in-reward leave the + out"
         )
+
+
+def _check_reward_model(config: RLRunConfig) -> None:
+    """It scores in the training layout, when sampling is over."""
+    model, weight = (
+        config.rewards.reward_model_hf_checkpoint,
+        config.rewards.reward_model_weight,
+    )
+    if not model and weight != 1.0:
+        raise ValueError(
+            f"--reward-model-weight {weight:g} has no effect without --reward-model-hf-checkpoint; "
+            "add it, or remove the flag"
+        )
+    if not model:
+        return
+    for flag, given in (
+        (
+            "--grpo-filter-groups-with-same-reward",
+            config.sampling.grpo_filter_groups_with_same_reward,
+        ),
+        (
+            "--rl-advantage-estimator remax",
+            config.advantages.rl_advantage_estimator == "remax",
+        ),
+    ):
+        if given:
+            raise ValueError(
+                f"{flag} needs rewards while the engine samples, and the reward model of "
+                "--reward-model-hf-checkpoint scores afterwards; remove one of the two"
+            )
 
 
 def _check_sampling(config: RLRunConfig) -> None:

@@ -45,6 +45,11 @@ class RLConfig:
         "Weight of the KL against the first policy; 0 skips the reference pass.",
         minimum=0.0,
     )
+    ref_update_interval: int = flag(
+        0,
+        "Steps after which the policy becomes the new reference of the KL; 0 keeps the first one.",
+        minimum=0,
+    )
     grpo_entropy_term_weight: float = flag(
         0.0, "Weight of the entropy bonus in the loss; 0 is off."
     )
@@ -199,6 +204,12 @@ class RewardConfig:
         "(1 if not).",
         nargs="+",
     )
+    reward_model_hf_checkpoint: str = flag(
+        "",
+        "A sequence classifier with one label, in the training layout: its output at the last "
+        "token of a sample is added to the rewards of the functions. Evaluation leaves it out.",
+    )
+    reward_model_weight: float = flag(1.0, "Factor of the reward model's score.")
     reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
     reward_timeout_s: float = flag(
         10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01

@@ -88,6 +88,7 @@ class RLPlan(RunPlan):
     batch: BatchArithmetic
     max_model_len: int
     critic: MegatronLayout | None = None
+    reward_model: MegatronLayout | None = None
 
 
 def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
@@ -138,11 +139,16 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     batch = batch_arithmetic(config, base.parallel.dp)
     vllm = VllmLayout(base.spec, engine)
     _check_rollout_share(batch, engine)
-    critic = None
+    critic = reward_model = None
     if config.has_critic:
-        checkpoint, flag = config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint"
-        critic = value_layout(config, base.spec, world, (checkpoint, flag), files=files)
-    return RLPlan(base.spec, base.parallel, base.megatron, engine, vllm, batch, limit, critic)
+        source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
+        critic = value_layout(config, base.spec, world, source, files=files)
+    if scorer := config.rewards.reward_model_hf_checkpoint:
+        source = (scorer, "--reward-model-hf-checkpoint")
+        reward_model = value_layout(config, base.spec, world, source, files=files)
+    return RLPlan(
+        base.spec, base.parallel, base.megatron, engine, vllm, batch, limit, critic, reward_model
+    )
 
 
 def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:

@@ -12,6 +12,7 @@ class Owner(enum.StrEnum):
     GRAD_BUFFERS = "grad_buffers"
     OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq
     REFERENCE = "reference"  # parameters of the first policy, for the KL term
+    REWARD_MODEL = "reward_model"  # its parameters
     CRITIC = "critic"  # parameters of the critic
     CRITIC_GRAD_BUFFERS = "critic_grad_buffers"
     CRITIC_OPTIMIZER = "critic_optimizer"

@@ -85,7 +85,7 @@ class MemoryPrediction:
     def rank_table(self, rank: int) -> dict[MemoryPhase, Table]:
         """Owner -> bytes in every phase of one rank; owners without memory are left out."""
         state, moments = self._state(rank), self._resident_optimizer(self._state(rank).optimizer)
-        trainer = self._trainer(state, moments) | self._idle_critic(rank)
+        trainer = self._trainer(state, moments) | self._idle_others(rank)
         tables = {
             MemoryPhase.LOAD: self._load(rank, state),
             MemoryPhase.TRAIN_IDLE: trainer,
@@ -167,6 +167,14 @@ class MemoryPrediction:
         return self.assumptions.offload
 
     @property
+    def _scorer_layout(self) -> MegatronLayout | None:
+        return self.plan.reward_model if isinstance(self.plan, RLPlan) else None
+
+    def _reward_model(self, rank: int) -> int:
+        layout = self._scorer_layout
+        return self._state(rank, layout).plain_parameters if layout else 0
+
+    @property
     def _critic_layout(self) -> MegatronLayout | None:
         return self.plan.critic if isinstance(self.plan, RLPlan) else None
 
@@ -183,14 +191,16 @@ class MemoryPrediction:
         }
         return {owner: everything[owner] for owner in owners}
 
-    def _idle_critic(self, rank: int) -> Table:
-        """The critic while it is not used, in TRAIN as in ROLLOUT."""
+    def _idle_others(self, rank: int) -> Table:
+        """Critic and reward model while they are not used, in TRAIN as in ROLLOUT."""
         stays = {
             OffloadMode.NONE: CRITIC_OWNERS,
             OffloadMode.OPTIMIZER: (Owner.CRITIC,),
             OffloadMode.ALL: (),
         }[self._offload]
-        return self._critic(rank, *stays)
+        kept = self._offload is not OffloadMode.ALL
+        scorer = self._reward_model(rank) if kept else 0
+        return self._critic(rank, *stays) | {Owner.REWARD_MODEL: scorer}
 
     def _load(self, rank: int, state: ModelState) -> Table:
         return self._critic(rank, *CRITIC_OWNERS, started=False) | {
@@ -198,6 +208,7 @@ class MemoryPrediction:
             Owner.GRAD_BUFFERS: state.grad_buffers,
             Owner.OPTIMIZER: self._resident_optimizer(state.optimizer_at_start),
             Owner.REFERENCE: self._reference(state),
+            Owner.REWARD_MODEL: self._reward_model(rank),
         }
 
     def _trainer(self, state: ModelState, optimizer: int) -> Table:
@@ -210,7 +221,7 @@ class MemoryPrediction:
         }
 
     def _train(self, rank: int, trainer: Table, state: ModelState) -> Table:
-        """The fullest of an update, one of the critic and, brought in for it, a reference pass."""
+        """The fullest of an update, one of the critic, and passes of models brought in for them."""
         memory, work = self.training, self.workload
         peak = memory.peak(rank, work)
         moments = [trainer | _passing(peak)]
@@ -219,6 +230,13 @@ class MemoryPrediction:
             passing = max(inference_peak(tape) for tape in memory.chunk_tapes(rank, work))
             moments.append(
                 trainer | {Owner.REFERENCE: reference, Owner.ACTIVATIONS: passing + peak.batch}
+            )
+        scorer = self._reward_model(rank)
+        if scorer and self._offload is OffloadMode.ALL and self._scorer_layout is not None:
+            of_scorer = replace(memory, layout=self._scorer_layout)
+            passing = max(inference_peak(tape) for tape in of_scorer.chunk_tapes(rank, work))
+            moments.append(
+                trainer | {Owner.REWARD_MODEL: scorer, Owner.ACTIVATIONS: passing + peak.batch}
             )
         if self._critic_layout is not None:
             of_critic = replace(memory, layout=self._critic_layout).peak(rank, work)
@@ -293,7 +311,7 @@ class MemoryPrediction:
     def _waiting(self, rank: int, state: ModelState, optimizer: int) -> Table:
         """The trainer while weights are updated."""
         left = self._offload is not OffloadMode.NONE
-        return self._idle_critic(rank) | {
+        return self._idle_others(rank) | {
             Owner.PARAMETERS: state.parameters,
             Owner.GRAD_BUFFERS: 0 if left else state.grad_buffers,
             Owner.OPTIMIZER: 0 if left else optimizer,

@@ -28,7 +28,7 @@ from mindspeed_rl.orchestration.rl_phases import (
     watched,
 )
 from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.orchestration.value_models import build_critic
+from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
@@ -69,6 +69,7 @@ class RLJob:
     version: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
     critic: TrainEngine | None = None
+    reward_model: TrainEngine | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -79,6 +80,11 @@ class RLJob:
     def plan(self) -> RLPlan:
         """Layouts and batch arithmetic."""
         return self.job.plan
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of a reward: the functions', and the reward model's."""
+        return (*self.reward_names, *(() if self.reward_model is None else ("reward_model",)))
 
     @property
     def rank(self) -> int:
@@ -153,9 +159,9 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
-    critic = build_critic(job)
+    critic, reward_model = build_critic(job), build_reward_model(job)
     timer = PhaseTimer(job.platform.synchronize)
-    sharing = share_memory(job, policy, reference, critic)
+    sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     ledger = open_ledger(job, sharing, engine)
@@ -173,6 +179,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         policy=policy,
         reference=reference,
         critic=critic,
+        reward_model=reward_model,
         engine=engine,
         phases=phases,
         ledger=ledger,

@@ -167,7 +167,7 @@ class Report:
                     prompt.answer,
                     sample.reward,
                     "stop" if sample.stopped else "length",
-                    dict(zip(run.reward_names, sample.parts, strict=True)),
+                    dict(zip(run.part_names, sample.parts, strict=True)),
                     *(_tokens(prompt, sample) if run.config.logging.log_rollout_tokens else ()),
                 )
             )

@@ -21,6 +21,7 @@ from mindspeed_rl.algorithms.types import (
     Sequences,
 )
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_batch import (
@@ -193,6 +194,17 @@ def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> Me
     return metrics
 
 
+def refresh_reference(run: RLJob, step: int) -> None:
+    """The policy becomes the reference every ``--ref-update-interval`` steps. Local; in TRAIN."""
+    interval = run.config.rl.ref_update_interval
+    if run.reference is None or not interval or step % interval:
+        return
+    with run.phases.resident(Owner.REFERENCE), torch.no_grad():
+        present = run.policy.named_parameters()
+        for name, param in run.reference.named_parameters().items():
+            param.copy_(present[name])
+
+
 def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
     """Move the KL coefficient of the next step towards ``--rl-kl-target``. Collective: the world.
 
@@ -297,7 +309,7 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
         "reward/degenerate_groups": _degenerate(samples, run.plan.batch.group_size),
     }
-    for i, name in enumerate(run.reward_names):
+    for i, name in enumerate(run.part_names):
         scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
         values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
     return values

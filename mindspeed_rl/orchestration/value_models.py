@@ -30,6 +30,24 @@ def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     return engine
 
 
+def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
+    """The reward model; ``None`` without one. Collective: the training grid.
+
+    Raises:
+        ValueError: its checkpoint has no value head.
+    """
+    layout, checkpoint = job.plan.reward_model, job.config.rewards.reward_model_hf_checkpoint
+    if layout is None:
+        return None
+    engine = value_engine(job, "reward model", layout, job.config.train, 0)
+    if not load_value_model(job, layout, engine, checkpoint, "--reward-model-hf-checkpoint"):
+        raise ValueError(
+            f"--reward-model-hf-checkpoint {checkpoint}: no {VALUE_HEAD}, so it scores nothing; "
+            "give a sequence classifier with one label"
+        )
+    return engine
+
+
 def value_engine(
     job: Job[RLRunConfig, RLPlan],
     role: str,

@@ -16,7 +16,10 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
 def trainer_memory(
-    policy: TrainEngine, reference: TrainEngine | None, critic: TrainEngine | None = None
+    policy: TrainEngine,
+    reference: TrainEngine | None,
+    critic: TrainEngine | None = None,
+    reward_model: TrainEngine | None = None,
 ) -> dict[Owner, StorageGroup]:
     """Every owner of the trainer's device memory. Local.
 
@@ -26,9 +29,10 @@ def trainer_memory(
     pool = HostPool(policy.platform)
     owners = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
     groups = _trained(policy, pool, *owners)
-    if reference is not None:
-        find = partial(parameter_tensors, reference.modules)
-        groups[Owner.REFERENCE] = StorageGroup(Owner.REFERENCE, find, policy.platform, pool)
+    for owner, engine in ((Owner.REFERENCE, reference), (Owner.REWARD_MODEL, reward_model)):
+        if engine is not None:
+            find = partial(parameter_tensors, engine.modules)
+            groups[owner] = StorageGroup(owner, find, policy.platform, pool)
     if critic is not None:
         groups |= _trained(critic, pool, *CRITIC_OWNERS)
     return groups
