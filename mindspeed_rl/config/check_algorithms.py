@@ -58,6 +58,11 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_kl(config)
     _check_sampling(config)
     _check_reward_model(config)
+    if config.rl.rl_routing_replay != "none" and config.rl.old_logprob == "rollout":
+        raise ValueError(
+            f"--rl-routing-replay {config.rl.rl_routing_replay} records the experts in the pass of "
+            "the old log-probs, which --old-logprob rollout leaves out; use on-policy or recompute"
+        )
     if config.rl.ref_update_interval and not config.rl.grpo_kl_beta:
         raise ValueError(
             f"--ref-update-interval {config.rl.ref_update_interval} has no effect with "

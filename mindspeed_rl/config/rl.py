@@ -64,6 +64,13 @@ class RLConfig:
         "pass for all; rollout: the engine's.",
         choices=("on-policy", "recompute", "rollout"),
     )
+    rl_routing_replay: str = flag(
+        "none",
+        "Experts of the passes over the samples of a step. none: every pass chooses them by its "
+        "own scores; trainer: all passes take those that the trainer chose with the weights at the "
+        "start of the step, as the recomputation of layers does.",
+        choices=("none", "trainer"),
+    )
     rl_control: str = flag(
         "none",
         "Control experiment: shuffled-rewards permutes rewards over the samples of a step, so "

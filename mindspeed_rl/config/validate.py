@@ -130,6 +130,10 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         )
     base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
+    if rl.rl_routing_replay != "none" and not base.spec.moe:
+        raise ValueError(
+            f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
+        )
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
         config.prompts.max_prompt_length + config.rollout.rollout_max_response_length

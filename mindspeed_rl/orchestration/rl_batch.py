@@ -143,9 +143,10 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
     num_reference = len(updates) if run.reference is not None else 0
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
     result = StepBatches(updates, batches.metrics.merge(counts))
-    if run.critic is None or not updates:
+    if run.critic is None:
         return result
-    return result.with_micro_batches(rl_critic.with_values(run, result.micro_batches))
+    parts = rl_critic.with_values(run, [batch.micro_batches for batch in updates])
+    return result.with_micro_batches([m for part in parts for m in part])
 
 
 def _with_reference(reference: TrainEngine, batch: UpdateBatch) -> UpdateBatch:

@@ -24,12 +24,21 @@ from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import ValueLossFunction
 
 
-def with_values(run: RLJob, micro: Sequence[PreparedBatch]) -> list[PreparedBatch]:
-    """The micro-batches with the critic's values. Collective: the training grid; within TRAIN."""
+def with_values(
+    run: RLJob, updates: Sequence[Sequence[PreparedBatch]]
+) -> list[list[PreparedBatch]]:
+    """The micro-batches of every optimizer step with the critic's values.
+
+    One pass for each step, since micro-batches are of equal length within a step only (R31).
+    Collective: the training grid; within TRAIN.
+    """
     assert run.critic is not None
     with run.phases.resident(Owner.CRITIC):
-        found = run.critic.values(micro)
-    return [replace(m, old_values=v) for m, v in zip(micro, found, strict=True)]
+        found = [run.critic.values(micro) for micro in updates]
+    return [
+        [replace(m, old_values=v) for m, v in zip(micro, values, strict=True)]
+        for micro, values in zip(updates, found, strict=True)
+    ]
 
 
 def value_targets(

@@ -155,7 +155,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     training.initialize_parallel(job)
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
-    policy = training.build_engine(job, "policy", updates, temperature)
+    replays = config.rl.rl_routing_replay != "none"
+    policy = training.build_engine(job, "policy", updates, temperature, replays_routing=replays)
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)

@@ -35,6 +35,7 @@ from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
@@ -276,6 +277,8 @@ def update_once(
     Differences between trainer and engine are appended to ``gaps``.
     """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
+    if run.config.rl.rl_routing_replay != "none":
+        silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})

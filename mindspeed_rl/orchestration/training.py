@@ -45,7 +45,12 @@ def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokeniz
 
 
 def build_engine(
-    job: Job[Any, RunPlan], role: str, num_updates: int, temperature: float = 1.0
+    job: Job[Any, RunPlan],
+    role: str,
+    num_updates: int,
+    temperature: float = 1.0,
+    *,
+    replays_routing: bool = False,
 ) -> TrainEngine:
     """A TrainEngine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
     config = job.config
@@ -58,6 +63,7 @@ def build_engine(
         train=config.train,
         num_updates=num_updates,
         temperature=temperature,
+        replays_routing=replays_routing,
     )
     if role == "policy":
         kept_mtp(job)  # what an export would lack is told before the run, not after it

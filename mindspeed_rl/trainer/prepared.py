@@ -13,6 +13,7 @@ import torch
 from mindspeed_rl.algorithms.types import LossInputs, Sequences, ValueInputs
 from mindspeed_rl.data.packing import MicroBatch
 from mindspeed_rl.trainer.packed_attention import PackedRow
+from mindspeed_rl.trainer.routing_replay import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class PreparedBatch:
     """A micro-batch on the device with its attention borders; reused by every pass over it.
 
     ``old_logprobs``, ``ref_logprobs``, ``old_values`` and ``returns`` are [N] fp32, ``selected``
-    and ``fresh`` [N] bool, each on the last pipeline stage once computed.
+    and ``fresh`` [N] bool, each on the last pipeline stage once computed. ``routes`` is filled by
+    the first pass of an engine that replays routing.
     """
 
     batch: MicroBatch
@@ -31,6 +33,7 @@ class PreparedBatch:
     fresh: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    routes: Routes | None = None
 
     def with_advantages(self, advantages: torch.Tensor) -> PreparedBatch:
         """The same with another advantage of each trained token, [N] fp32."""

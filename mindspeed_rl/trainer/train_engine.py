@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.routing_replay import Routes, RoutingReplay
 
 ROUTER_BIAS = "router.expert_bias"
 _BATCH_TENSORS = (
@@ -75,6 +77,7 @@ class TrainEngine:
         train: optimizer flags.
         num_updates: optimizer steps of the whole run: the horizon of the schedule (R47).
         temperature: logits are divided by it in every log-prob (R9).
+        replays_routing: later passes over a micro-batch take the experts of the first.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class TrainEngine:
         train: TrainConfig,
         num_updates: int,
         temperature: float = 1.0,
+        replays_routing: bool = False,
     ) -> None:
         self.role = role
         self.layout = layout
@@ -106,6 +110,7 @@ class TrainEngine:
             build_model(self.spec, layout, config, platform.device, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
+        self._replay = RoutingReplay(self.modules) if replays_routing else None
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
@@ -181,8 +186,17 @@ class TrainEngine:
             share = split_context(batch, cp, cp_rank)
             row = make_packed_row(share.lengths, share.positions, cp, cp_rank)
             tensors = {name: getattr(share, name).to(device) for name in _BATCH_TENSORS}
-            prepared.append(PreparedBatch(replace(share, **tensors), row.to(device)))
+            moved = replace(share, **tensors)
+            routes = Routes(self._tokens_of_rank(moved.loss_mask)) if self._replay else None
+            prepared.append(PreparedBatch(moved, row.to(device), routes=routes))
         return prepared
+
+    def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's share of [T] with sequence parallelism."""
+        if not self._config.sequence_parallel:
+            return tokens
+        rank = self.layout.parallel.coords(dist.get_rank()).tp
+        return tokens.chunk(self.layout.parallel.tp)[rank]
 
     def logprobs(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
         """log p of the trained tokens, [N] fp32 per micro-batch; ``None`` off the last stage.
@@ -228,8 +242,8 @@ class TrainEngine:
         parallelism. The loss function carries the global denominators.
 
         Returns:
-            The metrics of this rank's micro-batches; empty off the last stage and off the first
-            tensor-parallel rank, so that nothing is counted twice.
+            The metrics of this rank's micro-batches; off the last stage and off the first
+            tensor-parallel rank only those of replayed routing, so that nothing counts twice.
         """
         self._accumulating = True
         for model in self.models:
@@ -241,10 +255,10 @@ class TrainEngine:
             found = loss_function(inputs)
             return found.loss, replace(found, loss=found.loss.detach())
 
-        outputs = self._run(batches, loss, backward=True)
-        if self.reports:
-            return _collect_metrics(outputs)
-        return MetricSet()
+        with nullcontext() if self._replay is None else self._replay.update():
+            outputs = self._run(batches, loss, backward=True)
+        metrics = _collect_metrics(outputs) if self.reports else MetricSet()
+        return metrics if self._replay is None else metrics.merge(self._replay.metrics())
 
     @property
     def reports(self) -> bool:
@@ -303,6 +317,8 @@ class TrainEngine:
         def forward(iterator: Iterator[PreparedBatch], model: Any) -> tuple[torch.Tensor, Any]:
             prepared = next(iterator)
             batch = prepared.batch
+            if self._replay is not None:
+                self._replay.current = prepared.routes
             hidden = model(
                 batch.token_ids[None],
                 batch.positions[None],
