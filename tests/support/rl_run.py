@@ -74,6 +74,10 @@ class TablePolicy:
         self.num_passes = 0
         self.gradients: list[torch.Tensor] = []
 
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """The table."""
+        return {"table": self.table}
+
     def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
         """Nothing to move."""
         return [PreparedBatch(b, make_packed_row(b.lengths, b.positions)) for b in batches]
@@ -133,6 +137,14 @@ class TableCritic(TablePolicy):
 
     def _loss_inputs(self, prepared: PreparedBatch) -> Any:
         return prepared.value_inputs(self._logprobs(prepared), self.sum_over_context)
+
+
+class TableScorer(TablePolicy):
+    """A reward model whose value at a token is a table of that token."""
+
+    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+        """At the places of interest."""
+        return [self.table[b.batch.token_ids[b.batch.loss_mask]].detach() for b in batches]
 
 
 class TableRewards:
