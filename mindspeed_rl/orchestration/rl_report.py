@@ -50,6 +50,8 @@ def describe(run: RLJob) -> None:
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
     )
+    if plan.spec.moe:
+        run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 

@@ -45,6 +45,7 @@ def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
             f"--reward-model-hf-checkpoint {checkpoint}: no {VALUE_HEAD}, so it scores nothing; "
             "give a sequence classifier with one label"
         )
+    job.say(f"reward model: {checkpoint}, weight {job.config.rewards.reward_model_weight:g}")
     return engine
 
 

@@ -148,3 +148,17 @@ def test_memory_of_the_other_models(tmp_path: Path) -> None:
     plain_config, plain = plan_of(tmp_path, "")
     without = predict(plain_config, plain).rank_table(0)
     assert all(not set(t) & set(OTHERS) for t in without.values())
+
+
+def test_the_critic_takes_time(tmp_path: Path) -> None:
+    """One pass and an update of four, forward passes as the unit: 1 + 3 of the policy's 3."""
+    from mindspeed_rl.dryrun.machine import read_machine
+    from mindspeed_rl.dryrun.step_time import estimate, forward_flops
+
+    config, plan = plan_of(tmp_path, "--rl-advantage-estimator gae --rl-dry-run-machine cpu")
+    rows = {r.phase: r for r in estimate(predict(config, plan), read_machine("cpu"), None)}
+    assert plan.critic is not None
+    length = 32.0
+    share = forward_flops(plan.critic.spec, length) / forward_flops(plan.spec, length)
+    assert share < 1, "it has no vocabulary to project on"
+    assert rows["critic"].seconds == pytest.approx(rows["update"].seconds * share * 4 / 3)
