@@ -43,11 +43,12 @@ case "$ALGORITHM" in
     dapo)
         ALGORITHM_ARGS=(
             --grpo-clamp-eps-upper 0.28 --grpo-filter-groups-with-same-reward --rl-max-resample 2
-            --global-batch-size 256 --rollout-max-response-length 10 --rl-overlong-buffer 3
+            --global-batch-size 256 --lr 3e-4
+            --rollout-max-response-length 10 --rl-overlong-buffer 3
         ) ;;
     ppo)
         ALGORITHM_ARGS=(
-            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256
+            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256 --lr 3e-4
             --critic-lr 2e-3 --critic-warmup-steps 10
         ) ;;
     *) echo "quickstart: --algorithm $ALGORITHM: allowed are grpo, dapo, ppo" >&2; exit 2 ;;
