@@ -13,7 +13,7 @@ from support.training_worlds import in_hf_coordinates, make_job, make_samples, r
 
 from mindspeed_rl.bootstrap import World
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Found = tuple[dict[str, torch.Tensor], float]
 TOLERANCE = 2e-5

@@ -197,7 +197,10 @@ def write_scorer(model: Path, folder: Path) -> Any:
     return scorer.eval()
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("dp2", "tp2-pp2") else pytest.mark.slow) for n in WORLDS],
+)
 def test_value_models(name: str, tmp_path: Path) -> None:
     """Values are transformers', bytes are those predicted, a resumed run is the whole one."""
     ranks, flags, family = WORLDS[name]

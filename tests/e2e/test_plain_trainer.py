@@ -102,14 +102,17 @@ def test_a_plain_trainer_gets_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_a_plain_trainer_gets_the_same_critic(tmp_path: Path) -> None:
-    """Ten updates of the policy, twelve of the critic: two while the policy waits for it."""
+    """Ten updates of the policy, twelve of the critic: two while the policy waits for it.
+
+    All memory of both leaves for the rollouts and comes back.
+    """
     recipe = replace(RECIPE, kl_beta=0.0, clip_grad=1.0)
     trained = run_job(
         tmp_path, PPO_STEPS, recipe,
         "--rl-advantage-estimator", "gae", "--critic-lr", str(PPO.lr),
         "--value-clip", str(PPO.value_clip), "--gae-lambda", str(PPO.trace_decay),
         "--rl-gamma", str(PPO.discount), "--critic-warmup-steps", str(PPO.warmup_steps),
-        "--critic-export-hf", "out/critic",
+        "--critic-export-hf", "out/critic", "--rl-offload", "all",
     )  # fmt: skip
     steps = dumped_steps(tmp_path / "out" / "rollouts.jsonl")
     found = replay(tmp_path / "model", steps, recipe, PPO)
