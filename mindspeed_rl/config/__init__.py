@@ -11,6 +11,7 @@ from mindspeed_rl.config.algorithms import (
     PolicyLossConfig,
     SamplingConfig,
 )
+from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.memory import MemoryConfig
@@ -25,6 +26,7 @@ __all__ = [
     "AdvantageConfig",
     "CheckpointConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "DryRunConfig",
     "EngineTuningConfig",
     "IndexedDataConfig",
@@ -73,9 +75,15 @@ class RLRunConfig:
     memory: MemoryConfig
     rewards: RewardConfig
     engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need a critic."""
+        return self.advantages.rl_advantage_estimator in WITH_CRITIC
 
     @property
     def sync_check_tol(self) -> float:

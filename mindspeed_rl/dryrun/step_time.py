@@ -14,6 +14,7 @@ from mindspeed_rl.models.flops import (
     attention_flops,
     forward_flops,
 )
+from mindspeed_rl.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,9 @@ def estimate(
     if passes:
         rows.append(_logprobs(prediction, machine, lengths, samples, passes))
     rows.append(_update(prediction, machine, lengths, samples, plan.batch.iterations))
+    if plan.critic is not None:
+        spec = plan.critic.spec
+        rows.append(_critic(prediction, machine, lengths, samples, plan.batch.iterations, spec))
     return rows
 
 
@@ -117,6 +121,28 @@ def _update(
         f"{tokens:.4g} tokens x (3 + {share:.2f} recomputed) x {forward / 1e9:.4g} GFLOP forward x "
         f"{bubble:.3f} (1 + (pp - 1) / {count} micro-batches) / ({plan.parallel.world} ranks x "
         f"{machine.bf16_tflops:g} TFLOP/s x {machine.compute_efficiency:g})",
+    )
+
+
+def _critic(
+    prediction: MemoryPrediction,
+    machine: Machine,
+    lengths: Lengths,
+    samples: int,
+    repeats: int,
+    spec: ModelSpec,
+) -> PhaseSeconds:
+    """A pass for the values, and its updates as the policy's."""
+    world = prediction.plan.parallel.world
+    forward = forward_flops(spec, lengths.total)
+    cost = 1 + repeats * (3 + recomputed_share(prediction, lengths.total))
+    bubble, _ = _bubble(prediction)
+    tokens = samples * lengths.total
+    return PhaseSeconds(
+        "critic",
+        tokens * cost * forward * bubble / (world * machine.flops),
+        f"{tokens:.4g} tokens x {cost:.2f} (values, updates) x {forward / 1e9:.4g} GFLOP x "
+        f"{bubble:.3f} / (as in update)",
     )
 
 

@@ -64,3 +64,7 @@ class OffloadMode(enum.StrEnum):
         if self is OffloadMode.ALL:
             return frozenset(LEAVING)
         return frozenset(UPDATE_STATE if self is OffloadMode.OPTIMIZER else ())
+
+
+#: memory of the critic's updates; its parameters alone suffice for its passes
+CRITIC_OWNERS = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)

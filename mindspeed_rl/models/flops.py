@@ -33,7 +33,8 @@ def active_by_part(spec: ModelSpec) -> Counter[str]:
             active["moe"] += count
         else:
             active["mlp" if ".mlp." in group.row else "other"] += count
-    active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
+    if not spec.tie_embeddings:  # a tied one is the head as well
+        active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
     return active
 
 

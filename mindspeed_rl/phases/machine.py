@@ -146,14 +146,14 @@ class Phases:
             raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
 
     @contextmanager
-    def resident(self, owner: Owner) -> Iterator[None]:
-        """Have the memory of an owner that is away in TRAIN, too, for the block. Local.
+    def resident(self, *owners: Owner) -> Iterator[None]:
+        """Have the memory of owners that are away in TRAIN, too, for the block. Local.
 
         Raises:
             RuntimeError: called outside TRAIN.
         """
-        self.require(Phase.TRAIN, owner.value)
-        groups = self._sharing.leaving(owner)
+        self.require(Phase.TRAIN, ", ".join(owners))
+        groups = self._sharing.leaving(*owners)
         try:
             for group in groups:
                 self._return(group)

@@ -293,7 +293,7 @@ MUTATIONS = (
     ),
     Mutation(
         "contradicting-architecture-flag-ignored",
-        "config/validate.py",
+        "config/architecture.py",
         '("--rotary-base", model.rotary_base, spec.rope.theta)',
         '("--rotary-base", None, spec.rope.theta)',
         "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
@@ -314,7 +314,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tensor-parallel-gradient-not-summed",
-        "trainer/train_engine.py",
+        "trainer/heads.py",
         "rows = copy_to_tensor_model_parallel_region(rows)",
         "rows = rows * 1",
         _TRAINING + "test_gradients_follow_the_norm_rule[tp2]",
@@ -322,8 +322,8 @@ MUTATIONS = (
     Mutation(
         "shards-not-marked-in-the-gradient-norm",
         "trainer/model.py",
-        "    mark_tensor_parallel_shards(model)\n    keep",
-        "    keep",
+        "    mark_tensor_parallel_shards(model)\n    check",
+        "    check",
         _TRAINING + "test_three_updates_equal_those_of_one_rank[tp2-pp2-grpo-steps]",
     ),
     Mutation(

@@ -83,8 +83,8 @@ def by_hand(name: str) -> list[float]:
     if name == "grpo":
         spread = [statistics.stdev(rewards[g : g + 3]) + 1e-4 for g in (0, 3)]
         return [c / spread[i // 3] for i, c in enumerate(centred)]
-    if name.startswith("reinforce"):
-        values = rewards if name == "reinforce_plus_plus" else centred
+    if name.startswith("reinforce") or name == "gae":  # of a critic that says 0 everywhere
+        values = centred if name.endswith("baseline") else rewards
         tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
         return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
     assert name in ("dr_grpo", "gpg"), name
