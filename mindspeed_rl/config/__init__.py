@@ -14,7 +14,8 @@ from mindspeed_rl.config.algorithms import (
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
-from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
+from mindspeed_rl.config.rewards import RewardConfig
+from mindspeed_rl.config.rl import PromptConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig

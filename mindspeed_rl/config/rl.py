@@ -186,33 +186,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """Rewards.
-
-    Every sample is scored by the sum of the reward functions, in worker processes beside the
-    engines. A function of your own: ``--reward-function rewards.py:score=1.0 format=0.2``.
-    """
-
-    reward_function: tuple[str, ...] = flag(
-        ("math",),
-        "Rewards, summed: a registered name or FILE.py:FUNCTION, each may end with =WEIGHT "
-        "(1 if not).",
-        nargs="+",
-    )
-    reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
-    reward_timeout_s: float = flag(
-        10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01
-    )
-    reward_timeout_score: float = flag(0.0, "Reward of a sample that hit the limit.")
-    reward_memory_limit_gb: float = flag(
-        4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
-    )
-    reward_max_error_rate: float = flag(
-        0.05, "Stop when a larger share of a batch raises in its reward.", minimum=0.0, maximum=1.0
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class PromptConfig:
     """Prompts and evaluation.
 

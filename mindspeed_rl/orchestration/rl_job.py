@@ -27,6 +27,7 @@ from mindspeed_rl.orchestration.rl_phases import (
     share_memory,
     watched,
 )
+from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward_pool
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import RewardPool, RewardSpec
@@ -144,6 +145,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
     prompts, eval_prompts = load_data(config.prompts, tokenizer, progress=rank == 0)
+    check_row_rewards(config, specs, [prompts, *([eval_prompts] if eval_prompts else [])])
     training.initialize_parallel(job)
     updates = config.train.train_iters * plan.batch.updates
     temperature = config.rl.rl_default_temperature
@@ -207,20 +209,6 @@ def load_data(
     held_out = load(options.eval_prompt_data) if options.eval_prompt_data else None
     refuse_overlap(prompts, held_out)
     return prompts, held_out
-
-
-def make_reward_pool(config: RLRunConfig, specs: list[RewardSpec]) -> RewardPool:
-    """The reward processes of this rank's engine."""
-    rewards = config.rewards
-    return RewardPool(
-        specs,
-        num_workers=rewards.reward_num_workers,
-        timeout_s=rewards.reward_timeout_s,
-        batch_timeout_s=config.logging.phase_timeout_s,
-        timeout_score=rewards.reward_timeout_score,
-        memory_limit_bytes=int(rewards.reward_memory_limit_gb * 2**30),
-        max_error_rate=rewards.reward_max_error_rate,
-    )
 
 
 def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> None:

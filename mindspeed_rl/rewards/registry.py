@@ -14,12 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardFunction
+
+RewardFactory = Callable[[RewardSettings], RewardFunction]
 
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    function: RewardFunction
+    make: RewardFactory
     warm_up: Callable[[], object] | None
 
 
@@ -39,16 +42,41 @@ def register_reward(
     Raises:
         ValueError: the name is malformed or taken.
     """
-    if not name or any(character in name for character in ":=,"):
-        raise ValueError(f"reward name {name!r}: must be non-empty, without ':', '=' and ','")
+    _check_name(name)
 
     def register(function: RewardFunction) -> RewardFunction:
-        if name in _REGISTRY:
-            raise ValueError(f"reward name {name!r} is already registered; choose another name")
-        _REGISTRY[name] = _Registered(function, warm_up)
+        _add(name, _Registered(lambda _: function, warm_up))
         return function
 
     return register
+
+
+def register_factory(name: str) -> Callable[[RewardFactory], RewardFactory]:
+    """Decorator for a reward that depends on the reward flags.
+
+    The decorated function is called once per worker; it may raise `ValueError`.
+
+    Raises:
+        ValueError: the name is malformed or taken.
+    """
+    _check_name(name)
+
+    def register(factory: RewardFactory) -> RewardFactory:
+        _add(name, _Registered(factory, None))
+        return factory
+
+    return register
+
+
+def _check_name(name: str) -> None:
+    if not name or any(character in name for character in ":=,"):
+        raise ValueError(f"reward name {name!r}: must be non-empty, without ':', '=' and ','")
+
+
+def _add(name: str, registered: _Registered) -> None:
+    if name in _REGISTRY:
+        raise ValueError(f"reward name {name!r} is already registered; choose another name")
+    _REGISTRY[name] = registered
 
 
 def known_rewards() -> tuple[str, ...]:
@@ -80,10 +108,14 @@ class RewardSpec:
     def parse(cls, text: str) -> RewardSpec:
         """Read the command line syntax ``name``, ``name=0.2`` or ``file.py:function=0.8``.
 
+        ``name:0.2`` is the same as ``name=0.2``: a function is never called like a number.
+
         Raises:
             ValueError: no name, or a weight which is not a finite number.
         """
         name, separator, weight = text.strip().rpartition("=")
+        if not separator and _is_number(text.rpartition(":")[2]):
+            name, separator, weight = text.strip().rpartition(":")
         if not separator:
             return cls(weight)
         try:
@@ -101,7 +133,17 @@ class RewardSpec:
         return self.name.rpartition(":")[2]
 
 
-def resolve_reward(spec: RewardSpec | str) -> RewardFunction:
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def resolve_reward(
+    spec: RewardSpec | str, settings: RewardSettings | None = None
+) -> RewardFunction:
     """The function of a registered name or of ``path/to/file.py:function``.
 
     A user's file is executed once per process. Its folder is appended to ``sys.path``, so that it
@@ -116,7 +158,7 @@ def resolve_reward(spec: RewardSpec | str) -> RewardFunction:
     if separator:
         return _function_of_file(Path(path), function_name)
     if name in _REGISTRY:
-        return _REGISTRY[name].function
+        return _REGISTRY[name].make(settings or RewardSettings())
     near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
