@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability import names
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_step import generate, score
+from mindspeed_rl.orchestration.rl_rollout import rollouts_of
 from mindspeed_rl.rewards import lenient_match
 
 # The reward whose verdict on the final answer is taken over.
@@ -59,14 +60,14 @@ def evaluate(run: RLJob, step: int) -> Evaluation:
     prompts = run.eval_prompts[: min(limit, len(run.eval_prompts))]
     start = time.perf_counter()
     with run.timer.excluded(), run.job.watchdog.phase("evaluate"):
-        rollouts = generate(run, prompts, step, run.sampling(temperature=0.0))
-        scored, _ = score(run, rollouts if run.leads_engine else [])
-        samples = exchange_rollouts(scored, run.reward_names, len(prompts))
+        samples, _ = rollouts_of(
+            run, prompts, step, run.sampling(temperature=0.0), phase=lambda _: nullcontext()
+        )
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     strict = lenient = 0
     for sample in samples:
         answer = prompts[sample.sample_id].answer
-        text = str(run.tokenizer.decode(sample.response.tolist(), skip_special_tokens=True))
+        text = str(run.tokenizer.decode(sample.sampled.tolist(), skip_special_tokens=True))
         strict += sample.stopped and text.strip() == answer.strip()
         lenient += is_right(sample, run.reward_names, text, answer)
     return Evaluation(

@@ -49,6 +49,7 @@ def describe(run: RLJob) -> None:
         f"{run.config.policy_loss.aggregation}",
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
+        *(run.rewards.notices if run.rewards is not None else ()),
     )
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")

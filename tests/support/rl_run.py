@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from support.scoring import OneByOne
 from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, TableEngine, first_table
 
 from mindspeed_rl.algorithms.types import MeanTerm
@@ -121,7 +122,7 @@ class TablePolicy:
         return UpdateStats(float(self.table.grad.norm()), 1.0)
 
 
-class TableRewards:
+class TableRewards(OneByOne):
     """A reward pool that gives sample ``i`` ``rewards[i]``; ``None`` abstains."""
 
     def __init__(self, rewards: Mapping[int, float | None]) -> None:

@@ -30,7 +30,7 @@ from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report, check_mismatch, worse_mismatch
 from mindspeed_rl.orchestration.rl_step import collect
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt
 
 END = 0
@@ -62,15 +62,23 @@ class Answers:
         self.clock = clock
 
     def generate(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
         self.clock.now_s += 2.0
         found = [self.answers[r.token_ids] for r in requests]
         ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
-        return [
+        completions = [
             Completion(i, (-0.5,) * len(i), why, version)
             for i, (_, why) in zip(ids, found, strict=True)
         ]
+        if on_step is not None:
+            pairs = zip(requests, completions, strict=True)
+            on_step({r.sample_id: c for r, c in pairs})
+        return completions
 
 
 @pytest.fixture
