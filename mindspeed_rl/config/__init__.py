@@ -12,6 +12,7 @@ from mindspeed_rl.config.algorithms import (
     SamplingConfig,
 )
 from mindspeed_rl.config.dry_run import DryRunConfig
+from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rewards import RewardConfig
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointConfig",
     "CorrectionConfig",
     "DryRunConfig",
+    "EnvironmentConfig",
     "IndexedDataConfig",
     "KLConfig",
     "LoggingConfig",
@@ -69,6 +71,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 

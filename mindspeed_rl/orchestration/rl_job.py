@@ -14,6 +14,7 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -48,6 +49,7 @@ class RLJob:
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
     ``rewards`` exists on the first rank of each engine only.
+    ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
     """
 
     job: Job[RLRunConfig, RLPlan]
@@ -68,6 +70,7 @@ class RLJob:
     kl_beta: float
     version: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
+    environment: EnvironmentFactory | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -141,6 +144,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     config, plan, rank = job.config, job.plan, job.world.rank
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
+    name = config.environment.rl_environment
+    environment = resolve_environment(name) if name else None
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
@@ -174,6 +179,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         engine=engine,
         phases=phases,
         ledger=ledger,
+        environment=environment,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
         kl_beta=config.rl.grpo_kl_beta,

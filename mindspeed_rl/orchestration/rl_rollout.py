@@ -10,6 +10,7 @@ from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.rewards import RewardRequest, Scoring
+from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
@@ -30,12 +31,28 @@ def rollouts_of(
     phase = phase or run.phase
     with scorer_of(run) as scorer:
         with phase("generate"):
-            generate(run, prompts, step, settings, attempt, scorer)
+            found = _speak(run, prompts, step, settings, attempt, scorer)
         with phase("reward"):
             rollouts, metrics = scorer.finish()
     with phase("exchange"):
         samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
-    return samples, metrics
+    return samples, metrics.merge(found)
+
+
+def _speak(
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int,
+    scorer: Scorer,
+) -> MetricSet:
+    if run.environment is not None:
+        from mindspeed_rl.orchestration.rl_episodes import converse
+
+        return converse(run, prompts, step, settings, attempt, scorer)
+    generate(run, prompts, step, settings, attempt, scorer)
+    return MetricSet()
 
 
 def my_share(run: RLJob, num_samples: int) -> range:
@@ -55,12 +72,17 @@ class Scorer:
         self._run = run
         self._scoring = scoring
         self._rollouts: list[Rollout] = []
+        self._dropped: list[Rollout] = []
 
-    def add(self, rollout: Rollout) -> None:
-        """A finished sample."""
+    def add(self, rollout: Rollout, environment_reward: float | None = None) -> None:
+        """A finished sample, and what its environment said of it."""
         if self._scoring is not None:
             self._rollouts.append(rollout)
-            self._scoring.add(reward_request(self._run, rollout))
+            self._scoring.add(reward_request(self._run, rollout, environment_reward))
+
+    def drop(self, rollout: Rollout) -> None:
+        """A sample without a reward."""
+        self._dropped.append(rollout)
 
     def poll(self) -> None:
         """Between two steps of the engine. Never waits."""
@@ -82,8 +104,8 @@ class Scorer:
             Mean.of(float(r.status == status) for r in results) for status in ("error", "timeout")
         )
         metrics = (errors, timeouts, Mean(float(early), float(len(results))))
-        scored.sort(key=lambda rollout: rollout.sample_id)
-        return scored, MetricSet(dict(zip(_METRICS, metrics, strict=True)))
+        everything = sorted([*scored, *self._dropped], key=lambda rollout: rollout.sample_id)
+        return everything, MetricSet(dict(zip(_METRICS, metrics, strict=True)))
 
 
 # The last is the share of samples that were scored when the last one had been generated.
@@ -135,9 +157,15 @@ def response_text(run: RLJob, completion: Completion) -> str:
     return str(run.tokenizer.decode(list(completion.sampled_ids), skip_special_tokens=True))
 
 
-def reward_request(run: RLJob, rollout: Rollout) -> RewardRequest:
+def reward_request(
+    run: RLJob, rollout: Rollout, environment_reward: float | None = None
+) -> RewardRequest:
     """A sample as the rewards see it."""
     prompt, completion = rollout.prompt, rollout.completion
+    metadata = prompt.metadata
+    if run.environment is not None:
+        said = run.tokenizer.decode(list(completion.token_ids))
+        metadata = {**metadata, TRANSCRIPT: str(said), ENVIRONMENT_REWARD: environment_reward}
     return RewardRequest(
         sample_id=rollout.sample_id,
         prompt=prompt.text,
@@ -145,5 +173,5 @@ def reward_request(run: RLJob, rollout: Rollout) -> RewardRequest:
         answer=prompt.answer,
         finish_reason=completion.finish_reason,
         num_response_tokens=len(completion.sampled_ids),
-        metadata=prompt.metadata,
+        metadata=metadata,
     )

@@ -1,6 +1,7 @@
 """Rewards: from decoded responses to one number per sample, in processes that can be killed."""
 
 # Importing a module of rewards registers them; math-verify itself is imported when first used.
+from mindspeed_rl.rewards.environment import environment_reward
 from mindspeed_rl.rewards.format_check import extract_last_number, format_reward, lenient_match
 from mindspeed_rl.rewards.heavy import make_code_reward, make_remote_reward
 from mindspeed_rl.rewards.length import length_reward
@@ -35,6 +36,7 @@ __all__ = [
     "RewardSpec",
     "Scoring",
     "WeightedReward",
+    "environment_reward",
     "exact_match_reward",
     "extract_last_number",
     "format_reward",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardFunction
+from mindspeed_rl.rewards.user_file import load_from_file
 
 RewardFactory = Callable[[RewardSettings], RewardFunction]
 
@@ -176,29 +173,13 @@ def warm_up_reward(spec: RewardSpec) -> None:
 
 def _function_of_file(path: Path, function_name: str) -> RewardFunction:
     where = f"--reward-function {path}:{function_name}"
-    if not path.is_file() or path.suffix != ".py":
-        raise ValueError(
-            f"{where}: no Python file at {str(path.absolute())!r}; "
-            "give the path of a .py file that every node can read"
-        )
-    module = _load_file(path.resolve(), where)
-    function = getattr(module, function_name, None)
-    if function is None:
-        found = [name for name, value in vars(module).items() if _is_own_function(value, module)]
-        raise ValueError(
-            f"{where}: the file defines no {function_name!r}; "
-            f"its functions: {', '.join(found) or 'none'}"
-        )
+    function = load_from_file(path, function_name, where)
     if not callable(function):
         raise ValueError(
             f"{where}: is a {type(function).__name__}, must be a function of one RewardRequest"
         )
     _check_signature(function, where)
     return cast(RewardFunction, function)
-
-
-def _is_own_function(value: object, module: ModuleType) -> bool:
-    return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 def _check_signature(function: Callable[..., object], where: str) -> None:
@@ -212,24 +193,3 @@ def _check_signature(function: Callable[..., object], where: str) -> None:
         raise ValueError(
             f"{where}: must be callable with exactly one argument, the RewardRequest ({error})"
         ) from error
-
-
-def _load_file(path: Path, where: str) -> ModuleType:
-    module_name = f"user_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None and module_spec.loader is not None, path
-    module = importlib.util.module_from_spec(module_spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    # Registered before it runs: dataclasses and pickle look their module up by name.
-    sys.modules[module_name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(
-            f"{where}: the file fails to import: {type(error).__name__}: {error}"
-        ) from error
-    return module
