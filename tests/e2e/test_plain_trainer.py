@@ -17,7 +17,7 @@ from support.plain_trainer import Recipe, dumped_steps, replay
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_STEPS, PROMPTS, GROUP = 10, 4, 4
 RECIPE = Recipe(
