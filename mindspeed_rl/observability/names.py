@@ -27,6 +27,12 @@ def is_evaluation(name: str) -> bool:
     return name.startswith("eval/")
 
 
+def of_set(name: str, evaluation_set: str) -> str:
+    """The metric ``eval/x`` of a named set: ``eval/SET/x``."""
+    prefix = f"eval/{evaluation_set}/" if evaluation_set else "eval/"
+    return prefix + name.removeprefix("eval/")
+
+
 def headline(values: Mapping[str, float]) -> dict[str, float]:
     """The few values for one line on a terminal, under short names, in a fixed order."""
     return {short: values[name] for name, short in _HEADLINE.items() if name in values}

@@ -48,6 +48,7 @@ class RLJob:
     ``version`` counts optimizer updates: it names the weights that sampled a token.
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
+    ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
     """
@@ -55,7 +56,7 @@ class RLJob:
     job: Job[RLRunConfig, RLPlan]
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptDataset
-    eval_prompts: PromptDataset | None
+    eval_sets: dict[str, PromptDataset]
     sampler: PromptSampler
     policy: TrainEngine
     reference: TrainEngine | None
@@ -149,8 +150,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
-    prompts, eval_prompts = load_data(config.prompts, tokenizer, progress=rank == 0)
-    check_row_rewards(config, specs, [prompts, *([eval_prompts] if eval_prompts else [])])
+    prompts, eval_sets = load_data(config.prompts, tokenizer, progress=rank == 0)
+    check_row_rewards(config, specs, [prompts, *eval_sets.values()])
     training.initialize_parallel(job)
     updates = config.train.train_iters * plan.batch.updates
     temperature = config.rl.rl_default_temperature
@@ -172,7 +173,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         job=job,
         tokenizer=tokenizer,
         prompts=prompts,
-        eval_prompts=eval_prompts,
+        eval_sets=eval_sets,
         sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
         policy=policy,
         reference=reference,
@@ -196,7 +197,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
 
 def load_data(
     options: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, progress: bool
-) -> tuple[PromptDataset, PromptDataset | None]:
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """The prompts to train on and the held-out ones. Local.
 
     Raises:
@@ -212,23 +213,22 @@ def load_data(
         progress=progress,
     )
     prompts = load(options.prompt_data)
-    held_out = load(options.eval_prompt_data) if options.eval_prompt_data else None
-    refuse_overlap(prompts, held_out)
+    held_out = {name: load(file) for name, file in options.eval_files.items()}
+    for name, dataset in held_out.items():
+        refuse_overlap(prompts, dataset, f"--rl-eval-data {name}" if name else "--eval-prompt-data")
     return prompts, held_out
 
 
-def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> None:
+def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset, flag: str) -> None:
     """Held-out prompts must not be trained on.
 
     Raises:
         ValueError: naming how many are in both, and one of them.
     """
-    if held_out is None:
-        return
     known = {tuple(p.token_ids) for p in prompts}
     both = [p.text for p in held_out if p.token_ids in known]
     if both:
         raise ValueError(
-            f"--eval-prompt-data {held_out.source}: {len(both)} of {len(held_out)} prompts are "
+            f"{flag} {held_out.source}: {len(both)} of {len(held_out)} prompts are "
             f"also in --prompt-data {prompts.source}, e.g. {both[0]!r}; remove them from one file"
         )

@@ -194,7 +194,7 @@ def make_run(
         job=job,
         tokenizer=cast(Any, Characters()),
         prompts=cast(PromptDataset, PROMPTS),
-        eval_prompts=None,
+        eval_sets={},
         sampler=PromptSampler(NUM_PROMPTS, config.train.seed),
         policy=cast(Any, policy),
         reference=cast(Any, TablePolicy(first_table())) if rl.grpo_kl_beta else None,
