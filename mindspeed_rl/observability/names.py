@@ -13,7 +13,7 @@ MISMATCH_MAX = "mismatch/max_abs_logprob"
 TOKENS_PER_S = "throughput/tokens_per_s"
 STEP_TIME = "time/step_s"
 
-_HEADLINE = {
+HEADLINE = {
     REWARD: "reward",
     RESPONSE_LENGTH: "length",
     MISMATCH_MAX: "mismatch",
@@ -35,7 +35,7 @@ def of_set(name: str, evaluation_set: str) -> str:
 
 def headline(values: Mapping[str, float]) -> dict[str, float]:
     """The few values for one line on a terminal, under short names, in a fixed order."""
-    return {short: values[name] for name, short in _HEADLINE.items() if name in values}
+    return {short: values[name] for name, short in HEADLINE.items() if name in values}
 
 
 def format_fields(fields: Mapping[str, float]) -> str:

@@ -15,6 +15,7 @@ from mindspeed_rl.algorithms.correction import derived_mismatch
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
+    REPORT_FILE,
     ROLLOUTS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
@@ -225,16 +226,20 @@ class Report:
             "hf_checkpoint": export,
         }
         from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
+        from mindspeed_rl.observability.html_report import write_report
 
         run.logger.close()
         write_summary(output / SUMMARY_FILE, summary)
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
+        run.dump.close()
+        write_report(output, output / REPORT_FILE)
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
             run.job.say(f"held-out accuracy {before}{final.accuracy:.1%}")
         run.job.say(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
+            f"{REPORT_FILE}, "
             f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",
         )
 

@@ -203,6 +203,9 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
+        **quantiles("reward/", known),
+        **quantiles("response/length_", lengths),
+        "response/length_min": float(min(lengths, default=0)),
         "response/length_mean": sum(lengths) / max(1, len(lengths)),
         "response/length_max": float(max(lengths, default=0)),
         "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
@@ -212,6 +215,13 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
         values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
     return values
+
+
+def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile: the smallest value that at least this share reaches."""
+    ordered = sorted(values)
+    places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
+    return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
 
 
 def _degenerate(samples: Sequence[Sample], group_size: int) -> float:
