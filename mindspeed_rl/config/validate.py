@@ -112,10 +112,15 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
             f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
             "for training are sampled, evaluation is greedy by itself"
         )
+    if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
+        raise ValueError(
+            "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
+            "response, which is evaluated anyway; give a temperature above 0, or leave both out"
+        )
     if files:
         _need_file("--prompt-data", config.prompts.prompt_data)
-        if config.prompts.eval_prompt_data:
-            _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+        for name, file in config.prompts.eval_files.items():
+            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
         check_paths(config)
     if config.rollout.rollout_kv_cache_gb <= 0:
         raise ValueError(

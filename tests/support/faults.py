@@ -230,7 +230,7 @@ MUTATIONS = (
     ),
     Mutation(
         "seed-depends-on-the-engine",
-        "orchestration/rl_step.py",
+        "orchestration/rl_rollout.py",
         "request_seed(seed, step, i, attempt))",
         "request_seed(seed, step, i - share.start, attempt))",
         "tests/unit/test_rollout_requests.py::test_requests_do_not_depend_on_the_layout",
