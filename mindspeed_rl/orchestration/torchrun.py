@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import ParsedArguments, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
-from mindspeed_rl.config.validate import model_config
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.orchestration.limits import JOIN, Limits
@@ -126,7 +126,7 @@ def _dry_run(
         return 0
     from mindspeed_rl.dryrun.command import dry_run
 
-    hf_config = model_config(config.model.hf_checkpoint, files=False)
+    hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
     _check_script(parsed, hf_config)
     return dry_run(config, parsed.ignored, os.environ)
 

@@ -260,11 +260,11 @@ def make_loss(
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
     """Break our own code: a check that still passes under one of these proves nothing."""
-    from mindspeed_rl.trainer import norm, train_engine
+    from mindspeed_rl.trainer import heads, norm
 
     if fault == "dropped-tp-reduction":
         with mock.patch.object(
-            train_engine, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
+            heads, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
         ):
             yield
     elif fault == "unmarked-norm":
