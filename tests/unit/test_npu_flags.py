@@ -32,7 +32,7 @@ def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
     """On an NPU; elsewhere the flag does nothing, so a script may keep it."""
     values = {"--virtual-optimizer": ["1"], "--swap-attention": [], "--moe-zero-memory": ["level0"]}
     argv = [flag, *values.get(flag, [])]
-    with pytest.raises(ValueError, match="on an NPU: .*; remove the flag"):
+    with pytest.raises(ValueError, match=r"on an NPU: .*; remove the flag"):
         check(*argv)
 
 
@@ -110,7 +110,8 @@ def test_features_without_mindspeed_are_an_error(monkeypatch: pytest.MonkeyPatch
         ("--transformer-impl local --moe-grouped-gemm", "npu", ("torch_npu", "mindspeed"), LOCAL),
         ("--transformer-impl transformer_engine", "cpu", ("transformer_engine",), LOCAL),
         ("--transformer-impl transformer_engine", "cuda", (), LOCAL),
-        ("--transformer-impl transformer_engine", "cuda", ("transformer_engine",), TRANSFORMER_ENGINE),
+        ("--transformer-impl transformer_engine", "cuda", ("transformer_engine",),
+         TRANSFORMER_ENGINE),
         ("--moe-grouped-gemm", "cuda", ("transformer_engine",), LOCAL),
     ],
 )  # fmt: skip
