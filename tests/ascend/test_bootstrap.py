@@ -41,7 +41,7 @@ def _init(original):
 
 def _patch():
     torch.compile = torch.jit.script = _dummy
-    for name in ("flash_attn", "flash_attn.flash_attn_interface", "transformer_engine"):
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "fused_layer_norm_cuda"):
         module = types.ModuleType(name)
         module.__file__ = "mindspeed.dummy_module.py"
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -76,6 +76,8 @@ class Backend:
 triton.backends.backends = {"nvidia": Backend}
 
 def missing(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
     raise ImportError("torchvision is missing: " + name)
 
 sys.modules["transformers.lazy"] = lazy = types.ModuleType("transformers.lazy")
@@ -97,7 +99,7 @@ answer["compile"] = torch.compile.__module__
 answer["script"] = torch.jit.script.__module__
 adaptor = sys.modules.get("mindspeed.megatron_adaptor")
 answer["seen"] = adaptor.SEEN if adaptor else None
-answer["dummies"] = sorted(n for n in ("flash_attn", "transformer_engine") if n in sys.modules)
+answer["dummies"] = sorted(n for n in ("flash_attn", "fused_layer_norm_cuda") if n in sys.modules)
 import megatron.core.jit
 answer["jit_fuser"] = megatron.core.jit.jit_fuser.__module__
 if "triton.backends" in sys.modules:
@@ -166,7 +168,7 @@ def test_the_adaptor_changes_nothing_for_others(stubs: Path) -> None:
     assert found["seen"] == {"argv": ["entry"], "features": {"swap_optimizer": True}}
     assert found["compile"] == "torch" and found["script"] == "torch.jit._script"
     assert found["jit_fuser"] == "mindspeed.megatron_adaptor", "megatron-core compiles nothing"
-    assert found["dummies"] == ["transformer_engine"], "vLLM would import flash_attn.ops"
+    assert found["dummies"] == ["fused_layer_norm_cuda"], "vLLM would import flash_attn.ops"
     assert found["triton"] is False, "CUDA that an NPU answers for is none"
     assert found["environment"] == {
         "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64",
