@@ -212,7 +212,7 @@ MUTATIONS = (
         "data/balance.py",
         "zip(first.parts, reversed(second.parts), strict=True)",
         "zip(first.parts, second.parts, strict=True)",
-        "tests/unit/test_balance.py::test_a_large_step_is_even_and_full",
+        "tests/unit/test_balance.py::test_two_parts_are_close_to_the_best_of_equal_number",
     ),
     Mutation(
         "rows-take-what-does-not-fit",

@@ -148,8 +148,9 @@ MEMORY_MUTATIONS = (
     Mutation(
         "freed-engine-weights-count-as-synced",
         "rollout/vllm_engine.py",
-        "        self._version = -1\n        self._updating = False\n        self._state = ",
-        "        self._state = ",
+        "        self._version = -1\n        self._updating = False\n"
+        "        self._state = EngineState.ASLEEP\n",
+        "        self._state = EngineState.ASLEEP\n",
         "tests/unit/test_vllm_engine.py::test_no_order_of_calls_generates_with_wrong_weights",
     ),
     Mutation(
