@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
+from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -22,6 +24,7 @@ from mindspeed_rl.config.outputs import (
     export_target,
 )
 from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.memory.communicators import device_groups, hccl_lines
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, headline
 from mindspeed_rl.observability.progress import RunProgress
@@ -54,6 +57,10 @@ def describe(run: RLJob) -> None:
     )
     if plan.spec.moe:
         run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
+    if run.job.platform.name == "npu":
+        groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
+        buffers = group_buffers(run.config.ascend.hccl_group_buffer)
+        run.job.say(*hccl_lines(groups, buffers, int(os.environ.get("HCCL_BUFFSIZE", "200"))))
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
