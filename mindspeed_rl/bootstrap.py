@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
 from mindspeed_rl.platforms.installed import resolve_platform
 
 if TYPE_CHECKING:
+    from mindspeed_rl.config.npu import NpuSetup
     from mindspeed_rl.platforms.base import Platform
 
 # What must be set before torch or vllm is imported; a user's own value wins.
@@ -133,7 +134,7 @@ def start(
     platform_name: str,
     timeout_minutes: int,
     world: World,
-    features: Callable[[], Mapping[str, Any]] | None = None,
+    setup: NpuSetup | None = None,
 ) -> Platform:
     """Import torch, join the process group, install the platform. Collective: the world.
 
@@ -141,7 +142,7 @@ def start(
         platform_name: ``--platform``.
         timeout_minutes: of one collective.
         world: this process among its peers.
-        features: gives MindSpeed's arguments; asked on an NPU only.
+        setup: what an NPU process is told.
     """
     from datetime import timedelta
 
@@ -155,7 +156,7 @@ def start(
     platform.set_device()
     check_versions(platform.name)
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
-    platform.install(features() if features and platform.name == "npu" else None)
+    platform.install(setup)
     return platform
 
 

@@ -185,7 +185,7 @@ DETERMINISM = Group(
 MODULES = Group(
     Disposition.HONOURED,
     "",
-    "--transformer-impl:1 --moe-grouped-gemm:0",
+    "--transformer-impl:1 --moe-grouped-gemm:0 --moe-permute-fusion:0",
 )
 FUSIONS = Group(
     Disposition.NO_MEANING,
@@ -196,7 +196,7 @@ FUSIONS = Group(
     --no-rope-fusion:0 --no-persist-layer-norm:0 --no-gradient-accumulation-fusion:0
     --disable-jit-fuser:0 --use-fused-weighted-squared-relu:0 --use-te-activation-func:0
     --no-clone-scatter-output-in-embedding|--disable-clone-scatter-output-in-embedding:0
-    --moe-use-legacy-grouped-gemm:0 --moe-permute-fusion:0
+    --moe-use-legacy-grouped-gemm:0
     --moe-router-fusion:0 --te-rng-tracker:0 --inference-rng-tracker:0
     """,
 )

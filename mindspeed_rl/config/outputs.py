@@ -17,7 +17,9 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
+REPORT_FILE = "report.html"
 TENSORBOARD_FOLDER = "tensorboard"
+EVENT_FILES = "events.out.tfevents.*"
 EXPORT_FOLDER = "hf"
 
 # A file in an exported model that says that it is one, of which step, and what belongs to it.
@@ -43,8 +45,8 @@ def export_record(step: int, files: list[str]) -> dict[str, Any]:
     }
 
 
-def refuse_foreign_target(target: Path) -> None:
-    """An export replaces nothing but an earlier export.
+def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
+    """An export, which ``flag`` asks for, replaces nothing but an earlier export.
 
     Raises:
         ValueError: ``target`` exists and is not an export of this project, or holds other files.
@@ -54,13 +56,13 @@ def refuse_foreign_target(target: Path) -> None:
     files = _exported_files(target)
     if files is None:
         raise ValueError(
-            f"--export-hf {target} exists and was not exported by mindspeed_rl (it has no "
+            f"{flag} {target} exists and was not exported by mindspeed_rl (it has no "
             f"{EXPORT_RECORD}), so it is not replaced; choose another directory, or remove it"
         )
     others = sorted(path.name for path in target.iterdir() if path.name not in files)
     if others:
         raise ValueError(
-            f"--export-hf {target} holds more than the export it was: {', '.join(others[:5])}; "
+            f"{flag} {target} holds more than the export it was: {', '.join(others[:5])}; "
             "move these files elsewhere, or choose another directory"
         )
 
@@ -79,12 +81,19 @@ def _exported_files(target: Path) -> set[str] | None:
 def earlier_results(output_dir: str) -> list[Path]:
     """What an earlier run left in ``--output-dir``: its files, and its export."""
     root = Path(output_dir)
-    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE)
+    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
     found = [root / name for name in names if (root / name).is_file()]
-    found += sorted((root / TENSORBOARD_FOLDER).glob("events.out.tfevents.*"))
+    found += sorted((root / TENSORBOARD_FOLDER).glob(EVENT_FILES))
     if _exported_files(root / EXPORT_FOLDER) is not None:
         found.append(root / EXPORT_FOLDER)
     return found
+
+
+def _foreign_events(logging: LoggingConfig) -> list[Path]:
+    """Event files in ``--tensorboard-dir``; they need not be of this project."""
+    if not logging.tensorboard_dir:
+        return []
+    return sorted(Path(logging.tensorboard_dir).glob(EVENT_FILES))
 
 
 def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
@@ -93,8 +102,16 @@ def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
     Raises:
         ValueError: ``--output-dir`` holds results and ``--overwrite-output-dir`` is not given.
     """
+    if logging.overwrite_output_dir:
+        return
+    if events := _foreign_events(logging):
+        raise ValueError(
+            f"--tensorboard-dir {logging.tensorboard_dir} holds the events of another run "
+            f"({events[0].name}): choose another folder, or add --overwrite-output-dir to hide "
+            "them (they are not removed)"
+        )
     found = earlier_results(logging.output_dir)
-    if not found or logging.overwrite_output_dir:
+    if not found:
         return
     names = list(dict.fromkeys(p.relative_to(logging.output_dir).parts[0] for p in found))
     resume = (
@@ -136,7 +153,16 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         if path:
             _check_writable(flag, Path(path))
     if target:
-        _check_export_target(Path(target), config)
+        _check_export_target("--export-hf", Path(target), config)
+    if isinstance(config, RLRunConfig) and config.critic.critic_export_hf:
+        critic = Path(config.critic.critic_export_hf)
+        _check_writable("--critic-export-hf", critic.parent)
+        _check_export_target("--critic-export-hf", critic, config)
+        if critic.resolve() == Path(target).resolve():
+            raise ValueError(
+                f"--critic-export-hf {critic} is where the policy is exported; choose another "
+                "directory"
+            )
     if not checkpoint.load or checkpoint.finetune:
         refuse_earlier_results(logging)
 
@@ -153,7 +179,7 @@ def _check_writable(flag: str, path: Path) -> None:
         )
 
 
-def _check_export_target(target: Path, config: RLRunConfig | PretrainRunConfig) -> None:
+def _check_export_target(name: str, target: Path, config: RLRunConfig | PretrainRunConfig) -> None:
     place = target.resolve()
     for flag, path in (
         ("--hf-checkpoint", config.model.hf_checkpoint),
@@ -165,7 +191,7 @@ def _check_export_target(target: Path, config: RLRunConfig | PretrainRunConfig) 
         if path and (kept := Path(path).resolve()) and place in (kept, *kept.parents):
             where = "is" if place == kept else "contains"
             raise ValueError(
-                f"--export-hf {target} {where} {flag} {path}, which the export would replace; "
+                f"{name} {target} {where} {flag} {path}, which the export would replace; "
                 "choose a directory of its own"
             )
-    refuse_foreign_target(target)
+    refuse_foreign_target(target, name)

@@ -70,7 +70,11 @@ def _kernels(job: Job[RLRunConfig, RLPlan]) -> Kernels:
 
 
 def share_memory(
-    job: Job[RLRunConfig, RLPlan], policy: TrainEngine, reference: TrainEngine | None
+    job: Job[RLRunConfig, RLPlan],
+    policy: TrainEngine,
+    reference: TrainEngine | None,
+    critic: TrainEngine | None = None,
+    reward_model: TrainEngine | None = None,
 ) -> Sharing:
     """What leaves the device for the engine, and what of the engine leaves for it.
 
@@ -86,7 +90,7 @@ def share_memory(
     platform = job.platform
     kept = platform.shares_host_memory and mode is OffloadMode.NONE
     return Sharing(
-        groups=trainer_memory(policy, reference),
+        groups=trainer_memory(policy, reference, critic, reward_model),
         mode=mode,
         free_engine_weights=free_weights,
         # on a host that keeps everything, freed pages are used again by the same process

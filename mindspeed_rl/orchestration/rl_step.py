@@ -21,9 +21,9 @@ from mindspeed_rl.algorithms.types import (
     Sequences,
 )
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.orchestration import training
-from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
+from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -32,11 +32,10 @@ from mindspeed_rl.orchestration.rl_batch import (
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
+from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
 from mindspeed_rl.phases.machine import Phase
-from mindspeed_rl.rewards import RewardRequest
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
-from mindspeed_rl.types import Completion, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,101 +84,25 @@ def collect(run: RLJob, step: int) -> Collected:
     return Collected(numbered(groups), numbered(drawn), metrics, greedy)
 
 
-def rollouts_of(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int = 0,
-) -> tuple[list[Sample], MetricSet]:
-    """One scored response to each of ``prompts`` on every rank. Collective: the world."""
-    take_stats(run)
-    with run.phase("generate"):
-        rollouts = generate(run, prompts, step, settings, attempt)
-    stats = take_stats(run)
-    if run.rank == 0:
-        record_history(run, stats)
-    with run.phase("reward"):
-        rollouts, metrics = score(run, rollouts if run.leads_engine else [])
-    metrics = metrics.merge(step_metrics(stats, run.plan.engine.dp > 1))
-    with run.phase("exchange"):
-        samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
-    return samples, metrics
+def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:
+    """All optimizer steps of an RL step, the critic's first. Collective: the training grid.
 
-
-def my_share(run: RLJob, num_samples: int) -> range:
-    """The sample ids that this rank's engine generates: contiguous, sizes differ by at most 1."""
-    engine = run.plan.engine
-    replica, count = engine.group_of(run.rank), engine.num_groups
-    return range(num_samples * replica // count, num_samples * (replica + 1) // count)
-
-
-def generate(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int = 0,
-) -> list[Rollout]:
-    """Complete this engine's share of ``prompts``; position in the list is the sample id.
-
-    ``attempt`` makes other seeds for the same step. Collective: the ranks of each engine.
+    With ``critic_only`` the policy stays as it is.
     """
-    seed = run.config.train.seed
-    share = my_share(run, len(prompts))
-    requests = [
-        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
-        for i in share
-    ]
-    completions = run.engine.generate(requests, settings, run.version)
-    return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
-
-
-def response_text(run: RLJob, completion: Completion) -> str:
-    """The response as text, special tokens left out; for rewards and people only (R13)."""
-    return str(run.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
-
-
-def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], MetricSet]:
-    """The same rollouts with their rewards, and how many failed or ran out of time. Local."""
-    if run.rewards is None:
-        return [], MetricSet({"reward/error_rate": Mean(0, 0), "reward/timeout_rate": Mean(0, 0)})
-    requests = [
-        RewardRequest(
-            sample_id=r.sample_id,
-            prompt=r.prompt.text,
-            response=response_text(run, r.completion),
-            answer=r.prompt.answer,
-            finish_reason=r.completion.finish_reason,
-            num_response_tokens=len(r.completion.token_ids),
-            metadata=r.prompt.metadata,
-        )
-        for r in rollouts
-    ]
-    results = run.rewards.score(requests)
-    scored = [
-        replace(r, reward=result.reward, reward_parts=result.parts)
-        for r, result in zip(rollouts, results, strict=True)
-    ]
-    return scored, MetricSet(
-        {
-            f"reward/{status}_rate": Mean.of(float(r.status == status) for r in results)
-            for status in ("error", "timeout")
-        }
-    )
-
-
-def update(run: RLJob, batches: StepBatches) -> MetricSet:
-    """All optimizer steps of an RL step. Collective: the training grid."""
     run.phases.require(Phase.TRAIN, "update")
     metrics = batches.metrics
-    if not batches.updates:
+    if run.critic is not None:
+        shares = [(b.micro_batches, b.denominators) for b in batches.updates]
+        metrics = metrics.merge(rl_critic.update(run, shares))
+    updates = [] if critic_only else batches.updates
+    if not updates:
         nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))
-        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(float(run.rank == 0))})
+        skipped = float(run.rank == 0 and not critic_only)
+        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(skipped)})
     before = run.version
     gaps: list[torch.Tensor] = []
     for _ in range(run.plan.batch.iterations):
-        for batch in batches.updates:
+        for batch in updates:
             metrics = metrics.merge(update_once(run, batch, run.version == before, gaps))
     if run.policy.is_last:
         gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
@@ -189,6 +112,17 @@ def update(run: RLJob, batches: StepBatches) -> MetricSet:
         metrics = metrics.merge({"policy/kl_beta": Max(run.kl_beta)})
         adapt_kl(run, metrics)
     return metrics
+
+
+def refresh_reference(run: RLJob, step: int) -> None:
+    """The policy becomes the reference every ``--ref-update-interval`` steps. Local; in TRAIN."""
+    interval = run.config.rl.ref_update_interval
+    if run.reference is None or not interval or step % interval:
+        return
+    with run.phases.resident(Owner.REFERENCE), torch.no_grad():
+        present = run.policy.named_parameters()
+        for name, param in run.reference.named_parameters().items():
+            param.copy_(present[name])
 
 
 def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
@@ -262,6 +196,8 @@ def update_once(
     Differences between trainer and engine are appended to ``gaps``.
     """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
+    if run.config.rl.rl_routing_replay != "none":
+        silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})
@@ -290,15 +226,25 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
+        **quantiles("reward/", known),
+        **quantiles("response/length_", lengths),
+        "response/length_min": float(min(lengths, default=0)),
         "response/length_mean": sum(lengths) / max(1, len(lengths)),
         "response/length_max": float(max(lengths, default=0)),
         "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
         "reward/degenerate_groups": _degenerate(samples, run.plan.batch.group_size),
     }
-    for i, name in enumerate(run.reward_names):
+    for i, name in enumerate(run.part_names):
         scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
         values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
     return values
+
+
+def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile: the smallest value that at least this share reaches."""
+    ordered = sorted(values)
+    places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
+    return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
 
 
 def _degenerate(samples: Sequence[Sample], group_size: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from mindspeed_rl.config.npu import NpuSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class Platform(Protocol):
         """Restore what :meth:`rng_state` gave."""
         ...
 
-    def install(self, features: Mapping[str, Any] | None = None) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """Make megatron-core usable on this device; idempotent.
 
         Args:
-            features: MindSpeed's arguments by name; empty where it is not used.
+            setup: what an NPU process is told; others have no use for it.
         """
         ...
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
 
 
@@ -41,7 +41,7 @@ class CudaPlatform:
         if state is not None:
             torch.cuda.set_rng_state(state)
 
-    def install(self, features: Mapping[str, Any] | None = None) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """megatron-core runs on CUDA as it is."""
 
     def memory(self) -> DeviceMemory:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
 
 
@@ -45,11 +46,11 @@ class NpuPlatform:
         if state is not None:
             self._npu.set_rng_state(state)
 
-    def install(self, features: Mapping[str, Any] | None = None) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """Apply MindSpeed, or torch_npu's own stand-in for CUDA where it is not installed."""
         from mindspeed_rl.platforms import npu_install
 
-        npu_install.install(features or {})
+        npu_install.install(setup or NpuSetup())
 
     def memory(self) -> DeviceMemory:
         """Used is what torch's allocator has reserved; buffers of HCCL are outside of it."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.patching import Patch, apply_patch
 from mindspeed_rl.platforms.installed import has_mindspeed
 
@@ -39,43 +41,42 @@ PURGED = ("flash_attn", "fla", "fast_hadamard_transform")
 # Their attributes are imported when they are asked for.
 LAZY = ("transformers",)
 _DUMMY_FILE = "mindspeed.dummy_module.py"
-_INSTALLED: list[dict[str, Any]] = []
+_INSTALLED: list[NpuSetup] = []
 
 
-def install(features: Mapping[str, Any]) -> None:
+def install(setup: NpuSetup) -> None:
     """Adapt this process, once. Local.
 
-    Args:
-        features: MindSpeed's arguments by name, with underscores; all others keep their defaults.
-
     Raises:
-        ValueError: features without MindSpeed.
-        RuntimeError: a second call with other features, or megatron-core was imported before.
+        RuntimeError: a second call with another set-up, or megatron-core was imported before
+            MindSpeed could be applied.
     """
     if _INSTALLED:
-        if _INSTALLED[0] != dict(features):
-            raise RuntimeError(
-                f"MindSpeed's features are set once per process: {_INSTALLED[0]}, now "
-                f"{dict(features)}"
-            )
+        if _INSTALLED[0] != setup:
+            raise RuntimeError(f"an NPU process is set up once: {_INSTALLED[0]}, now {setup}")
         return
     with_mindspeed = has_mindspeed()
-    if features and not with_mindspeed:
-        raise ValueError(
-            f"{', '.join(sorted(features))}: features of MindSpeed, which is not installed; "
-            "install its branch core_r0.16.0, or remove the flags"
-        )
     loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
     if with_mindspeed and loaded:
         raise RuntimeError(f"MindSpeed must be applied before {loaded[0]} is imported")
     with _kept_functions(), _kept_triton_drivers():
         if with_mindspeed:
-            _apply_adaptor(features)
+            _apply_adaptor(setup.features)
         else:
             _answer_for_cuda()
         importlib.import_module("megatron.core.jit")
     purge_dummies()
-    _INSTALLED.append(dict(features))
+    set_group_buffers(setup.group_buffers_mb)
+    if setup.deterministic:
+        _be_deterministic()
+    _INSTALLED.append(setup)
+
+
+def _be_deterministic() -> None:
+    """MindSpeed's own switch acts on megatron.training alone. HCCL reads its own at first use."""
+    os.environ["HCCL_DETERMINISTIC"] = "true"
+    os.environ["LCCL_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True)
 
 
 def _apply_adaptor(features: Mapping[str, Any]) -> None:
@@ -84,6 +85,22 @@ def _apply_adaptor(features: Mapping[str, Any]) -> None:
     with clean_argv():
         adaptor: Any = importlib.import_module(ADAPTOR)
         adaptor.repatch(dict(features))
+    _check_applied()
+
+
+def _check_applied() -> None:
+    """MindSpeed's patches are in force (R53).
+
+    Raises:
+        RuntimeError: a part of megatron-core is as it was, so that later errors would mislead.
+    """
+    config: Any = importlib.import_module("megatron.core.transformer.transformer_config")
+    if not config.TransformerConfig.__init__.__globals__["__name__"].startswith("mindspeed."):
+        megatron, mindspeed = sys.modules["megatron.core"], sys.modules["mindspeed"]
+        raise RuntimeError(
+            f"MindSpeed ({mindspeed.__path__}) was imported, but its patches of megatron-core "
+            f"({megatron.__path__}) are not in force; install the branches of the matrix"
+        )
 
 
 class _SeenModules:
@@ -175,46 +192,6 @@ def purge_dummies() -> list[str]:
     for name in names:
         del sys.modules[name]
     return sorted(names)
-
-
-def parse_features(tokens: list[str]) -> dict[str, Any]:
-    """Flags of MindSpeed in its own types and limits, by MindSpeed's own parser.
-
-    Args:
-        tokens: flags with values, like ``["--swap-optimizer-times", "8"]``.
-
-    Raises:
-        ValueError: the installed MindSpeed does not know a flag, or not its value.
-    """
-    import argparse
-
-    if not tokens:
-        return {}
-    if not has_mindspeed():
-        raise ValueError(
-            f"{' '.join(tokens)}: needs MindSpeed, which is not installed; install its branch "
-            "core_r0.16.0, or remove the flags"
-        )
-    with clean_argv(), _kept_functions(), _kept_triton_drivers():
-        module: Any = importlib.import_module("mindspeed.features_manager.features_manager")
-        importlib.import_module("mindspeed.features_manager")
-        parser = argparse.ArgumentParser(
-            allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS,
-            exit_on_error=False,
-        )  # fmt: skip
-        module.MindSpeedFeaturesManager.register_features_args(parser)
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    try:
-        namespace, unknown = parser.parse_known_args(tokens)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"MindSpeed: {error}") from error
-    if unknown:
-        raise ValueError(
-            f"{' '.join(unknown)}: not a flag of the installed MindSpeed; remove it, or install "
-            "the branch core_r0.16.0"
-        )
-    return vars(namespace)
 
 
 def set_group_buffers(sizes_mb: Mapping[str, int]) -> None:

@@ -113,6 +113,7 @@ def parts_by_storage(llm: Any) -> EngineParts:
     cache = ZeroedMemory(kv_tensors(runner))
     assert cache.num_bytes, "no key/value cache found in vLLM's runner"
     named = runner.model.named_parameters()
-    weights = ZeroedMemory(p.data for name, p in named if not name.endswith(DERIVED_PARAMS))
+    own = [p.data for name, p in named if not name.endswith(DERIVED_PARAMS)]
+    weights = ZeroedMemory(own, refilled=True)
     derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
     return EngineParts(runner.model, derived, weights, cache, stable_addresses=False)

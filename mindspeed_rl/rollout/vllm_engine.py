@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mindspeed_rl.rollout.backend import Backend, make_backend
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
+    OnStep,
     SamplingSettings,
     requests_digest,
 )
@@ -223,8 +224,9 @@ class VllmEngine:
         """Give the key/value cache back to the system. Local."""
         if self._state is EngineState.AWAKE:
             self._reset_prefix_cache()
-            self._cache.free()
             self._state = EngineState.WEIGHTS
+        if self._state is EngineState.WEIGHTS:
+            self._cache.free()
 
     def free_weights(self) -> None:
         """Give the parameters back to the system; what they held is gone. Local.
@@ -236,8 +238,8 @@ class VllmEngine:
             raise RuntimeError("free_weights: the key/value cache leaves first")
         self._version = -1
         self._updating = False
-        self._weights.free()
         self._state = EngineState.ASLEEP
+        self._weights.free()
 
     def wake(self, tags: Sequence[str]) -> None:
         """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.
@@ -263,8 +265,11 @@ class VllmEngine:
         requests: Sequence[GenerationRequest],
         settings: SamplingSettings,
         trainer_version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
         """Sample one completion per request, in order. Collective: the ranks of this engine.
+
+        ``on_step`` gets what each step of the engine has finished.
 
         Raises:
             RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
@@ -276,13 +281,20 @@ class VllmEngine:
                 f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
             )
         self._check_agreement(requests_digest(requests, settings, trainer_version))
+        done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
-            outputs = self._run(requests, settings)
-        return [completion(outputs[r.sample_id], r.sample_id, trainer_version) for r in requests]
+            self._add(requests, settings)
+            for outputs in self._steps():
+                finished = {
+                    key: completion(output.outputs[0], key, trainer_version)
+                    for key, output in outputs.items()
+                }
+                done |= finished
+                if on_step is not None:
+                    on_step(finished)
+        return [done[request.sample_id] for request in requests]
 
-    def _run(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings
-    ) -> dict[int, Any]:
+    def _add(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> None:
         from vllm.inputs.engine import tokens_input
 
         base = sampling_params(settings)
@@ -290,8 +302,9 @@ class VllmEngine:
             prompt = tokens_input(prompt_token_ids=list(request.token_ids))
             params = copy.copy(base)
             params.seed = request.seed
+            if request.max_tokens is not None:
+                params.max_tokens = request.max_tokens
             self._engine.add_request(str(request.sample_id), prompt, params)
-        return {key: output.outputs[0] for key, output in self._step_until_done().items()}
 
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, with_entropy: bool
@@ -315,18 +328,20 @@ class VllmEngine:
             for number, ids in enumerate(sequences):
                 prompt = tokens_input(prompt_token_ids=list(ids))
                 self._engine.add_request(str(number), prompt, copy.copy(params))
-            outputs = self._step_until_done()
+            outputs = {key: o for finished in self._steps() for key, o in finished.items()}
         return [
             token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
             for number, ids in enumerate(sequences)
         ]
 
-    def _step_until_done(self) -> dict[int, Any]:
-        """The step loop: ours, so that other work can be put between the steps of the engine."""
+    def _steps(self) -> Iterator[dict[int, Any]]:
+        """The step loop: ours, so that other work can be put between the steps of the engine.
+
+        Yields what each step finished. Ranks without requests of their own keep stepping while
+        others of their engine have some.
+        """
         capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
-        finished, stats = run_steps(self._engine, self._agreement, self._interval, capacity)
-        self.stats.add(stats)
-        return finished
+        return run_steps(self._engine, self._agreement, self._interval, capacity, self.stats)
 
     def _check_agreement(self, digest: bytes) -> None:
         """All ranks of the engine must be about to generate the same thing (R28)."""

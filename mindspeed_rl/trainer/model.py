@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,9 +51,31 @@ class HiddenStateHead(ColumnParallelLinear):
         return hidden, None
 
 
-def keep_hidden_states(model: GPTModel) -> None:
-    """Make the last stage return hidden states instead of logits; parameters stay as they are."""
-    if model.post_process:
+class ValueHead(torch.nn.Module):
+    """The weight [1, h] of a value head, whole on every tensor-parallel rank; 0 at first.
+
+    It hands the hidden states on, as :class:`HiddenStateHead` does.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        weight = torch.zeros((1, config.hidden_size), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(
+        self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[torch.Tensor, None]:
+        """[T, 1, h] -> the same."""
+        return hidden, None
+
+
+def keep_hidden_states(model: GPTModel, spec: ModelSpec) -> None:
+    """Make the last stage return hidden states instead of logits, and give it the spec's head."""
+    if not model.post_process:
+        return
+    if spec.value_head:
+        model.output_layer = ValueHead(model.config)
+    else:
         model.output_layer.__class__ = HiddenStateHead
 
 
@@ -81,8 +104,8 @@ def _cut_dimension(module: torch.nn.Module) -> int | None:
     return {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None) or "")
 
 
-def _apply_patches(spec: ModelSpec, device: torch.device) -> None:
-    if spec.moe or spec.latent:
+def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) -> None:
+    if (spec.moe or spec.latent) and not modules.fused_norms:
         without_transformer_engine.apply()
     if spec.moe and device.type == "cpu":
         expert_splits_on_host.apply()
@@ -149,7 +172,7 @@ def build_model(
     """
     from megatron.core import parallel_state
 
-    _apply_patches(spec, device)
+    _apply_patches(spec, layout.modules, device)
     stages = layout.parallel.stages
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
@@ -166,8 +189,8 @@ def build_model(
         vp_stage=chunk if stages.vpp > 1 else None,
     )
     _set_attention(model, spec, device)
+    keep_hidden_states(model, spec)
     mark_tensor_parallel_shards(model)
-    keep_hidden_states(model)
     check_built(model, spec, len(stages.layers_of(stage, chunk)))
     return model.to(device)
 
@@ -181,3 +204,14 @@ def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> No
         if spec.latent:
             attention.rotary_pos_emb = PackedRotaryEmbedding(spec, device, latent=True)
         attention.core_attention.softmax_scale = spec.softmax_scale
+
+
+def mixed_precision(module: Any, config: Any) -> Any:
+    """A chunk that computes in the precision of its configuration. Local."""
+    if not config.bf16:
+        return module
+    wrapped = Float16Module(config, module)
+    for part in module.modules():
+        if getattr(part, "expert_bias", None) is not None:
+            part.expert_bias = part.expert_bias.float()  # routing compares sums of small numbers
+    return wrapped

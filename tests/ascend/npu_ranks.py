@@ -6,6 +6,8 @@ NPU is part of what is tested. A rank goes through the product's own bootstrap.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import pickle
 import socket
@@ -96,13 +98,17 @@ def _run_task(folder: Path) -> None:
     module, name, features = pickle.loads((folder / "task.pkl").read_bytes())
     device = None
     if platform == "npu":
+        if importlib.util.find_spec("mindspeed"):
+            from ascend.emulator.stand_ins import install
+
+            install("acl", "triton")  # of CANN and of triton-ascend
         from ascend.emulator.device import emulate
 
         device = emulate()
     world = bootstrap.World.from_environment()
-    bootstrap.start(platform, 5, world, lambda: features)
-    import importlib
+    from mindspeed_rl.config.npu import NpuSetup
 
+    bootstrap.start(platform, 5, world, NpuSetup(features))
     import torch.distributed as dist
 
     args = pickle.loads((folder / "args.pkl").read_bytes())

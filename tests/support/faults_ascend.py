@@ -1,111 +1,46 @@
-"""Named faults of the NPU's engine and of what is planned for it."""
+"""Named faults of the NPU platform and of the names of its modules."""
 
 from __future__ import annotations
 
 from support.mutation import Mutation
 
-_ENGINE = "tests/unit/test_ascend_engine.py::"
-_CYCLES = _ENGINE + "test_three_cycles_of_sleep_wake_and_sync"
-_VERSIONS = "tests/unit/test_ascend_versions.py::"
-_SIZES = "tests/unit/test_graph_sizes.py::"
+_FLAGS = "tests/unit/test_npu_flags.py::"
+_NAMES = "tests/unit/test_module_names.py::"
 
 ASCEND_MUTATIONS = (
     Mutation(
-        "experts-turned-twice-after-waking",
-        "rollout/ascend/experts.py",
-        "            if not param.loadable:\n",
-        "            if True:\n",
-        _CYCLES,
+        "norm-before-experts-in-the-mlp",
+        "models/module_names.py",
+        "            if not spec.has_experts(layer):\n                norms = norms | _DENSE_NORM\n",
+        "            norms = norms | _DENSE_NORM\n",
+        _NAMES + "test_the_norm_before_experts_stays_a_module",
     ),
     Mutation(
-        "experts-without-their-loader",
-        "rollout/ascend/experts.py",
-        "getattr(param.module, param.attribute).weight_loader = _loader(param)",
-        "_loader(param)",
-        _CYCLES,
+        "latent-norms-as-grouped",
+        "models/module_names.py",
+        "norms = _LATENT_NORMS if spec.latent else _GROUPED_NORMS",
+        "norms = _GROUPED_NORMS",
+        _NAMES + "test_latent_attention_keeps_the_norm_of_its_input",
     ),
     Mutation(
-        "layout-of-experts-by-shape",
-        "rollout/ascend/experts.py",
-        "same = now.shape == expected.shape and _strides(now) == _strides(expected)",
-        "same = now.shape == expected.shape",
-        _CYCLES,
+        "transformer-engine-on-a-cpu",
+        "platforms/installed.py",
+        'return platform != "cpu" and find_spec("transformer_engine") is not None',
+        'return find_spec("transformer_engine") is not None',
+        _FLAGS + "test_modules_follow_flags_and_what_is_installed",
     ),
     Mutation(
-        "old-version-turns-experts-once-only",
-        "rollout/ascend/experts.py",
-        "                _method(param).transpose = True\n",
-        "                pass\n",
-        _CYCLES,
+        "swapped-optimizer-offloaded-twice",
+        "config/npu.py",
+        "if on and memory and memory.rl_offload != OffloadMode.NONE.value:",
+        "if False:",
+        _FLAGS + "test_combinations_that_do_not_work_are_refused",
     ),
     Mutation(
-        "stray-tensors-lost-in-sleep",
-        "rollout/ascend/backend.py",
-        "self._platform, save=True,",
-        "self._platform, save=False,",
-        _CYCLES,
-    ),
-    Mutation(
-        "cache-comes-back-with-old-contents",
-        "rollout/ascend/memory.py",
-        "            tensor.zero_()\n",
-        "            pass\n",
-        _CYCLES,
-    ),
-    Mutation(
-        "nz-weights-pass",
-        "rollout/ascend/backend.py",
-        "        self._refuse_nz()\n",
-        "",
-        _ENGINE + "test_an_engine_with_nz_weights_is_refused",
-    ),
-    Mutation(
-        "size-of-the-cache-ignored-by-old-versions",
-        "rollout/ascend/backend.py",
-        "        if self.behaviour.cache_bytes:\n",
-        "        if True:\n",
-        _ENGINE + "test_the_engine_is_built_for_updates",
-    ),
-    Mutation(
-        "key-of-the-version-before",
-        "rollout/ascend_versions.py",
-        'Key(f"{_A}.rl_config.sleep_mode_extra_cleanup"),',
-        'Key(f"{_A}.enable_sleep_mode_extra_cleanup"),',
-        _VERSIONS + "test_every_key_is_read_by_the_version",
-    ),
-    Mutation(
-        "versions-by-the-first-digits",
-        "rollout/ascend_versions.py",
-        'full.startswith(known + ".")',
-        "full.startswith(known)",
-        _VERSIONS + "test_versions_between_are_refused",
-    ),
-    Mutation(
-        "graph-sizes-not-optimal",
-        "rollout/graph_sizes.py",
-        "for j in range(i):",
-        "for j in range(i - 1):",
-        _SIZES + "test_no_choice_of_sizes_pads_less",
-    ),
-    Mutation(
-        "first-token-counted-as-a-decode-step",
-        "rollout/graph_sizes.py",
-        "[length - 1 for length in response_lengths if length > 1]",
-        "[length for length in response_lengths if length > 1]",
-        _SIZES + "test_batches_follow_from_lengths",
-    ),
-    Mutation(
-        "packed-vector-forgets-who-is-left",
-        "rollout/patches/step_sync.py",
-        "        vector[-2] = self._unfinished\n",
-        "",
-        "tests/unit/test_step_loop.py::test_ranks_stop_together_when_nobody_has_requests",
-    ),
-    Mutation(
-        "finish-looked-at-between-intervals",
-        "rollout/step_loop.py",
-        "stats.steps % interval == 0 and agreement.finished()",
-        "agreement.finished()",
-        "tests/unit/test_step_loop.py::test_ranks_stop_together_when_nobody_has_requests",
+        "grouped-gemm-not-told-to-mindspeed",
+        "config/npu.py",
+        '        features["moe_grouped_gemm"] = True\n',
+        "        pass\n",
+        _FLAGS + "test_mindspeed_is_told_what_differs",
     ),
 )

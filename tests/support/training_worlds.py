@@ -260,11 +260,11 @@ def make_loss(
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
     """Break our own code: a check that still passes under one of these proves nothing."""
-    from mindspeed_rl.trainer import norm, train_engine
+    from mindspeed_rl.trainer import heads, norm
 
     if fault == "dropped-tp-reduction":
         with mock.patch.object(
-            train_engine, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
+            heads, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
         ):
             yield
     elif fault == "unmarked-norm":
@@ -347,7 +347,7 @@ def _by_sample(
                 own = prepared.batch.sequence_of == i
                 # a context-parallel rank has some of a sample's tokens, possibly none
                 places = prepared.batch.positions[prepared.batch.loss_mask][own].tolist()
-                for place, value in zip(places, tensor[own], strict=True):
+                for place, value in zip(places, tensor[own].cpu(), strict=True):
                     mine[sample_id, place] = value
     everyone: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -18,7 +18,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {}
 
 def _reference(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        REFERENCES.update({f"npu::{name}": function for name in names})
+        REFERENCES.update({n if "::" in n else f"npu::{n}": function for n in names})
         return function
 
     return register
@@ -217,3 +217,50 @@ def cast_backward(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def to_format(input: torch.Tensor, **ignored: Any) -> torch.Tensor:
     """A copy: private memory formats are not emulated, all is ND."""
     return input.clone()
+
+
+@_reference("aten::matmul_backward")
+def matmul_backward(
+    grad: torch.Tensor, self: torch.Tensor, other: torch.Tensor, mask: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of both factors; the CPU takes matmul apart and has no such operator."""
+    left = self.unsqueeze(0) if self.dim() == 1 else self
+    right = other.unsqueeze(1) if other.dim() == 1 else other
+    if self.dim() == 1:
+        grad = grad.unsqueeze(-1 if other.dim() == 1 else -2)
+    if other.dim() == 1:
+        grad = grad.unsqueeze(-1)
+    to_left = (grad @ right.transpose(-1, -2)).sum_to_size(left.shape).reshape(self.shape)
+    to_right = (left.transpose(-1, -2) @ grad).sum_to_size(right.shape).reshape(other.shape)
+    return (to_left if mask[0] else None, to_right if mask[1] else None)
+
+
+# --- experts ------------------------------------------------------------------------------------
+
+
+@_reference("npu_gather_backward")
+def gather_backward(
+    grad: torch.Tensor, self_size: Any, dim: int, index: torch.Tensor, **ignored: Any
+) -> torch.Tensor:
+    """Gradients added where the values came from."""
+    return grad.new_zeros(tuple(self_size)).scatter_add_(dim, index, grad)
+
+
+@_reference("npu_grouped_matmul")
+def grouped_matmul(
+    x: list[torch.Tensor], weight: list[torch.Tensor], *, group_list: Any = None,
+    group_type: int = -1, group_list_type: int = 0, **options: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Groups of rows of ``x`` times a weight each (0), or of the contracted dimension (2)."""
+    assert len(x) == 1 and not any(options.get(name) for name in ("bias", "scale", "offset"))
+    listed = [int(n) for n in group_list]
+    sizes = [b - a for a, b in zip([0, *listed], listed, strict=False)]
+    if group_list_type == 1:
+        sizes = listed
+    if group_type == 0:
+        matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
+        parts = x[0].split(sizes)
+        return [torch.cat([p @ w for p, w in zip(parts, matrices, strict=True)])]
+    assert group_type == 2, f"the emulator has no grouped_matmul with group_type {group_type}"
+    pairs = zip(x[0].split(sizes, dim=1), weight[0].split(sizes), strict=True)
+    return [torch.stack([left @ right for left, right in pairs])]
