@@ -146,7 +146,7 @@ class VllmEngine:
         """The trainer's update count of the weights; -1 while they are incomplete."""
         return self._version
 
-    def weight_views(self) -> dict[str, torch.Tensor]:
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
         """Live parameters by vLLM's names, for writing between begin and finish of an update.
 
         Raises:

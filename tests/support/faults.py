@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_ascend import ASCEND_MUTATIONS
+from support.faults_ascend_engine import ASCEND_ENGINE_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
@@ -336,6 +337,7 @@ MUTATIONS = (
     ),
     *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
+    *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *ASCEND_MUTATIONS,
     *MODEL_MUTATIONS,
