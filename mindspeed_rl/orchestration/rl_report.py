@@ -20,6 +20,7 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, headline
@@ -30,6 +31,7 @@ from mindspeed_rl.observability.timers import StepTimes
 from mindspeed_rl.orchestration import results, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.types import Prompt
 
 
@@ -50,6 +52,9 @@ def describe(run: RLJob) -> None:
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
     )
+    machine = machine_on(run.config, run.job.platform.name)
+    communicator = assumptions_of(run.config, machine).communicator_bytes
+    run.job.say(*group_lines(existing_groups(), communicator))
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 

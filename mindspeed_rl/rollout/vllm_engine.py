@@ -110,7 +110,8 @@ class VllmEngine:
         self._derived = DerivedState(self._model, self._engine.model_config.dtype)
         self._cache = ZeroedMemory(kv_tensors(runner))
         assert self._cache.num_bytes, "no key/value cache found in vLLM's runner"
-        self._weights = ZeroedMemory(self._params().values(), refilled=True)
+        everything = (p.data for _, p in self._model.named_parameters())
+        self._weights = ZeroedMemory(everything, refilled=True)
         self._check_layout()
         self._pointers = self._addresses()
 
