@@ -20,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.faults import MUTATIONS, Mutation
+from support.share import parse_share
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0  # one fault
@@ -158,18 +159,6 @@ def choose(names: list[str]) -> list[Mutation]:
     return [known[name] for name in names] or list(MUTATIONS)
 
 
-def share_of(mutations: Sequence[Mutation], share: str) -> list[Mutation]:
-    """Every N-th fault from the I-th on, so that N runs plant all of them.
-
-    Raises:
-        ValueError: not ``I/N`` with 0 <= I < N.
-    """
-    first, _, count = share.partition("/")
-    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
-        raise ValueError(f"--share {share}: give I/N with I from 0 to N - 1, such as 0/3")
-    return list(mutations)[int(first) :: int(count)]
-
-
 def main() -> int:
     """Run the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -181,7 +170,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="copies tested at a time (default 2)")
     arguments = parser.parse_args()
     try:
-        mutations = share_of(choose(arguments.only), arguments.share)
+        mutations = parse_share("--share", arguments.share).of(choose(arguments.only))
         if arguments.list:
             for mutation in mutations:
                 print(f"{mutation.name}: {mutation.file} -> {mutation.test}")

@@ -6,8 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutations import ROOT, planted_text, share_of, shares
+from mutations import ROOT, planted_text, shares
 from support.faults import MUTATIONS, Mutation
+from support.share import parse_share
 
 
 def test_names_are_unique() -> None:
@@ -45,7 +46,7 @@ def test_every_test_is_tried_once_without_a_fault() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_plant_every_fault_once(count: int) -> None:
-    parts = [share_of(MUTATIONS, f"{i}/{count}") for i in range(count)]
+    parts = [parse_share("--share", f"{i}/{count}").of(MUTATIONS) for i in range(count)]
     names = [fault.name for part in parts for fault in part]
     assert sorted(names) == sorted(fault.name for fault in MUTATIONS)
 
@@ -53,4 +54,4 @@ def test_shares_plant_every_fault_once(count: int) -> None:
 @pytest.mark.parametrize("share", ["", "1", "3/3", "-1/2", "0/0", "a/b"])
 def test_a_share_that_is_none_is_refused(share: str) -> None:
     with pytest.raises(ValueError, match="give I/N"):
-        share_of(MUTATIONS, share)
+        parse_share("--share", share)

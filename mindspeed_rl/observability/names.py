@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 REWARD = "reward/mean"
@@ -28,8 +29,15 @@ def is_evaluation(name: str) -> bool:
 
 
 def headline(values: Mapping[str, float]) -> dict[str, float]:
-    """The few values for one line on a terminal, under short names, in a fixed order."""
-    return {short: values[name] for name, short in _HEADLINE.items() if name in values}
+    """The few values for one line on a terminal, under short names, in a fixed order.
+
+    A maximum over nothing, as the mismatch of a step that leaves the policy as it is, is left out.
+    """
+    return {
+        short: values[name]
+        for name, short in _HEADLINE.items()
+        if values.get(name, -math.inf) != -math.inf
+    }
 
 
 def format_fields(fields: Mapping[str, float]) -> str:

@@ -28,6 +28,7 @@ from mindspeed_rl.orchestration.rl_phases import (
     watched,
 )
 from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
@@ -67,6 +68,8 @@ class RLJob:
     kl_beta: float
     version: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
+    critic: TrainEngine | None = None
+    reward_model: TrainEngine | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -77,6 +80,11 @@ class RLJob:
     def plan(self) -> RLPlan:
         """Layouts and batch arithmetic."""
         return self.job.plan
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of a reward: the functions', and the reward model's."""
+        return (*self.reward_names, *(() if self.reward_model is None else ("reward_model",)))
 
     @property
     def rank(self) -> int:
@@ -145,14 +153,16 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     stop_token_ids(tokenizer, plan)
     prompts, eval_prompts = load_data(config.prompts, tokenizer, progress=rank == 0)
     training.initialize_parallel(job)
-    updates = config.train.train_iters * plan.batch.updates
+    updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
-    policy = training.build_engine(job, "policy", updates, temperature)
+    replays = config.rl.rl_routing_replay != "none"
+    policy = training.build_engine(job, "policy", updates, temperature, replays_routing=replays)
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
+    critic, reward_model = build_critic(job), build_reward_model(job)
     timer = PhaseTimer(job.platform.synchronize)
-    sharing = share_memory(job, policy, reference)
+    sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     ledger = open_ledger(job, sharing, engine)
@@ -169,6 +179,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
         policy=policy,
         reference=reference,
+        critic=critic,
+        reward_model=reward_model,
         engine=engine,
         phases=phases,
         ledger=ledger,

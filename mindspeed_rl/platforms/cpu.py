@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
 
@@ -39,7 +40,7 @@ class CpuPlatform:
     def set_rng_state(self, state: torch.Tensor | None) -> None:
         """Nothing beyond torch's own generator."""
 
-    def install(self) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """Give megatron-core a CPU accelerator."""
         from mindspeed_rl.platforms import cpu_install
 

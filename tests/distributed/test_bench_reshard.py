@@ -21,6 +21,8 @@ TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
 if TOOLS not in sys.path:
     sys.path.insert(0, TOOLS)
 
+from bench.cases import WAYS  # noqa: E402
+
 pytestmark = pytest.mark.distributed
 
 _DENSE = Case(
@@ -73,7 +75,6 @@ CASES = {
         moe_layers=(True, True),
     ),
 }
-STRATEGIES = ("direct", "direct-all-to-all", "stream", "gather", "two-stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
     return run_ranks(bench_world, 4, work_dir=folder, args=(str(folder),))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_gives_the_same_bits(
     case: str, strategy: str, outcomes: list[dict[tuple[str, str], Outcome]]
@@ -164,7 +165,7 @@ def test_every_way_gives_the_same_bits(
         assert rank[case, strategy].wrong == []
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_counted_bytes_are_the_closed_form(
     case: str, strategy: str, outcomes: list[dict[tuple[str, str], Outcome]]

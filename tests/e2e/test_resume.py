@@ -100,6 +100,7 @@ def check_times(file: Path) -> None:
     assert "time/probe_s" not in seconds and "time/evaluate_s" not in seconds
 
 
+@pytest.mark.slow
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     """With all the state a run can have: an adapted coefficient, groups left over (R44)."""
     flags = [
@@ -148,6 +149,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert middle["surplus"], "the resumed run must have had groups to take over"
 
 
+@pytest.mark.slow
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
     flags = ["--global-batch-size", "10", "--micro-batch-size", "4", "--hidden-dropout", "0.1"]
     data = ["--sft-data", "train.jsonl"]

@@ -18,7 +18,7 @@ from support.jobs import ROOT, TorchrunJob, free_port
 
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 LENGTHS = (23, 1, 11, 2)  # one token has nothing to score

@@ -114,6 +114,7 @@ def test_a_mistake_is_told_once(
     assert ended.returncodes[0] != 0 and "exitcode  : 2" in ended.output, ended.output
 
 
+@pytest.mark.slow
 def test_rewards_that_raise_end_the_job_with_the_first_traceback(world: Path) -> None:
     code = "def fails(request):\n    return {}['the key that nobody set']\n"
     (world / "failing.py").write_text(code)

@@ -16,6 +16,7 @@ from mindspeed_rl.rollout.engine import (
     InferenceEngine,
     SamplingSettings,
 )
+from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.types import Completion
 
 VOCAB = 64
@@ -33,6 +34,7 @@ class TableEngine:
 
     Attributes:
         weights: the only parameter.
+        stats: nothing is stepped.
         stale: error that the engine makes in its log-probs although its weights are right.
         calls: what the phases asked for.
     """
@@ -41,6 +43,7 @@ class TableEngine:
         self.weights = torch.zeros(VOCAB)
         self.weights_version = -1
         self.state = EngineState.AWAKE
+        self.stats = StepStats()
         self.stale = 0.0
         self.calls: list[str] = []
         self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []

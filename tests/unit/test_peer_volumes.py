@@ -193,6 +193,8 @@ def test_large_worlds_cost_no_more() -> None:
         (["--cases", "gpt-2"], "--cases gpt-2: unknown; known: all, qwen2.5-7b"),
         (["--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--bucket-mb", "0"], "--bucket-mb 0: must be at least 1"),
+        (["--ways", "gather"], "--ways gather: direct and some of direct-all-to-all, stream"),
+        (["--ways", "direct,copy"], "--ways direct,copy: direct and some of"),
     ],
 )
 def test_mistakes_on_the_command_line_name_flag_and_remedy(
@@ -215,5 +217,7 @@ def test_experts_are_halved_until_a_case_fits() -> None:
     assert f"{tight.source.spec.num_experts} of 256 experts" in tight.title
     with pytest.raises(ValueError, match=r"--cases deepseek-v3: needs .* GB are free"):
         build_case("deepseek-v3", 4, 16, 1 << 30)
+    fewer = build_case("deepseek-v3", 4, 16, 20 << 30, ("direct", "gather"))
+    assert fewer.source.spec.num_experts > tight.source.spec.num_experts
     with pytest.raises(ValueError, match=r"--num-experts 6: .* multiples of 4"):
         build_case("deepseek-v3", 4, 6, 1 << 50)

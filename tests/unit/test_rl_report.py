@@ -117,6 +117,7 @@ def make_run(
         sampler=SimpleNamespace(next=lambda count: list(range(count))),
         prompts=prompts, eval_prompts=prompts,
         rewards=InlinePool(rewards), reward_names=tuple(r.partition("=")[0] for r in rewards),
+        part_names=tuple(r.partition("=")[0] for r in rewards),
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", 1, True),
         ledger=SimpleNamespace(metrics=MetricSet), phases=SimpleNamespace(sync_metrics=MetricSet()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +18,9 @@ from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
 NUM_LAYERS = 2
+WAYS = ("direct", "direct-all-to-all", "stream", "gather", "two-stage")
+# these hold whole tensors
+_STAGING_WAYS = frozenset(("stream", "gather", "two-stage"))
 # rows of embedding and head: the layers are what is measured
 VOCAB = 1024
 _ITEM_BYTES = {"": 2, "float32": 4}
@@ -141,7 +144,9 @@ def hf_bytes(layout: ShardLayout) -> int:
     return sum(prod(s) * _ITEM_BYTES[layout.dtype_of(name)] for name, s in shapes.items())
 
 
-def build_case(name: str, num_ranks: int, num_experts: int, free_bytes: int) -> BuiltCase:
+def build_case(
+    name: str, num_ranks: int, num_experts: int, free_bytes: int, ways: Sequence[str] = WAYS
+) -> BuiltCase:
     """The layouts of a case; experts are halved until everything fits.
 
     Args:
@@ -149,6 +154,7 @@ def build_case(name: str, num_ranks: int, num_experts: int, free_bytes: int) -> 
         num_ranks: 4 or 8.
         num_experts: of a layer; 0: the case's own.
         free_bytes: memory that all ranks together may take.
+        ways: that are raced.
 
     Raises:
         ValueError: the smallest number of experts does not fit, or the experts do not divide.
@@ -159,13 +165,13 @@ def build_case(name: str, num_ranks: int, num_experts: int, free_bytes: int) -> 
     least = num_ranks if experts else 0
     while True:
         built = _build(case, num_ranks, experts)
-        needed = _needed_bytes(built)
+        needed = _needed_bytes(built, ways)
         if needed <= free_bytes:
             return built
         if experts // 2 < max(1, least):
             raise ValueError(
                 f"--cases {name}: needs {needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free; "
-                "choose a smaller case, fewer --ranks, or free memory"
+                "choose a smaller case, fewer --ranks or --ways, or free memory"
             )
         experts //= 2
 
@@ -207,7 +213,7 @@ def _build(case: BenchCase, num_ranks: int, experts: int) -> BuiltCase:
     return BuiltCase(case.name, MegatronLayout(spec, parallel), target, title)
 
 
-def _needed_bytes(built: BuiltCase) -> int:
+def _needed_bytes(built: BuiltCase, ways: Sequence[str]) -> int:
     """The file, both sides on all ranks, and on each rank buffers and the interpreter.
 
     The largest round of a baseline has the largest parameter, whole, of every stage; both baselines
@@ -215,7 +221,8 @@ def _needed_bytes(built: BuiltCase) -> int:
     """
     parallel = built.source.parallel
     largest = max(t.group * t.shard_bytes for t in trainer_tensors(built.source, 2))
-    buffers = 3 * (parallel.pp * largest + _OTHER_BUFFERS_BYTES)
+    num_staging = max(1, len(_STAGING_WAYS.intersection(ways)))
+    buffers = num_staging * (parallel.pp * largest + _OTHER_BUFFERS_BYTES)
     total = hf_bytes(built.source) + parallel.world * (buffers + _RANK_BYTES)
     for layout in (built.source, built.target):
         for rank in range(parallel.world):

@@ -44,12 +44,14 @@ class Options:
     Attributes:
         repeats: timed runs of each way; one more, untimed, comes first.
         bucket_bytes: bound of the staging of a round.
+        ways: of the engine cases, those to race.
         folder: for the file of the weights.
         seed: of the weights.
     """
 
     repeats: int
     bucket_bytes: int
+    ways: Sequence[str]
     folder: Path
     seed: int = 1
 
@@ -72,14 +74,14 @@ def release_free_memory() -> None:
         trim(0)
 
 
-def ways_of(case: BuiltCase) -> Mapping[str, Callable[[Setting], Strategy]]:
-    """The ways that can do a case.
+def ways_of(case: BuiltCase, chosen: Sequence[str]) -> Mapping[str, Callable[[Setting], Strategy]]:
+    """The ways that can do a case; of an engine's those that are chosen.
 
     Raises:
         ImportError: megatron-core is not installed, and the case is for it.
     """
     if not isinstance(case.target, MegatronLayout):
-        return STRATEGIES
+        return {name: STRATEGIES[name] for name in chosen}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that its CUDA extensions are not there
         for name in ("megatron.core.resharding", "megatron.core.distributed"):
@@ -97,7 +99,7 @@ def run_case(case: BuiltCase, options: Options, say: Callable[[str], None]) -> d
         RuntimeError: a way left other bits than the HF tensors have, or moved other bytes than its
             closed form says.
     """
-    rank, builders = dist.get_rank(), ways_of(case)
+    rank, builders = dist.get_rank(), ways_of(case, options.ways)
     hf = HfWeights(case.source, DTYPE, options.folder / f"{case.name}.bin")
     if rank == 0:
         hf.write(options.seed)

@@ -37,7 +37,7 @@ if __name__ in ("__main__", "__mp_main__"):
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    from bench.cases import CASES
+    from bench.cases import CASES, WAYS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,6 +56,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="experts per layer of models that have them; the default keeps the run short, and "
         "halves until the case fits into memory (the title says what ran)",
     )
+    parser.add_argument(
+        "--ways",
+        default=",".join(WAYS),
+        help="comma-separated, direct among them (%(default)s): each keeps its buffers, so fewer "
+        "need less memory",
+    )
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way (2)")
     parser.add_argument(
         "--bucket-mb", type=int, default=128, help="bound of the staging of a round, MiB (128)"
@@ -64,6 +70,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.cases = list(CASES) if args.cases == "all" else [n for n in args.cases.split(",") if n]
     if not args.cases:
         parser.error(f"--cases: nothing to run; known: all, {', '.join(CASES)}")
+    args.ways = [name for name in args.ways.split(",") if name]
+    if "direct" not in args.ways or not set(args.ways) <= set(WAYS):
+        parser.error(f"--ways {','.join(args.ways)}: direct and some of {', '.join(WAYS[1:])}")
     if unknown := [name for name in args.cases if name not in CASES]:
         parser.error(f"--cases {','.join(unknown)}: unknown; known: all, {', '.join(CASES)}")
     for flag in ("repeats", "bucket_mb"):

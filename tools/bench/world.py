@@ -27,7 +27,7 @@ _LIMIT = timedelta(minutes=10)
 
 def _built(args: argparse.Namespace) -> list[BuiltCase]:
     free = int(available_bytes() * _MEMORY_SHARE)
-    return [build_case(name, args.ranks, args.num_experts, free) for name in args.cases]
+    return [build_case(name, args.ranks, args.num_experts, free, args.ways) for name in args.cases]
 
 
 def spawn(args: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def join_torchrun(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, cases: Sequence[BuiltCase], folder: Path) -> None:
     torch.set_num_threads(1)
-    options = Options(args.repeats, args.bucket_mb << 20, folder)
+    options = Options(args.repeats, args.bucket_mb << 20, args.ways, folder)
     start_s, speaks = time.monotonic(), dist.get_rank() == 0
 
     def say(line: str) -> None:
