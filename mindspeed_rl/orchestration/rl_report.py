@@ -23,6 +23,7 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.memory.communicators import device_groups, hccl_lines
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
@@ -34,6 +35,7 @@ from mindspeed_rl.observability.timers import StepTimes
 from mindspeed_rl.orchestration import results, rl_critic, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.types import Prompt
 
 
@@ -55,6 +57,9 @@ def describe(run: RLJob) -> None:
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(run.rewards.notices if run.rewards is not None else ()),
     )
+    machine = machine_on(run.config, run.job.platform.name)
+    communicator = assumptions_of(run.config, machine).communicator_bytes
+    run.job.say(*group_lines(existing_groups(), communicator))
     if plan.spec.moe:
         run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
     if run.job.platform.name == "npu":
