@@ -50,8 +50,11 @@ def describe(run: RLJob) -> None:
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
     )
-    if plan.spec.moe:
-        run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
+    if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
+        run.job.say(
+            "experts: each pass over a sample chooses its own; routing/agreement says how many of "
+            "them differ, and --rl-routing-replay trainer keeps them"
+        )
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
