@@ -111,13 +111,14 @@ class _Tape:
             narrow = torch.uint8 if scores.size(1) <= 256 else torch.int16
             routes.experts[self.number] = ids.to(narrow)
             return found, ids
-        ids = known.long()
-        if again and self._replay.replays:
-            return scores.gather(1, ids), ids
-        found, present = choose(scores, topk, num_groups, group_topk)
+        ids, replays = known.long(), self._replay.replays
+        found, present = scores, ids
+        if not (again and replays):
+            given = scores.detach() if replays else scores
+            found, present = choose(given, topk, num_groups, group_topk)
         if not again:
             self._compare(ids[routes.counted], present[routes.counted])
-        return (scores.gather(1, ids), ids) if self._replay.replays else (found, present)
+        return (scores.gather(1, ids), ids) if replays else (found, present)
 
     def _compare(self, recorded: torch.Tensor, present: torch.Tensor) -> None:
         hits = (recorded[:, :, None] == present[:, None, :]).any(2)
