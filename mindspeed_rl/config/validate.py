@@ -14,8 +14,10 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.config.architecture import check_architecture, model_config, value_layout
 from mindspeed_rl.config.check_algorithms import check_algorithms
+from mindspeed_rl.config.check_engine import check_engine
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.layouts import engine_layout, training_layout
+from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
@@ -110,10 +112,15 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
             f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
             "for training are sampled, evaluation is greedy by itself"
         )
+    if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
+        raise ValueError(
+            "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
+            "response, which is evaluated anyway; give a temperature above 0, or leave both out"
+        )
     if files:
         _need_file("--prompt-data", config.prompts.prompt_data)
-        if config.prompts.eval_prompt_data:
-            _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+        for name, file in config.prompts.eval_files.items():
+            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
         check_paths(config)
     if config.rollout.rollout_kv_cache_gb <= 0:
         raise ValueError(
@@ -141,7 +148,8 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_length(limit, config, base.spec)
     _check_kv_cache(limit, config, base.spec)
     batch = batch_arithmetic(config, base.parallel.dp)
-    vllm = VllmLayout(base.spec, engine)
+    slots = check_engine(config.engine, engine, base.spec)
+    vllm = VllmLayout(base.spec, engine, physical_experts=slots)
     _check_rollout_share(batch, engine)
     critic = reward_model = None
     if config.has_critic:
@@ -340,7 +348,8 @@ def check_layout(
     spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
-    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
+    modules = module_names(model, parallel.platform)
+    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
     return RunPlan(spec, layout, megatron)
 
 

@@ -16,6 +16,7 @@ from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.orchestration.engine_stats import graph_sizes
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
 from mindspeed_rl.phases.transition import nothing
@@ -164,6 +165,8 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
             kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
             seed=config.train.seed,
             options=config.vllm_options,
+            tuning=config.engine,
+            graph_sizes=graph_sizes(job),
         )
 
 

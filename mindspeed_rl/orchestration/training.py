@@ -14,7 +14,10 @@ from mindspeed_rl.checkpoint.hf import load_hf, read_tensor, weight_files
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
-from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
+from mindspeed_rl.data.balance import SequenceCost
+from mindspeed_rl.data.packing import TrainSample, pack
+from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.parallel.groups import check_equal_nodes
@@ -121,6 +124,7 @@ def local_batches(
         multiple=chunks * shards,
         sequence_multiple=chunks,
         count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
+        cost=SequenceCost(*sequence_flops(job.plan.spec)),
     )
     mine = plan.assignment[parallel.coords(job.world.rank).dp]
     return engine.prepare(

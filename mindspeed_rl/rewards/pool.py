@@ -1,7 +1,8 @@
 """A pool of reward workers with a hard limit on every sample (R41, R42).
 
 One thread, the caller's: `RewardPool.score` hands out chunks, collects results and kills what runs
-too long. Workers answer sample by sample, so the clock of a worker restarts at each answer.
+too long. Workers answer sample by sample, so the clock of a worker restarts at each answer. A
+caller that has its samples one by one, with other work in between, uses `RewardPool.scoring`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import selectors
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
+from mindspeed_rl.rewards.batch import Batch
 from mindspeed_rl.rewards.registry import RewardSpec
+from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import (
     RewardError,
     RewardRequest,
     RewardResult,
-    RewardStatus,
     status_rate,
 )
 from mindspeed_rl.rewards.wire import Kind
@@ -34,32 +36,6 @@ START_LIMIT_S = 120.0  # user files may import torch from a cold network file sy
 EXIT_GRACE_S = 1.0
 MAX_CHUNK = 32
 MAX_LOGGED_CHARS = 300
-
-
-class _Batch:
-    """The samples of one `score` call: which wait, which are scored."""
-
-    def __init__(self, requests: Sequence[RewardRequest]) -> None:
-        self.requests = requests
-        self.results: list[RewardResult | None] = [None] * len(requests)
-        self.waiting = deque(range(len(requests)))
-        self.num_open = len(requests)
-
-    def take(self, num: int) -> list[int]:
-        return [self.waiting.popleft() for _ in range(min(num, len(self.waiting)))]
-
-    def give_back(self, positions: deque[int]) -> None:
-        self.waiting.extendleft(reversed(positions))
-        positions.clear()
-
-    def finish(self, position: int, result: RewardResult) -> None:
-        assert self.results[position] is None, f"sample at {position} scored twice"
-        self.results[position] = result
-        self.num_open -= 1
-
-    def fail(self, position: int, reward: float | None, status: RewardStatus, detail: str) -> None:
-        sample_id = self.requests[position].sample_id
-        self.finish(position, RewardResult(sample_id, reward, {}, status, detail))
 
 
 class RewardPool:
@@ -78,6 +54,7 @@ class RewardPool:
         memory_limit_bytes: memory (address space) a worker may use on top of its imports; ``None``
             for no limit.
         max_error_rate: share of failed samples in one call above which `score` raises.
+        settings: of the built-in rewards.
 
     Raises:
         ValueError: an argument out of range; an unknown or unusable reward function.
@@ -94,6 +71,7 @@ class RewardPool:
         timeout_score: float | None = 0.0,
         memory_limit_bytes: int | None = 4 << 30,
         max_error_rate: float = 0.05,
+        settings: RewardSettings | None = None,
     ) -> None:
         parsed = tuple(RewardSpec.parse(spec) if isinstance(spec, str) else spec for spec in specs)
         _check_specs(parsed)
@@ -115,11 +93,12 @@ class RewardPool:
             "above 0, or None for no limit",
         )
         _check_range("max_error_rate", max_error_rate, 0 <= max_error_rate <= 1, "in [0, 1]")
-        self._setup = WorkerSetup(parsed, memory_limit_bytes)
+        self._setup = WorkerSetup(parsed, memory_limit_bytes, settings or RewardSettings())
         self._timeout_s = timeout_s
         self._batch_timeout_s = batch_timeout_s
         self._timeout_score = timeout_score
         self._max_error_rate = max_error_rate
+        self._notices: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -155,6 +134,11 @@ class RewardPool:
         """Process ids of the current workers, for diagnosis."""
         return tuple(worker.process.pid for worker in self._workers)
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the rewards have to say about this machine, for the start of the log."""
+        return self._notices
+
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Score ``requests``; results are in their order, one each.
 
@@ -165,49 +149,67 @@ class RewardPool:
             RewardError: more than ``max_error_rate`` of the samples failed; workers do not start.
             RuntimeError: the pool is closed.
         """
+        with self.scoring() as scoring:
+            for request in requests:
+                scoring.add(request)
+            return scoring.finish()
+
+    @contextmanager
+    def scoring(self) -> Iterator[Scoring]:
+        """Samples that come one by one; see `Scoring`. Raises as `score`."""
         with self._lock:
             if not self._finalizer.alive:
                 raise RuntimeError("this RewardPool is closed; create a new one")
-            batch = _Batch(requests)
+            batch = Batch()
             try:
-                self._run(batch)
+                self._pump(batch, 0.0)  # notices workers which died since the last call
+                yield Scoring(self, batch)
             finally:
                 # Only after an exception: a worker that still holds samples would answer later.
                 for worker in [worker for worker in self._workers if worker.pending]:
                     self._replace(worker)
-        results = [result for result in batch.results if result is not None]
-        assert len(results) == len(requests), (len(results), len(requests))
+
+    def _finish(self, batch: Batch) -> list[RewardResult]:
+        limit_s = time.monotonic() + self._batch_timeout_s
+        while batch.num_open:
+            read_until_s = self._turn(batch, limit_s)
+            if limit_s <= read_until_s and batch.num_open:
+                self._expire(batch)
+        results = batch.results()
         self._check_error_rate(results)
         return results
 
-    def _run(self, batch: _Batch) -> None:
-        limit_s = time.monotonic() + self._batch_timeout_s
-        self._pump(batch, 0.0)  # notices workers which died since the last call
-        while batch.num_open:
-            self._hand_out(batch)
-            now_s = time.monotonic()
-            deadlines_s = [w.deadline_s for w in self._workers if w.pending or not w.ready]
-            self._pump(batch, max(0.0, min([limit_s, *deadlines_s]) - now_s))
-            # Answers sent before now_s have been read, however late this process was scheduled.
-            for worker in list(self._workers):
-                if worker.deadline_s <= now_s and (worker.pending or not worker.ready):
-                    self._overdue(worker, batch)
-            if limit_s <= now_s and batch.num_open:
-                self._expire(batch)
+    def _turn(self, batch: Batch, until_s: float) -> float:
+        """Hand out, then wait for the next answer or limit, but not longer than ``until_s``.
 
-    def _hand_out(self, batch: _Batch) -> None:
-        """Give each idle worker a share of what waits: large at first, single samples at last."""
+        Returns:
+            When it began to wait: all answers sent before have been read.
+        """
+        self._hand_out(batch)
+        now_s = time.monotonic()
+        deadlines_s = [w.deadline_s for w in self._workers if w.pending or not w.ready]
+        self._pump(batch, max(0.0, min([until_s, *deadlines_s]) - now_s))
+        # However late this process was scheduled, nobody is killed for an answer not yet read.
+        for worker in list(self._workers):
+            if worker.deadline_s <= now_s and (worker.pending or not worker.ready):
+                self._overdue(worker, batch)
+        self._hand_out(batch)
+        return now_s
+
+    def _hand_out(self, batch: Batch) -> None:
+        """Give each worker that has room a share of what waits: large first, then single ones."""
         for worker in self._workers:
             if not batch.waiting:
                 return
-            if worker.ready and not worker.pending and not worker.closed:
-                share = len(batch.waiting) // (2 * len(self._workers))
-                positions = batch.take(max(1, min(share, MAX_CHUNK)))
+            if worker.room:
+                share = min(len(batch.waiting) // (2 * len(self._workers)), MAX_CHUNK)
+                positions = batch.take(max(worker.room, share))
+                if not worker.pending:
+                    worker.deadline_s = time.monotonic() + self._timeout_s
                 worker.send_requests(positions, [batch.requests[i] for i in positions])
-                worker.deadline_s = time.monotonic() + self._timeout_s
                 self._watch(worker)
 
-    def _pump(self, batch: _Batch, wait_s: float) -> None:
+    def _pump(self, batch: Batch, wait_s: float) -> None:
         """Wait for the sockets for at most ``wait_s``, then move what can be moved."""
         for key, events in self._selector.select(wait_s):
             worker: WorkerProcess = key.data
@@ -218,10 +220,11 @@ class RewardPool:
             if not worker.closed:
                 self._watch(worker)
 
-    def _read(self, worker: WorkerProcess, batch: _Batch) -> None:
+    def _read(self, worker: WorkerProcess, batch: Batch) -> None:
         for kind, payload in worker.receive():
             if kind is Kind.READY:
-                worker.ready = True
+                worker.ready, worker.at_once = True, payload.at_once
+                self._notices = payload.notices
             elif kind is Kind.BAD_REWARD:
                 self.close()
                 raise ValueError(payload)
@@ -232,7 +235,7 @@ class RewardPool:
         if worker.closed:
             self._ended(worker, batch)
 
-    def _ended(self, worker: WorkerProcess, batch: _Batch) -> None:
+    def _ended(self, worker: WorkerProcess, batch: Batch) -> None:
         exit_code = worker.kill(EXIT_GRACE_S)
         if not worker.ready:
             self.close()
@@ -251,7 +254,7 @@ class RewardPool:
         batch.give_back(worker.pending)
         self._replace(worker)
 
-    def _overdue(self, worker: WorkerProcess, batch: _Batch) -> None:
+    def _overdue(self, worker: WorkerProcess, batch: Batch) -> None:
         if not worker.ready:
             self.close()
             raise RewardError(f"a reward worker was not ready after {START_LIMIT_S:.0f} s")
@@ -270,7 +273,7 @@ class RewardPool:
         batch.give_back(worker.pending)
         self._replace(worker)
 
-    def _expire(self, batch: _Batch) -> None:
+    def _expire(self, batch: Batch) -> None:
         """Time out everything open, at the limit of the whole batch."""
         for worker in [worker for worker in self._workers if worker.pending]:
             batch.give_back(worker.pending)
@@ -306,7 +309,7 @@ class RewardPool:
             self._selector.modify(worker.connection, events, worker)
 
     def _wait_until_ready(self) -> None:
-        nothing = _Batch(())
+        nothing = Batch(())
         while waiting := [worker for worker in self._workers if not worker.ready]:
             now_s = time.monotonic()
             self._pump(nothing, max(0.0, min(worker.deadline_s for worker in waiting) - now_s))
@@ -323,6 +326,34 @@ class RewardPool:
                 f"{self._max_error_rate:.1%}; fix the reward function or the data. First failure, "
                 f"sample {errors[0].sample_id}:\n{errors[0].detail}"
             )
+
+
+class Scoring:
+    """Samples that come one by one, scored while the caller does other work between the calls."""
+
+    def __init__(self, pool: RewardPool, batch: Batch) -> None:
+        self._pool = pool
+        self._batch = batch
+
+    @property
+    def num_done(self) -> int:
+        """Samples whose result is there."""
+        return len(self._batch.requests) - self._batch.num_open
+
+    def add(self, request: RewardRequest) -> None:
+        """A further sample. Cheap; workers get it at the next call of `poll` or `finish`."""
+        self._batch.add(request)
+
+    def poll(self) -> None:
+        """Hand out, collect, and kill what has run too long. Never waits."""
+        self._pool._turn(self._batch, 0.0)
+
+    def finish(self) -> list[RewardResult]:
+        """Wait for the rest, then all results in the order of `add`; raises as `score`.
+
+        The limit of the batch begins here.
+        """
+        return self._pool._finish(self._batch)
 
 
 def _check_specs(specs: Sequence[RewardSpec]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.offload.host_pool import HostPool
 from mindspeed_rl.trainer.owned_tensors import (
@@ -17,35 +18,42 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 def trainer_memory(
     policy: TrainEngine,
-    reference: TrainEngine | None,
+    reference: TrainEngine | None = None,
     critic: TrainEngine | None = None,
     reward_model: TrainEngine | None = None,
 ) -> dict[Owner, StorageGroup]:
     """Every owner of the trainer's device memory. Local.
 
     Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
-    keeps its content in one pool of host memory.
+    keeps its content in one pool of host memory; that of models which only read is copied there
+    once. Optimizer state, hundreds of tensors, comes back as one storage.
     """
     pool = HostPool(policy.platform)
-    owners = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
-    groups = _trained(policy, pool, *owners)
+    trained = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+    groups = _trained(policy, pool, *trained)
+    if critic is not None:
+        parts = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+        groups |= _trained(critic, pool, *parts)
     for owner, engine in ((Owner.REFERENCE, reference), (Owner.REWARD_MODEL, reward_model)):
         if engine is not None:
             find = partial(parameter_tensors, engine.modules)
-            groups[owner] = StorageGroup(owner, find, policy.platform, pool)
-    if critic is not None:
-        groups |= _trained(critic, pool, *CRITIC_OWNERS)
+            groups[owner] = StorageGroup(
+                owner, find, engine.platform, pool, num_writes=_writes_of(engine)
+            )
     return groups
 
 
+def _writes_of(engine: TrainEngine) -> Callable[[], int]:
+    return lambda: engine.num_writes
+
+
 def _trained(
-    engine: TrainEngine, pool: HostPool, weights: Owner, gradients: Owner, optimizer: Owner
+    engine: TrainEngine, pool: HostPool, parameters: Owner, gradients: Owner, optimizer: Owner
 ) -> dict[Owner, StorageGroup]:
-    """The memory of a model that is trained, under these owners."""
-    platform = engine.platform
-    parameters = partial(parameter_tensors, engine.modules)
+    """Parameters, gradient buffers and optimizer state of an engine that updates."""
+    platform, find = engine.platform, partial(parameter_tensors, engine.modules)
     return {
-        weights: StorageGroup(weights, parameters, platform, pool),
+        parameters: StorageGroup(parameters, find, platform, pool),
         gradients: StorageGroup(
             gradients,
             partial(gradient_tensors, engine.models),
@@ -55,8 +63,9 @@ def _trained(
         ),
         optimizer: StorageGroup(
             optimizer,
-            lambda: optimizer_tensors(engine.optimizer, parameters()),
+            lambda: optimizer_tensors(engine.optimizer, find()),
             platform,
             pool,
+            packs=True,
         ),
     }

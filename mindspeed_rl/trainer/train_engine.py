@@ -102,7 +102,7 @@ class TrainEngine:
         self._train = train
         self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
-            self.spec, layout.parallel, model, train, parallel.shards_sequence
+            self.spec, layout.parallel, model, train, parallel.shards_sequence, layout.modules
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
@@ -116,6 +116,8 @@ class TrainEngine:
             self._replay = RoutingReplay(self.modules, replays=routing == "replay")
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
+        #: times that parameters were written from outside
+        self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
         self._head = make_head(self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens)
         wrapped = [mixed_precision(module, config) for module in self.modules]
@@ -172,7 +174,11 @@ class TrainEngine:
         return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
 
     def weights_changed(self) -> None:
-        """Call after writing parameters from outside: master weights follow. Local."""
+        """Call after writing parameters from outside: master weights follow. Local.
+
+        What waits on the host of a model that does not train is copied anew at its next release.
+        """
+        self.num_writes += 1
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

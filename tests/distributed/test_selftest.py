@@ -107,6 +107,7 @@ def planted(fault: str) -> Any:
     }[fault]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "shapes"),
     [

@@ -47,7 +47,11 @@ LAYER_0 = (
     "resharding.boxes",
     "resharding.layouts",
     "rollout.vllm_versions",
+    "rollout.ascend_versions",
+    "rollout.expert_map",
+    "rollout.graph_sizes",
     "platforms.allocator_settings",
+    "platforms.installed",
 )
 # Plans of reshards: arithmetic with numpy.
 PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))
@@ -55,7 +59,7 @@ PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sourc
 PLAIN_OBSERVABILITY = tuple(
     f"observability.{name}" for name in ("files", "jsonl", "names", "summary", "host_memory")
 )
-LAYER_1 = ("data", "rewards", "algorithms")
+LAYER_1 = ("data", "rewards", "environments", "algorithms")
 LAYER_2 = (
     "checkpoint",
     "platforms",
@@ -107,6 +111,7 @@ DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
     "observability.tensor_tracker",  # torch has no public name for dispatch modes
     "rollout.vllm_engine",
+    "rollout.ascend",
     "offload.storages",
     "rollout.patches",
     "trainer.patches",

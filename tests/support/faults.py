@@ -202,10 +202,24 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks-differ-in-micro-batches",
-        "data/packing.py",
-        "tuple(tuple(batches) + ((),) * (count - len(batches)) for batches in per_rank)",
-        "tuple(tuple(batches) for batches in per_rank)",
+        "data/balance.py",
+        "count = max(1, -(-len(best) // multiple)) * multiple",
+        "count = max(1, len(best))",
         "tests/unit/test_packing.py::test_every_sample_is_planned_once",
+    ),
+    Mutation(
+        "heaviest-parts-meet",
+        "data/balance.py",
+        "zip(first.parts, reversed(second.parts), strict=True)",
+        "zip(first.parts, second.parts, strict=True)",
+        "tests/unit/test_balance.py::test_a_large_step_is_even_and_full",
+    ),
+    Mutation(
+        "rows-take-what-does-not-fit",
+        "data/balance.py",
+        "place = bisect_left(room, (lengths[i], 0))",
+        "place = bisect_left(room, (lengths[i] - 1, 0))",
+        "tests/unit/test_balance.py::test_rows_hold_everything_once_and_are_nearly_the_fewest",
     ),
     Mutation(
         "sampler-repeats-after-a-resume",
@@ -216,7 +230,7 @@ MUTATIONS = (
     ),
     Mutation(
         "seed-depends-on-the-engine",
-        "orchestration/rl_step.py",
+        "orchestration/rl_rollout.py",
         "request_seed(seed, step, i, attempt))",
         "request_seed(seed, step, i - share.start, attempt))",
         "tests/unit/test_rollout_requests.py::test_requests_do_not_depend_on_the_layout",

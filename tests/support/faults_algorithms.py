@@ -214,7 +214,7 @@ ALGORITHM_MUTATIONS = (
     Mutation("surplus-dropped", "orchestration/rl_resample.py",
              "left = accepted[num_groups:]", "left: list[Group] = []",
              _SAMPLING + "test_the_surplus_starts_the_next_step"),
-    Mutation("resampling-with-the-same-seeds", "orchestration/rl_step.py",
+    Mutation("resampling-with-the-same-seeds", "orchestration/rl_rollout.py",
              "request_seed(seed, step, i, attempt))", "request_seed(seed, step, i))",
              _SAMPLING + "test_a_step_draws_until_it_has_its_groups"),
     Mutation("partial-step-with-the-denominators-of-a-whole-one", "orchestration/rl_batch.py",

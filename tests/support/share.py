@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Row = TypeVar("Row")
 
@@ -21,7 +23,22 @@ class Share:
         return list(rows)[self.first :: self.count]
 
 
-ALL = Share(0, 1)
+def slow_but(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters of a test of which all but ``quick`` are marked slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def unit_of(item: pytest.Item) -> str:
+    """What is run or left out together, for the worlds that tests share.
+
+    The file, where all of it is slow; else its tests with the same parameters.
+    """
+    module = item.getparent(pytest.Module)
+    assert module is not None
+    if any(mark.name == "slow" for mark in module.own_markers):
+        return module.nodeid
+    parameters = getattr(item, "callspec", None)
+    return f"{module.nodeid}[{parameters.id}]" if parameters else item.nodeid
 
 
 def parse_share(flag: str, text: str) -> Share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -50,6 +51,12 @@ def allocates_on_bad(request: RewardRequest) -> float:
 def dies_on_bad(request: RewardRequest) -> float:
     if "bad" in request.response:
         os._exit(3)
+    return 1.0
+
+
+def segfaults_on_bad(request: RewardRequest) -> float:
+    if "bad" in request.response:
+        ctypes.string_at(0)
     return 1.0
 
 
