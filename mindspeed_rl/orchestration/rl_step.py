@@ -123,6 +123,7 @@ def refresh_reference(run: RLJob, step: int) -> None:
         present = run.policy.named_parameters()
         for name, param in run.reference.named_parameters().items():
             param.copy_(present[name])
+        run.reference.weights_changed()
 
 
 def adapt_kl(run: RLJob, metrics: MetricSet) -> None:

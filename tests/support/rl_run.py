@@ -72,12 +72,16 @@ class TablePolicy:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table.clone().requires_grad_()
-        self.num_passes = 0
+        self.num_passes = self.num_writes = 0
         self.gradients: list[torch.Tensor] = []
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """The table."""
         return {"table": self.table}
+
+    def weights_changed(self) -> None:
+        """Somebody else wrote the table."""
+        self.num_writes += 1
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
         """Nothing to move."""
