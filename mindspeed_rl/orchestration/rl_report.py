@@ -66,6 +66,11 @@ def describe(run: RLJob) -> None:
         groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
         buffers = group_buffers(run.config.ascend.hccl_group_buffer)
         run.job.say(*hccl_lines(groups, buffers, int(os.environ.get("HCCL_BUFFSIZE", "200"))))
+    if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
+        run.job.say(
+            "experts: each pass over a sample chooses its own; routing/agreement says how many of "
+            "them differ, and --rl-routing-replay trainer keeps them"
+        )
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 

@@ -198,7 +198,7 @@ def update_once(
     Differences between trainer and engine are appended to ``gaps``.
     """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
-    if run.config.rl.rl_routing_replay != "none":
+    if run.plan.spec.moe:
         silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
