@@ -6,6 +6,7 @@ from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
+from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.mutation import Mutation
 
@@ -324,4 +325,5 @@ MUTATIONS = (
     *ALGORITHM_MUTATIONS,
     *MODEL_MUTATIONS,
     *MEMORY_MUTATIONS,
+    *REWARD_MUTATIONS,
 )
