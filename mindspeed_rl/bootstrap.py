@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
+from mindspeed_rl.platforms.installed import resolve_platform
 
 if TYPE_CHECKING:
+    from mindspeed_rl.config.npu import NpuSetup
     from mindspeed_rl.platforms.base import Platform
 
 # What must be set before torch or vllm is imported; a user's own value wins.
@@ -36,7 +38,18 @@ _DEFAULTS = {
 }
 # By platform, set when it is known; torch.compile, which reads it, is imported after that. On a CPU
 # it costs 10 s of C++ compilation and gains nothing for small models.
-_PLATFORM_DEFAULTS = {"cpu": {"TORCH_COMPILE_DISABLE": "1"}}
+_PLATFORM_DEFAULTS = {
+    "cpu": {"TORCH_COMPILE_DISABLE": "1"},
+    "npu": {
+        # a rank that waits in a rollout joins the next collective late
+        "HCCL_CONNECT_TIMEOUT": "1800",
+        "HCCL_EXEC_TIMEOUT": "3600",
+        # MindSpeed looks at every attribute of every module, which imports all of transformers
+        "TRANSFORMERS_VERBOSITY": "error",
+        # weights must stay in the plain format that weight updates write (vllm-ascend)
+        "VLLM_ASCEND_ENABLE_NZ": "0",
+    },
+}
 # A whole number of GiB that would override --rollout-kv-cache-gb.
 _REMOVED = ("VLLM_CPU_KVCACHE_SPACE",)
 
@@ -74,6 +87,7 @@ def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> lis
             f"bootstrap: {late[0]} was imported before the environment was prepared; "
             "mindspeed_rl.bootstrap must be the first import of an entry"
         )
+    platform = resolve_platform(platform)
     set_defaults(platform, environ)
     return without_expandable_segments(environ) if platform != "cpu" else []
 
@@ -116,8 +130,20 @@ def refuse_foreign_package() -> None:
             )
 
 
-def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
-    """Import torch, join the process group, install the platform. Collective: the world."""
+def start(
+    platform_name: str,
+    timeout_minutes: int,
+    world: World,
+    setup: NpuSetup | None = None,
+) -> Platform:
+    """Import torch, join the process group, install the platform. Collective: the world.
+
+    Args:
+        platform_name: ``--platform``.
+        timeout_minutes: of one collective.
+        world: this process among its peers.
+        setup: what an NPU process is told.
+    """
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -130,7 +156,7 @@ def start(platform_name: str, timeout_minutes: int, world: World) -> Platform:
     platform.set_device()
     check_versions(platform.name)
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
-    platform.install()
+    platform.install(setup)
     return platform
 
 

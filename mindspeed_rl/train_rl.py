@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def train(run: RLJob) -> None:
     """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
-    from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_step
+    from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_reward_model, rl_step
 
     report = rl_resume.start(run)
     rl_step.probe(run)
@@ -25,12 +25,15 @@ def train(run: RLJob) -> None:
         rollouts = rl_step.collect(run, step)
         run.phases.to_train()
         with run.phase("train"):
+            rollouts = rl_reward_model.add_scores(run, rollouts)
             batches = rl_batch.build_batches(run, rollouts.samples)
             batches = rl_batch.annotate(run, batches, rollouts.samples)
             batches = rl_batch.with_advantages(
                 run, batches, rollouts.samples, step, rollouts.greedy
             )
-            metrics = rl_step.update(run, batches)
+            warmup = step <= run.config.critic.critic_warmup_steps
+            metrics = rl_step.update(run, batches, critic_only=warmup)
+            rl_step.refresh_reference(run, step)
         report.log_step(step, rollouts.drawn, metrics.merge(rollouts.metrics))
         rl_resume.save_if_due(run, report, step)
     run.phases.to_rollout(run.version)

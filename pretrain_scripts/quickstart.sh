@@ -3,11 +3,14 @@
 # few supervised steps, trains it with GRPO (Megatron TP2 x PP2, four vLLM engines in the same four
 # processes), evaluates on held-out prompts and exports a Hugging Face checkpoint.
 #
-# usage: pretrain_scripts/quickstart.sh [--seed N] [--control shuffled-rewards] [--output DIR]
+# usage: pretrain_scripts/quickstart.sh [--algorithm grpo|dapo|ppo] [--seed N]
+#                                       [--control shuffled-rewards] [--output DIR]
 #                                       [--family qwen2|llama|qwen3|qwen3_moe|deepseek_v3]
 #                                       [flags of mindspeed_rl.train_rl ...]
 #
-# With --rl-dry-run among the flags the GRPO run is predicted instead, without warm start.
+# DAPO: higher upper clip, dynamic sampling, soft overlong punishment, two updates per step. PPO: a
+# critic, its returns and two updates per step.
+# With --rl-dry-run among the flags the RL run is predicted instead, without warm start.
 #
 # Families with experts train with expert parallelism 2 and roll out in another layout.
 set -euo pipefail
@@ -17,24 +20,42 @@ SEED="${SEED:-0}"
 FAMILY="${FAMILY:-qwen2}"
 OUTPUT="${OUTPUT:-}"
 CONTROL="${CONTROL:-none}"
+ALGORITHM="${ALGORITHM:-grpo}"
 EXTRA=()
 DRY_RUN=0
 while (( $# )); do
     case "$1" in
-        -h|--help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-        --seed|--control|--output|--family)
+        -h|--help) sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --seed|--control|--output|--family|--algorithm)
             (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
             case "$1" in
                 --seed) SEED="$2" ;; --control) CONTROL="$2" ;;
                 --output) OUTPUT="$2" ;; --family) FAMILY="$2" ;;
+                --algorithm) ALGORITHM="$2" ;;
             esac
             shift 2 ;;
         --rl-dry-run) DRY_RUN=1; EXTRA+=("$1"); shift ;;
         *) EXTRA+=("$1"); shift ;;
     esac
 done
+case "$ALGORITHM" in
+    grpo) ALGORITHM_ARGS=() ;;
+    dapo)
+        ALGORITHM_ARGS=(
+            --grpo-clamp-eps-upper 0.28 --grpo-filter-groups-with-same-reward --rl-max-resample 2
+            --global-batch-size 256 --lr 3e-4
+            --rollout-max-response-length 10 --rl-overlong-buffer 3
+        ) ;;
+    ppo)
+        ALGORITHM_ARGS=(
+            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256
+            --critic-lr 2e-3 --critic-warmup-steps 10
+        ) ;;
+    *) echo "quickstart: --algorithm $ALGORITHM: allowed are grpo, dapo, ppo" >&2; exit 2 ;;
+esac
 NAME="seed$SEED"; [[ "$CONTROL" == none ]] || NAME+="-$CONTROL"
 [[ "$FAMILY" == qwen2 ]] || NAME="$FAMILY-$NAME"
+[[ "$ALGORITHM" == grpo ]] || NAME="$ALGORITHM-$NAME"
 OUTPUT="${OUTPUT:-$ROOT/outputs/quickstart/$NAME}"
 
 NNODES="${NNODES:-1}"
@@ -105,7 +126,8 @@ if (( DRY_RUN )); then
         "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
     exec "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$MODEL" \
         --rl-world-size "$(( NPROC_PER_NODE * NNODES ))" --rl-dry-run-machine cpu \
-        "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EXTRA[@]}"
+        "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
+        "${ALGORITHM_ARGS[@]}" "${EXTRA[@]}"
 fi
 
 make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
@@ -122,9 +144,10 @@ echo "== warm start: supervised, on right answers only"
 launch mindspeed_rl.pretrain --hf-checkpoint "$MODEL" \
     "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${SFT_ARGS[@]}"
 
-echo "== GRPO"
+echo "== ${ALGORITHM^^}"
 launch mindspeed_rl.train_rl --hf-checkpoint "$WARM/hf" \
-    "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EXTRA[@]}"
+    "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
+    "${ALGORITHM_ARGS[@]}" "${EXTRA[@]}"
 
 [[ "$NODE_RANK" == 0 ]] || exit 0
 echo "== results in $RL"

@@ -23,7 +23,7 @@ _TESTS = str(Path(__file__).resolve().parent)
 if _TESTS not in sys.path:  # for `from support.spawn import run_ranks`
     sys.path.insert(0, _TESTS)
 
-from support.share import parse_share  # noqa: E402
+from support.share import parse_share, unit_of  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,24 +37,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests of other shares. A file marked as a whole shares its set-up: one."""
+    """Leave out the slow tests of other shares."""
     try:
         share = parse_share("--slow-share", config.getoption("--slow-share"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    of_item = {item: _unit_of(item) for item in items if item.get_closest_marker("slow")}
+    of_item = {item: unit_of(item) for item in items if item.get_closest_marker("slow")}
     chosen = set(share.of(sorted(set(of_item.values()))))
     left_out = [item for item, unit in of_item.items() if unit not in chosen]
     if left_out:
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
-
-
-def _unit_of(item: pytest.Item) -> str:
-    module = item.getparent(pytest.Module)
-    assert module is not None
-    whole = any(mark.name == "slow" for mark in module.own_markers)
-    return module.nodeid if whole else item.nodeid
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def remax(step: GroupRewards) -> torch.Tensor:
 
 
 def plain_reward(step: GroupRewards) -> torch.Tensor:
-    """A = r; REINFORCE++ whitens it over all tokens of the step (Hu 2025, arXiv:2501.03262)."""
+    """A = r, for estimators of tokens: REINFORCE++ (Hu 2025, arXiv:2501.03262) and GAE."""
     return step.rewards.masked_fill(step.rewards.isnan(), 0.0)
 
 
@@ -129,6 +129,8 @@ class Estimator:
         whiten: whiten over the trained tokens of the step afterwards.
         returns: the sample's value is a reward at its last token, discounted back over it.
         needs_greedy: whether :attr:`GroupRewards.greedy` must be there.
+        needs_critic: the sample's value is a reward at its last token, for
+            :func:`~mindspeed_rl.algorithms.token_advantages.generalized_advantages`.
     """
 
     of_samples: Callable[[GroupRewards], torch.Tensor]
@@ -136,11 +138,12 @@ class Estimator:
     whiten: bool = False
     returns: bool = False
     needs_greedy: bool = False
+    needs_critic: bool = False
 
     @property
-    def per_token(self) -> bool:
-        """Whether tokens of a sample differ, or depend on all tokens of the step."""
-        return self.whiten or self.returns
+    def of_tokens(self) -> bool:
+        """Whether the sample's value is a reward at its last token."""
+        return self.returns or self.needs_critic
 
 
 ESTIMATORS = {
@@ -152,5 +155,6 @@ ESTIMATORS = {
     "remax": Estimator(remax, min_group_size=1, needs_greedy=True),
     "gpg": Estimator(gpg),
     "opo": Estimator(opo),
+    "gae": Estimator(plain_reward, min_group_size=1, whiten=True, needs_critic=True),
 }
 """By the name of ``--rl-advantage-estimator``."""

@@ -7,6 +7,7 @@ from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.losses import LossSettings
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.algorithms.value_loss import ValueLossSettings
 from mindspeed_rl.config import RLRunConfig
 
 
@@ -44,6 +45,15 @@ def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
         kl_estimator=kl.rl_kl_estimator,
         entropy_weight=rl.grpo_entropy_term_weight,
         correction=correction_settings(config),
+    )
+
+
+def value_loss_settings(config: RLRunConfig) -> ValueLossSettings:
+    """Settings of the critic's loss; tokens weigh as in the policy's."""
+    return ValueLossSettings(
+        clip=config.critic.value_clip,
+        aggregation=config.policy_loss.aggregation,
+        longest=config.rollout.rollout_max_response_length,
     )
 
 

@@ -79,9 +79,8 @@ def generalized_advantages(
         trace_decay: lambda; 1 is the discounted return less the value, 0 the one-step error.
     """
     following = values.roll(-1)
-    if lengths:
-        ends = torch.tensor([n for n in lengths if n], device=values.device).cumsum(0) - 1
-        following[ends] = 0.0
+    lasting = torch.tensor([n for n in lengths if n], dtype=torch.int64, device=values.device)
+    following[lasting.cumsum(0) - 1] = 0.0
     errors = rewards + discount * following - values
     advantages = discounted_sums(errors, lengths, discount * trace_decay)
     return ValueTargets(advantages, advantages + values)

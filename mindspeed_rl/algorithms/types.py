@@ -116,6 +116,23 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueInputs:
+    """One micro-batch as a value loss sees it: all [N] fp32 at trained tokens.
+
+    Attributes:
+        values: of the current critic, before each token, with gradient.
+        old_values: of the critic at the start of the RL step.
+        returns: the targets; NaN at tokens of a sample whose reward abstained.
+        sequences: which tokens belong together.
+    """
+
+    values: torch.Tensor
+    old_values: torch.Tensor
+    returns: torch.Tensor
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
 class LossOutputs:
     """The share of one micro-batch in the loss of the step, and what to report.
 

@@ -72,6 +72,8 @@ def load_hf(
     rank: int,
     params: Mapping[str, torch.Tensor],
     left_out: Collection[str] = (),
+    optional: Collection[str] = (),
+    flag: str = "--hf-checkpoint",
 ) -> None:
     """Fill this rank's parameters from a checkpoint, reading only its own rectangles. Local.
 
@@ -83,17 +85,20 @@ def load_hf(
         rank: global rank.
         params: local parameters by name; written in place, cast to their dtype.
         left_out: tensors of the checkpoint that the model does not have by design.
+        optional: tensors of the model that become 0 where the checkpoint lacks them: a value head.
+        flag: that names the directory, for messages.
 
     Raises:
         ValueError: tensors that are missing, unknown, quantised or of another shape.
     """
     files = weight_files(directory)
     names = set(files) - set(left_out)
-    check_names(f"--hf-checkpoint {directory}", names, layout.hf_shapes)
-    if rank == 0:
+    wanted = [name for name in layout.hf_shapes if name in files or name not in optional]
+    check_names(f"{flag} {directory}", names, wanted)
+    if rank == 0 and not optional:  # a value head takes the place of one that may be tied
         check_tie(f"--hf-checkpoint {directory}", files, layout.hf_shapes)
     by_file: dict[Path, list[str]] = {}
-    for name in layout.hf_shapes:
+    for name in wanted:
         by_file.setdefault(files[name], []).append(name)
     mine: dict[str, list[Piece]] = {}
     for shard in pieces_of(layout, rank):

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,15 @@ RECORD = "checkpoint.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 _NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class CompanionRecord:
+    """What a checkpoint holds of a model beside the policy; fields as in the checkpoint's own."""
+
+    num_updates: int
+    model: Mapping[str, Any]
+    optimizer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,7 @@ class CheckpointRecord:
         optimizer: kind of the optimizer state; empty when it was left out.
         has_rng: whether random states are in it.
         extra: state of the run beyond the trainer, as JSON.
+        companions: role -> what is saved of a model beside the policy, in a folder of that name.
     """
 
     step: int
@@ -53,6 +63,7 @@ class CheckpointRecord:
     optimizer: str
     has_rng: bool
     extra: Mapping[str, Any]
+    companions: Mapping[str, CompanionRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +134,10 @@ def read_record(path: Path) -> CheckpointRecord:
     fields = json.loads((path / RECORD).read_text(encoding="utf-8"))
     del fields["files"]
     try:
-        return CheckpointRecord(**fields)
+        companions = {
+            role: CompanionRecord(**kept) for role, kept in fields.pop("companions", {}).items()
+        }
+        return CheckpointRecord(**fields, companions=companions)
     except TypeError as error:
         raise ValueError(
             f"{path / RECORD} was written by another version of mindspeed_rl ({error}); resume "

@@ -182,16 +182,21 @@ DETERMINISM = Group(
     "determinism of device kernels is not chosen by this flag; CPU runs are deterministic",
     "--deterministic-mode:0 --batch-invariant-mode:0",
 )
+MODULES = Group(
+    Disposition.HONOURED,
+    "",
+    "--transformer-impl:1 --moe-grouped-gemm:0 --moe-permute-fusion:0",
+)
 FUSIONS = Group(
     Disposition.NO_MEANING,
     "kernels and fusions are chosen by platform; results are the same",
     """
-    --transformer-impl:1 --attention-backend:1 --use-flash-attn:0 --no-masked-softmax-fusion:0
+    --attention-backend:1 --use-flash-attn:0 --no-masked-softmax-fusion:0
     --no-bias-gelu-fusion:0 --no-bias-swiglu-fusion:0 --no-bias-dropout-fusion:0
     --no-rope-fusion:0 --no-persist-layer-norm:0 --no-gradient-accumulation-fusion:0
     --disable-jit-fuser:0 --use-fused-weighted-squared-relu:0 --use-te-activation-func:0
     --no-clone-scatter-output-in-embedding|--disable-clone-scatter-output-in-embedding:0
-    --moe-grouped-gemm:0 --moe-use-legacy-grouped-gemm:0 --moe-permute-fusion:0
+    --moe-use-legacy-grouped-gemm:0
     --moe-router-fusion:0 --te-rng-tracker:0 --inference-rng-tracker:0
     """,
 )
@@ -346,6 +351,7 @@ GROUPS = (
     SCHEDULER_RESUME,
     STOP_CONDITIONS,
     DETERMINISM,
+    MODULES,
     FUSIONS,
     DISPATCH,
     COMMUNICATION,

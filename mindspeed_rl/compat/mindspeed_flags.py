@@ -36,12 +36,21 @@ NOOP_LAYERS = Group(
     "",
     "--noop-layers:1 --num-layer-list:1 --moe-tp-extend-ep:0",
 )
+NPU_FEATURES = Group(
+    Disposition.HONOURED,
+    "",
+    """
+    --use-fused-rotary-pos-emb:0 --use-fused-moe-token-permute-and-unpermute:0
+    --recompute-activation-function:0 --recompute-activation-function-num-layers:1
+    --recompute-norm:0 --recompute-norm-num-layers:1 --swap-optimizer:0 --swap-optimizer-times:1
+    --reuse-fp32-param:0 --npu-deterministic:0 --hccl-group-buffer:1
+    """,
+)
 NPU_KERNELS = Group(
     Disposition.NO_MEANING,
-    "device kernel choice: has meaning on NPU only",
+    "device kernel choice: on NPUs attention, norms and activations are fused",
     """
-    --use-fused-rotary-pos-emb:0 --use-fused-rmsnorm:0 --use-fused-swiglu:0
-    --use-fused-moe-token-permute-and-unpermute:0 --use-fusion-attn-v2:0
+    --use-fused-rmsnorm:0 --use-fused-swiglu:0 --use-fusion-attn-v2:0
     --gemm-gradient-accumulation-fusion:0 --attention-mask-type:1 --pre-tockens:1
     --next-tockens:1 --sparse-mode:1 --shape-order:1 --jit-compile:0 --optimization-level:1
     --te-gmm-mode:1 --moe-bmm-mc2:0 --no-use-rts:0 --enable-token-rearrange-opt:0
@@ -49,10 +58,10 @@ NPU_KERNELS = Group(
 )
 NPU_COMMUNICATION = Group(
     Disposition.NO_MEANING,
-    "device communication choice: has meaning on NPU only",
+    "device communication choice: changes speed only; on NPUs some are refused",
     """
     --use-ascend-coc:0 --coc-mode:1 --coc-parallel-num:1 --coc-fused-kernel:0 --use-ascend-mc2:0
-    --hccl-group-buffer:1 --hccl-group-buffer-adaptive:0
+    --hccl-group-buffer-adaptive:0
     --hccl-ep-group-buffer-adaptive-factor:1 --hccl-op-mode:1 --hccl-slice-size:1
     --disable-gloo-group:0 --aiqos:0 --aiqos-mode:1 --aiqos-schedule:1 --aiqos-enable-roce:0
     --param-and-grad-buffer-pad:1 --reset-bucket-group-order:0 --optimize-send-recv-comm:0
@@ -62,7 +71,7 @@ NPU_COMMUNICATION = Group(
 )
 NPU_CONTEXT_PARALLEL = Group(
     Disposition.NO_MEANING,
-    "context-parallel algorithm of the device: has meaning on NPU only",
+    "the trainer gathers keys and values (as kvallgather_cp_algo); others change speed only",
     """
     --context-parallel-algo:1 --cp-window-size:1 --use-cp-send-recv-overlap:0
     --use-fused-ring-attention-update:0 --megatron-cp-in-bnsd:0 --ulysses-degree-in-cp:1
@@ -74,7 +83,7 @@ NPU_CONTEXT_PARALLEL = Group(
 )
 NPU_MOE_OVERLAP = Group(
     Disposition.NO_MEANING,
-    "expert dispatch and overlap of the device: has meaning on NPU only",
+    "expert dispatch and overlap of the device: changes speed only; on NPUs some are refused",
     """
     --moe-permutation-async-comm:0 --moe-alltoall-overlap-comm:0 --moe-allgather-overlap-comm:0
     --moe-fb-overlap:0 --moe-alltoall-mc2:0 --balanced-moe-experts:0
@@ -86,10 +95,10 @@ NPU_MOE_OVERLAP = Group(
 )
 NPU_MEMORY = Group(
     Disposition.NO_MEANING,
-    "device memory saving: has meaning on NPU only",
+    "device memory saving: not used; on NPUs some are refused",
     """
-    --swap-optimizer:0 --swap-optimizer-times:1 --virtual-optimizer:+ --smart-swap:0
-    --swap-attention:0 --swap-modules:1 --swap-layer-input:0 --reuse-fp32-param:0
+    --virtual-optimizer:+ --smart-swap:0
+    --swap-attention:0 --swap-modules:1 --swap-layer-input:0
     --moe-zero-memory:1 --moe-zero-memory-num-layers:1 --moe-unperm2-mem-optim-swap:0
     --compress-dense:1 --compress-activation:1 --compress-optimizer:0
     """,
@@ -97,14 +106,13 @@ NPU_MEMORY = Group(
 NPU_DETERMINISM = Group(
     Disposition.NO_MEANING,
     "determinism of device kernels: has meaning on NPU only",
-    "--npu-deterministic:0 --use-batch-invariant-ops:0 --use-flash-attn-npu-batch-invariant:0",
+    "--use-batch-invariant-ops:0 --use-flash-attn-npu-batch-invariant:0",
 )
 RECOMPUTE = Group(
     Disposition.NO_MEANING,
     "recomputation changes memory, not results; if memory is short use --recompute-granularity",
     """
-    --recompute-activation-function:0 --recompute-activation-function-num-layers:1
-    --recompute-norm:0 --recompute-norm-num-layers:1 --recompute-in-bubble:0
+    --recompute-in-bubble:0
     --recompute-in-advance:0 --enable-recompute-layers-per-pp-rank:0
     --adaptive-recompute-device-size:1 --adaptive-recompute-profiling-step:1
     --adaptive-recompute-device-swap:0 --adaptive-memory-optimization:0
@@ -237,6 +245,7 @@ GROUPS = (
     MLA_ARCHITECTURE,
     ROPE_SCALING,
     NOOP_LAYERS,
+    NPU_FEATURES,
     NPU_KERNELS,
     NPU_COMMUNICATION,
     NPU_CONTEXT_PARALLEL,

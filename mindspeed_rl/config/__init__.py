@@ -11,10 +11,13 @@ from mindspeed_rl.config.algorithms import (
     PolicyLossConfig,
     SamplingConfig,
 )
+from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
+from mindspeed_rl.config.npu import NpuConfig
 from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.config.rl import PromptConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
@@ -25,13 +28,16 @@ __all__ = [
     "AdvantageConfig",
     "CheckpointConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "DryRunConfig",
+    "EngineTuningConfig",
     "EnvironmentConfig",
     "IndexedDataConfig",
     "KLConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
+    "NpuConfig",
     "ParallelConfig",
     "PolicyLossConfig",
     "PretrainRunConfig",
@@ -71,9 +77,17 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+    ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need a critic."""
+        return self.advantages.rl_advantage_estimator in WITH_CRITIC
 
     @property
     def sync_check_tol(self) -> float:
@@ -98,6 +112,7 @@ class PretrainRunConfig:
     sft: SftConfig
     indexed: IndexedDataConfig
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+    ascend: NpuConfig = field(default_factory=NpuConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +128,5 @@ class ScoreRunConfig:
     logging: LoggingConfig
     score: ScoreConfig
     rollout: RolloutConfig
+    ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)

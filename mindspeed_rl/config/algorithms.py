@@ -15,6 +15,7 @@ ADVANTAGE_ESTIMATORS = (
     "remax",
     "gpg",
     "opo",
+    "gae",
 )
 POLICY_LOSSES = (
     "ppo",
@@ -52,9 +53,12 @@ class AdvantageConfig:
     the other samples of the group; gpg: dr_grpo scaled up for groups of equal rewards; opo: the
     mean weighted by length; remax: the reward of the greedy response, which is sampled as well;
     reinforce_plus_plus: the mean and standard deviation of all tokens of the step, of the
-    discounted reward; reinforce_plus_plus_baseline: the same of dr_grpo's.
+    discounted reward; reinforce_plus_plus_baseline: the same of dr_grpo's; gae (PPO): the errors of
+    a critic, see --critic-lr, less their mean over all tokens of the step and divided by their
+    standard deviation.
 
-    A group of equal rewards has advantages of exactly 0 in all but remax and reinforce_plus_plus.
+    A group of equal rewards has advantages of exactly 0 in all but remax, reinforce_plus_plus and
+    gae.
     """
 
     rl_advantage_estimator: str = flag(
@@ -62,9 +66,10 @@ class AdvantageConfig:
     )
     rl_gamma: float = flag(
         1.0,
-        "Discount of the reward per token back from the end; reinforce_plus_plus only.",
+        "Discount of the reward per token back from the end; reinforce_plus_plus and gae only.",
         minimum=0.0,
         maximum=1.0,
+        names=("--rl-gamma", "--gae-gamma"),
     )
 
 

@@ -6,15 +6,22 @@ import dataclasses
 from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.critic import WITH_CRITIC
 from mindspeed_rl.config.flag import flag_names
 
 # Without a group there is no baseline.
-_WITHOUT_GROUP = ("reinforce_plus_plus", "remax")
+_WITHOUT_GROUP = ("reinforce_plus_plus", "remax", "gae")
 _CLIPPED = ("ppo", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
 
 # Flag -> the flag that decides whether it is read, and the values with which it is.
 _READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "rl_gamma": ("rl_advantage_estimator", ("reinforce_plus_plus",)),
+    "rl_gamma": ("rl_advantage_estimator", ("reinforce_plus_plus", "gae")),
+    "critic_hf_checkpoint": ("rl_advantage_estimator", WITH_CRITIC),
+    "critic_export_hf": ("rl_advantage_estimator", WITH_CRITIC),
+    "critic_lr": ("rl_advantage_estimator", WITH_CRITIC),
+    "critic_warmup_steps": ("rl_advantage_estimator", WITH_CRITIC),
+    "value_clip": ("rl_advantage_estimator", WITH_CRITIC),
+    "gae_lambda": ("rl_advantage_estimator", WITH_CRITIC),
     "grpo_no_std_normalization": ("rl_advantage_estimator", ("grpo",)),
     "grpo_clamp_eps_lower": ("rl_policy_loss", _CLIPPED),
     "grpo_clamp_eps_upper": ("rl_policy_loss", _CLIPPED),
@@ -50,6 +57,23 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_bounds(config)
     _check_kl(config)
     _check_sampling(config)
+    _check_reward_model(config)
+    if config.rl.rl_routing_replay != "none" and config.rl.old_logprob == "rollout":
+        raise ValueError(
+            f"--rl-routing-replay {config.rl.rl_routing_replay} records the experts in the pass of "
+            "the old log-probs, which --old-logprob rollout leaves out; use on-policy or recompute"
+        )
+    if config.rl.ref_update_interval and not config.rl.grpo_kl_beta:
+        raise ValueError(
+            f"--ref-update-interval {config.rl.ref_update_interval} has no effect with "
+            "--grpo-kl-beta 0, which has no reference; give a positive --grpo-kl-beta, or remove it"
+        )
+    warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
+    if warmup and warmup >= last:
+        raise ValueError(
+            f"--critic-warmup-steps {warmup}: the run has --train-iters {last}, so the policy "
+            "would never be trained; lower it"
+        )
     if config.correction.active and config.rl.old_logprob == "rollout":
         raise ValueError(
             "--old-logprob rollout puts the engine's log-probs into the ratio, which corrects the "
@@ -137,6 +161,36 @@ def _check_kl(config: RLRunConfig) -> None:
             f"{kl.rl_kl_estimator.removesuffix('+')} in its gradient alone, and a reward has none; "
             "with --rl-kl-in-reward leave the + out"
         )
+
+
+def _check_reward_model(config: RLRunConfig) -> None:
+    """It scores in the training layout, when sampling is over."""
+    model, weight = (
+        config.rewards.reward_model_hf_checkpoint,
+        config.rewards.reward_model_weight,
+    )
+    if not model and weight != 1.0:
+        raise ValueError(
+            f"--reward-model-weight {weight:g} has no effect without --reward-model-hf-checkpoint; "
+            "add it, or remove the flag"
+        )
+    if not model:
+        return
+    for flag, given in (
+        (
+            "--grpo-filter-groups-with-same-reward",
+            config.sampling.grpo_filter_groups_with_same_reward,
+        ),
+        (
+            "--rl-advantage-estimator remax",
+            config.advantages.rl_advantage_estimator == "remax",
+        ),
+    ):
+        if given:
+            raise ValueError(
+                f"{flag} needs rewards while the engine samples, and the reward model of "
+                "--reward-model-hf-checkpoint scores afterwards; remove one of the two"
+            )
 
 
 def _check_sampling(config: RLRunConfig) -> None:

@@ -62,6 +62,18 @@ class ModelConfig:
     )
     add_qkv_bias: bool = flag(False, "When given, the model must have q/k/v biases.")
     disable_bias_linear: bool = flag(False, "Accepted; the model's config decides.")
+    transformer_impl: str = flag(
+        "auto",
+        "Modules of the trainer's layers. transformer_engine: Transformer Engine's on CUDA, "
+        "MindSpeed's in their place on NPU, wherever they are installed; local: megatron-core's "
+        "own; auto: transformer_engine on NPU, local elsewhere. A CPU has local ones only.",
+        choices=("auto", "local", "transformer_engine"),
+    )
+    moe_grouped_gemm: bool = flag(
+        False,
+        "Compute the experts of a rank in one grouped GEMM; needs the modules of "
+        "--transformer-impl transformer_engine, elsewhere experts are computed one by one.",
+    )
     attention_dropout: float = flag(
         0.0, "Dropout of attention probabilities; RL allows 0 only.", minimum=0.0, below=1.0
     )
@@ -141,8 +153,8 @@ class ParallelConfig:
     distributed_timeout_minutes: int = flag(60, "Limit of one collective, in minutes.", minimum=1)
     platform: str = flag(
         "auto",
-        "Device platform; auto takes CUDA where torch sees it, else CPU.",
-        choices=("auto", "cpu", "cuda"),
+        "Device platform; auto takes an NPU or CUDA where torch sees one, else CPU.",
+        choices=("auto", "cpu", "cuda", "npu"),
     )
 
     @property

@@ -45,8 +45,8 @@ def export_record(step: int, files: list[str]) -> dict[str, Any]:
     }
 
 
-def refuse_foreign_target(target: Path) -> None:
-    """An export replaces nothing but an earlier export.
+def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
+    """An export, which ``flag`` asks for, replaces nothing but an earlier export.
 
     Raises:
         ValueError: ``target`` exists and is not an export of this project, or holds other files.
@@ -56,13 +56,13 @@ def refuse_foreign_target(target: Path) -> None:
     files = _exported_files(target)
     if files is None:
         raise ValueError(
-            f"--export-hf {target} exists and was not exported by mindspeed_rl (it has no "
+            f"{flag} {target} exists and was not exported by mindspeed_rl (it has no "
             f"{EXPORT_RECORD}), so it is not replaced; choose another directory, or remove it"
         )
     others = sorted(path.name for path in target.iterdir() if path.name not in files)
     if others:
         raise ValueError(
-            f"--export-hf {target} holds more than the export it was: {', '.join(others[:5])}; "
+            f"{flag} {target} holds more than the export it was: {', '.join(others[:5])}; "
             "move these files elsewhere, or choose another directory"
         )
 
@@ -153,7 +153,16 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         if path:
             _check_writable(flag, Path(path))
     if target:
-        _check_export_target(Path(target), config)
+        _check_export_target("--export-hf", Path(target), config)
+    if isinstance(config, RLRunConfig) and config.critic.critic_export_hf:
+        critic = Path(config.critic.critic_export_hf)
+        _check_writable("--critic-export-hf", critic.parent)
+        _check_export_target("--critic-export-hf", critic, config)
+        if critic.resolve() == Path(target).resolve():
+            raise ValueError(
+                f"--critic-export-hf {critic} is where the policy is exported; choose another "
+                "directory"
+            )
     if not checkpoint.load or checkpoint.finetune:
         refuse_earlier_results(logging)
 
@@ -170,7 +179,7 @@ def _check_writable(flag: str, path: Path) -> None:
         )
 
 
-def _check_export_target(target: Path, config: RLRunConfig | PretrainRunConfig) -> None:
+def _check_export_target(name: str, target: Path, config: RLRunConfig | PretrainRunConfig) -> None:
     place = target.resolve()
     for flag, path in (
         ("--hf-checkpoint", config.model.hf_checkpoint),
@@ -182,7 +191,7 @@ def _check_export_target(target: Path, config: RLRunConfig | PretrainRunConfig) 
         if path and (kept := Path(path).resolve()) and place in (kept, *kept.parents):
             where = "is" if place == kept else "contains"
             raise ValueError(
-                f"--export-hf {target} {where} {flag} {path}, which the export would replace; "
+                f"{name} {target} {where} {flag} {path}, which the export would replace; "
                 "choose a directory of its own"
             )
-    refuse_foreign_target(target)
+    refuse_foreign_target(target, name)

@@ -31,6 +31,12 @@ class RewardConfig:
         "Field of a data row that names the rewards which score it: one, a list, or an object of "
         "weights. Rows without it are scored by all.",
     )
+    reward_model_hf_checkpoint: str = flag(
+        "",
+        "A sequence classifier with one label, in the training layout: its output at the last "
+        "token of a sample is added to the rewards of the functions. Evaluation leaves it out.",
+    )
+    reward_model_weight: float = flag(1.0, "Factor of the reward model's score.")
     reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
     reward_timeout_s: float = flag(
         10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01

@@ -45,6 +45,11 @@ class RLConfig:
         "Weight of the KL against the first policy; 0 skips the reference pass.",
         minimum=0.0,
     )
+    ref_update_interval: int = flag(
+        0,
+        "Steps after which the policy becomes the new reference of the KL; 0 keeps the first one.",
+        minimum=0,
+    )
     grpo_entropy_term_weight: float = flag(
         0.0, "Weight of the entropy bonus in the loss; 0 is off."
     )
@@ -58,6 +63,13 @@ class RLConfig:
         "first optimizer step of a batch, a forward pass for later ones; recompute: a forward "
         "pass for all; rollout: the engine's.",
         choices=("on-policy", "recompute", "rollout"),
+    )
+    rl_routing_replay: str = flag(
+        "none",
+        "Experts of the passes over the samples of a step. none: every pass chooses them by its "
+        "own scores; trainer: all passes take those that the trainer chose with the weights at the "
+        "start of the step, as the recomputation of layers does.",
+        choices=("none", "trainer"),
     )
     rl_control: str = flag(
         "none",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rl.config import (
     ModelConfig,
@@ -13,15 +12,17 @@ from mindspeed_rl.config import (
     RLRunConfig,
     ScoreRunConfig,
 )
+from mindspeed_rl.config.architecture import check_architecture, model_config, value_layout
 from mindspeed_rl.config.check_algorithms import check_algorithms
+from mindspeed_rl.config.check_engine import check_engine
 from mindspeed_rl.config.indexed_data import check_indexed_data
-from mindspeed_rl.config.layouts import engine_layout, layer_numbers, training_layout
+from mindspeed_rl.config.layouts import engine_layout, training_layout
+from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.models.rules import round_up
-from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
@@ -88,6 +89,8 @@ class RLPlan(RunPlan):
     vllm: VllmLayout
     batch: BatchArithmetic
     max_model_len: int
+    critic: MegatronLayout | None = None
+    reward_model: MegatronLayout | None = None
 
 
 def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
@@ -134,6 +137,10 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         )
     base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
+    if rl.rl_routing_replay != "none" and not base.spec.moe:
+        raise ValueError(
+            f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
+        )
     engine = engine_layout(config.rollout, world)
     limit = config.train.seq_length or (
         config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
@@ -141,9 +148,19 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_length(limit, config, base.spec)
     _check_kv_cache(limit, config, base.spec)
     batch = batch_arithmetic(config, base.parallel.dp)
-    vllm = VllmLayout(base.spec, engine)
+    slots = check_engine(config.engine, engine, base.spec)
+    vllm = VllmLayout(base.spec, engine, physical_experts=slots)
     _check_rollout_share(batch, engine)
-    return RLPlan(base.spec, base.parallel, base.megatron, engine, vllm, batch, limit)
+    critic = reward_model = None
+    if config.has_critic:
+        source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
+        critic = value_layout(config, base.spec, world, source, files=files)
+    if scorer := config.rewards.reward_model_hf_checkpoint:
+        source = (scorer, "--reward-model-hf-checkpoint")
+        reward_model = value_layout(config, base.spec, world, source, files=files)
+    return RLPlan(
+        base.spec, base.parallel, base.megatron, engine, vllm, batch, limit, critic, reward_model
+    )
 
 
 def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
@@ -327,21 +344,13 @@ def check_layout(
             f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
         )
     check_recompute(train)
-    spec = spec_from_hf_config(model_config(model.hf_checkpoint, files=files))
+    checkpoint = model.hf_checkpoint
+    spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
-    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by)
+    modules = module_names(model, parallel.platform)
+    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
     return RunPlan(spec, layout, megatron)
-
-
-def model_config(checkpoint: str, *, files: bool) -> dict[str, Any]:
-    """The ``config.json`` of ``--hf-checkpoint``.
-
-    Without ``files`` nothing but the architecture counts: it may be the file itself, and of a
-    quantised checkpoint (the published DeepSeek) the numbers of its bfloat16 form are taken.
-    """
-    config = read_hf_config(checkpoint, or_file=not files)
-    return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
 
 
 def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
@@ -350,45 +359,4 @@ def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
             f"{batch.samples} samples per step for {engine.num_groups} rollout groups of "
             f"--rollout-tp {engine.tp} ranks: some would have none; raise --grpo-prompts-per-step "
             "or --rollout-tp"
-        )
-
-
-def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
-    """Compare the architecture flags of a script with the model (R51).
-
-    Raises:
-        ValueError: every contradicting flag, its value and the model's.
-    """
-    num_noop = len(layer_numbers("--noop-layers", model.noop_layers))
-    num_layers = None if model.num_layers is None else model.num_layers - num_noop
-    num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
-    padded = round_up(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
-    pairs = (
-        (num_layers_flag, num_layers, spec.num_layers),
-        ("--hidden-size", model.hidden_size, spec.hidden_size),
-        ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
-        ("--num-attention-heads", model.num_attention_heads, spec.num_heads),
-        ("--num-query-groups", model.num_query_groups, spec.num_kv_heads),
-        # megatron-core does not read it with latent attention
-        ("--kv-channels", None if spec.latent else model.kv_channels, spec.head_dim),
-        ("--vocab-size", model.vocab_size, spec.vocab_size),
-        ("--padded-vocab-size", model.padded_vocab_size, padded),
-        ("--rotary-base", model.rotary_base, spec.rope.theta),
-        ("--norm-epsilon", model.norm_epsilon, spec.norm_eps),
-        (
-            "--untie-embeddings-and-output-weights",
-            True if model.untie_embeddings_and_output_weights else None,
-            not spec.tie_embeddings,
-        ),
-        ("--add-qkv-bias", True if model.add_qkv_bias else None, spec.qkv_bias),
-    )
-    wrong = [
-        f"{name} {given} but the model has {real}"
-        for name, given, real in pairs
-        if given is not None and given != real
-    ]
-    if wrong:
-        raise ValueError(
-            f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
-            "remove the flags or point --hf-checkpoint at the right model"
         )

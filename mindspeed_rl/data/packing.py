@@ -1,4 +1,4 @@
-"""Packing of ragged samples into micro-batches: which samples, and the packed tensors.
+"""Packing of the ragged samples of a micro-batch into one row.
 
 Shapes: T packed tokens of a micro-batch, S sequences in it, N trained tokens in it.
 
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from mindspeed_rl.data.placement import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,95 +96,6 @@ class MicroBatch:
         return int(self.token_ids.numel())
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchPlan:
-    """Which samples form which micro-batch on each data-parallel rank.
-
-    The same plan serves the reference, old-policy and update passes (R11). Every rank has the same
-    number of micro-batches, of the same padded length (R31).
-
-    Attributes:
-        assignment: [dp][micro-batch] -> positions in the list of samples.
-        padded_length: T of every micro-batch, in tokens.
-    """
-
-    assignment: tuple[tuple[tuple[int, ...], ...], ...]
-    padded_length: int
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of each data-parallel rank."""
-        return len(self.assignment[0])
-
-
-def plan_micro_batches(
-    lengths: Sequence[int],
-    *,
-    dp: int,
-    micro_batch_size: int,
-    max_tokens: int,
-    multiple: int,
-    sequence_multiple: int = 1,
-    count_multiple: int = 1,
-) -> MicroBatchPlan:
-    """Split samples over data-parallel ranks and pack them in order. Pure: equal on all ranks.
-
-    Args:
-        lengths: tokens of each sample.
-        dp: data-parallel size; sample ``i`` goes to rank ``i % dp``.
-        micro_batch_size: sequences per micro-batch, used when ``max_tokens`` is 0.
-        max_tokens: tokens per micro-batch.
-        multiple: T is rounded up to a multiple of this.
-        sequence_multiple: each sample is padded to a multiple of this.
-        count_multiple: the number of micro-batches is rounded up to a multiple of this, with empty
-            ones.
-
-    Raises:
-        ValueError: a sample is longer than ``max_tokens``.
-    """
-    if max_tokens and max(lengths, default=0) > max_tokens:
-        raise ValueError(
-            f"--max-tokens-per-micro-batch {max_tokens} is smaller than a sample of "
-            f"{max(lengths)} tokens; raise it to at least the longest sequence"
-        )
-    lengths = [_padded(length, sequence_multiple) for length in lengths]
-    per_rank = []
-    for rank in range(dp):
-        mine = range(rank, len(lengths), dp)
-        if max_tokens:
-            per_rank.append(_by_tokens(mine, lengths, max_tokens))
-        else:
-            bounds = range(0, len(mine), micro_batch_size)
-            per_rank.append([tuple(mine[i : i + micro_batch_size]) for i in bounds])
-    count = _padded(max(1, *(len(batches) for batches in per_rank)), count_multiple)
-    longest = max((sum(lengths[i] for i in b) for batches in per_rank for b in batches), default=1)
-    padded = _padded(max(1, longest), multiple)
-    return MicroBatchPlan(
-        tuple(tuple(batches) + ((),) * (count - len(batches)) for batches in per_rank), padded
-    )
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _by_tokens(
-    mine: Sequence[int], lengths: Sequence[int], max_tokens: int
-) -> list[tuple[int, ...]]:
-    batches: list[tuple[int, ...]] = []
-    current: list[int] = []
-    used = 0
-    for i in mine:
-        if current and used + lengths[i] > max_tokens:
-            batches.append(tuple(current))
-            current, used = [], 0
-        current.append(i)
-        used += lengths[i]
-    if current:
-        batches.append(tuple(current))
-    return batches
-
-
 def pack(
     samples: Sequence[TrainSample], padded_length: int, sequence_multiple: int = 1
 ) -> MicroBatch:
@@ -191,7 +104,7 @@ def pack(
     Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
     micro-batch that trains on nothing.
     """
-    lengths = tuple(_padded(s.length, sequence_multiple) for s in samples)
+    lengths = tuple(padded(s.length, sequence_multiple) for s in samples)
     total = sum(lengths)
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -10,10 +9,12 @@ from mindspeed_rl.config.validate import RLPlan, RunPlan
 from mindspeed_rl.dryrun.machine import Machine
 from mindspeed_rl.memory.owners import MemoryPhase, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction
-from mindspeed_rl.models.expert_rules import ExpertRow
-from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.flops import (
+    active_by_part,
+    attention_flops,
+    forward_flops,
+)
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.models.tensors import tensor_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +45,6 @@ class Lengths:
         return self.prompt + self.response
 
 
-def active_parameters(spec: ModelSpec) -> int:
-    """Weights that one token is multiplied with: ``top_k`` experts of each layer."""
-    return sum(_active(spec).values())
-
-
-def _active(spec: ModelSpec) -> Counter[str]:
-    """Active parameters by the part of a layer that recomputation names; the rest is ``other``."""
-    experts = {
-        row.param
-        for row in weight_table(spec.family).trainer_rows(spec)
-        if isinstance(row, ExpertRow)
-    }
-    top_k = spec.moe.top_k if spec.moe else 0
-    active: Counter[str] = Counter()
-    for group in tensor_groups(spec):
-        count = group.num_parameters
-        if group.row in experts:
-            active["moe"] += count * top_k // spec.num_experts
-        elif ".shared_experts." in group.row or ".router." in group.row:
-            active["moe"] += count
-        else:
-            active["mlp" if ".mlp." in group.row else "other"] += count
-    active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
-    return active
-
-
-def attention_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Of scores and values of one token, forward: half of the sequence is before it on average."""
-    latent = spec.latent
-    query = latent.nope_head_dim + latent.rope_head_dim if latent else spec.head_dim
-    value = latent.v_head_dim if latent else spec.head_dim
-    return 2 * spec.num_layers * spec.num_heads * (query + value) * mean_length / 2
-
-
-def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Of one token's forward pass: two per active parameter, and attention."""
-    return 2 * active_parameters(spec) + attention_flops(spec, mean_length)
-
-
 def recomputed_share(prediction: MemoryPrediction, mean_length: float = 0.0) -> float:
     """Share of the forward pass that runs twice."""
     train, stages = prediction.config.train, prediction.plan.parallel.stages
@@ -90,7 +52,7 @@ def recomputed_share(prediction: MemoryPrediction, mean_length: float = 0.0) -> 
     if train.recompute_granularity == "none":
         return 0.0
     if train.recompute_granularity == "selective":
-        parts: dict[str, float] = {name: 2.0 * size for name, size in _active(spec).items()}
+        parts: dict[str, float] = {name: 2.0 * size for name, size in active_by_part(spec).items()}
         parts["core_attn"] = attention_flops(spec, mean_length)
         again = sum(parts.get(name, 0.0) for name in train.recompute_modules)
         return again / forward_flops(spec, mean_length)
@@ -130,6 +92,9 @@ def estimate(
     if passes:
         rows.append(_logprobs(prediction, machine, lengths, samples, passes))
     rows.append(_update(prediction, machine, lengths, samples, plan.batch.iterations))
+    if plan.critic is not None:
+        spec = plan.critic.spec
+        rows.append(_critic(prediction, machine, lengths, samples, plan.batch.iterations, spec))
     return rows
 
 
@@ -156,6 +121,28 @@ def _update(
         f"{tokens:.4g} tokens x (3 + {share:.2f} recomputed) x {forward / 1e9:.4g} GFLOP forward x "
         f"{bubble:.3f} (1 + (pp - 1) / {count} micro-batches) / ({plan.parallel.world} ranks x "
         f"{machine.bf16_tflops:g} TFLOP/s x {machine.compute_efficiency:g})",
+    )
+
+
+def _critic(
+    prediction: MemoryPrediction,
+    machine: Machine,
+    lengths: Lengths,
+    samples: int,
+    repeats: int,
+    spec: ModelSpec,
+) -> PhaseSeconds:
+    """A pass for the values, and its updates as the policy's."""
+    world = prediction.plan.parallel.world
+    forward = forward_flops(spec, lengths.total)
+    cost = 1 + repeats * (3 + recomputed_share(prediction, lengths.total))
+    bubble, _ = _bubble(prediction)
+    tokens = samples * lengths.total
+    return PhaseSeconds(
+        "critic",
+        tokens * cost * forward * bubble / (world * machine.flops),
+        f"{tokens:.4g} tokens x {cost:.2f} (values, updates) x {forward / 1e9:.4g} GFLOP x "
+        f"{bubble:.3f} / (as in update)",
     )
 
 

@@ -51,3 +51,19 @@ def head_step(s: HeadSizes) -> Step:
     step = max(chunk, logits + narrow + weight * s.item)  # the weight's share of one chunk
     backward = sums + max(step, weight * s.item)
     return Step("log-probs", selected + per_token, forward, backward)
+
+
+def value_step(trained: int, hidden: int, item: int, gathered: int) -> Step:
+    """Values: see ``ValueOutputHead``.
+
+    Args:
+        trained: tokens with a loss.
+        hidden: hidden size.
+        item: bytes of an element of the hidden states.
+        gathered: bytes of the hidden states of all tensor-parallel ranks.
+    """
+    rows = trained * hidden * _FP32
+    narrow = trained * hidden * item if item != _FP32 else 0  # the rows before their upcast
+    # values, old values, returns, clipped values, and the loss on them
+    per_token = trained * 9 * _FP32
+    return Step("values", rows + per_token, gathered + narrow, rows + narrow + gathered)

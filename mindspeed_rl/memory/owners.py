@@ -12,6 +12,10 @@ class Owner(enum.StrEnum):
     GRAD_BUFFERS = "grad_buffers"
     OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq
     REFERENCE = "reference"  # parameters of the first policy, for the KL term
+    CRITIC = "critic"  # its parameters
+    CRITIC_GRAD_BUFFERS = "critic_grad_buffers"
+    CRITIC_OPTIMIZER = "critic_optimizer"
+    REWARD_MODEL = "reward_model"  # its parameters
     ACTIVATIONS = "activations"  # what forward keeps for backward, and what both work with
     LOGITS = "logits"  # of the tokens of one chunk and their vocabulary shard, in fp32
     RESHARD_STAGING = "reshard_staging"
@@ -20,6 +24,20 @@ class Owner(enum.StrEnum):
     ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step
     GRAPHS = "graphs"
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
+
+
+# What only updates need: it leaves before the engine's weights come.
+UPDATE_STATE = (
+    Owner.GRAD_BUFFERS,
+    Owner.OPTIMIZER,
+    Owner.CRITIC_GRAD_BUFFERS,
+    Owner.CRITIC_OPTIMIZER,
+)
+# Parameters that are not resharded, and so may leave as early.
+TRAINER_ONLY = (Owner.CRITIC,)
+# Parameters of models that only read: where they leave, they come for their own pass.
+VISITORS = (Owner.REFERENCE, Owner.REWARD_MODEL)
+LEAVING = (*UPDATE_STATE, *TRAINER_ONLY, Owner.PARAMETERS, *VISITORS)
 
 
 class MemoryPhase(enum.StrEnum):
@@ -37,5 +55,16 @@ class OffloadMode(enum.StrEnum):
 
     AUTO = "auto"  # the least that fits
     NONE = "none"
-    OPTIMIZER = "optimizer"  # gradient buffers and optimizer state
-    ALL = "all"  # and, once they are resharded, parameters and reference
+    OPTIMIZER = "optimizer"  # gradient buffers and optimizer state, of policy and critic
+    ALL = "all"  # and parameters: the policy's once they are resharded, those of all other models
+
+    def leave(self) -> frozenset[Owner]:
+        """The owners that leave; of the trainer only."""
+        assert self is not OffloadMode.AUTO, "auto is resolved first"
+        if self is OffloadMode.ALL:
+            return frozenset(LEAVING)
+        return frozenset(UPDATE_STATE if self is OffloadMode.OPTIMIZER else ())
+
+
+#: memory of the critic's updates; its parameters alone suffice for its passes
+CRITIC_OWNERS = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)

@@ -12,10 +12,11 @@ from mindspeed_rl.memory.communicators import device_groups
 from mindspeed_rl.memory.engine import EngineMemory
 from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.model_state import ModelState, model_state
-from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.tape import inference_peak
-from mindspeed_rl.memory.training import TrainingMemory, Workload
+from mindspeed_rl.memory.training import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.models.rules import round_up
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 
 Table = dict[Owner, int]
 _GIB, _MIB = 2**30, 2**20
@@ -84,9 +85,9 @@ class MemoryPrediction:
     def rank_table(self, rank: int) -> dict[MemoryPhase, Table]:
         """Owner -> bytes in every phase of one rank; owners without memory are left out."""
         state, moments = self._state(rank), self._resident_optimizer(self._state(rank).optimizer)
-        trainer = self._trainer(state, moments)
+        trainer = self._trainer(state, moments) | self._idle_others(rank)
         tables = {
-            MemoryPhase.LOAD: self._load(state),
+            MemoryPhase.LOAD: self._load(rank, state),
             MemoryPhase.TRAIN_IDLE: trainer,
             MemoryPhase.TRAIN: self._train(rank, trainer, state),
         }
@@ -143,9 +144,9 @@ class MemoryPrediction:
 
     # --- the trainer -------------------------------------------------------------------------
 
-    def _state(self, rank: int) -> ModelState:
+    def _state(self, rank: int, layout: MegatronLayout | None = None) -> ModelState:
         return model_state(
-            self.plan.megatron,
+            layout or self.plan.megatron,
             rank,
             bf16=self.config.train.bf16,
             distributed_optimizer=self.config.parallel.use_distributed_optimizer,
@@ -165,12 +166,49 @@ class MemoryPrediction:
     def _offload(self) -> OffloadMode:
         return self.assumptions.offload
 
-    def _load(self, state: ModelState) -> Table:
-        return {
+    @property
+    def _scorer_layout(self) -> MegatronLayout | None:
+        return self.plan.reward_model if isinstance(self.plan, RLPlan) else None
+
+    def _reward_model(self, rank: int) -> int:
+        layout = self._scorer_layout
+        return self._state(rank, layout).plain_parameters if layout else 0
+
+    @property
+    def _critic_layout(self) -> MegatronLayout | None:
+        return self.plan.critic if isinstance(self.plan, RLPlan) else None
+
+    def _critic(self, rank: int, *owners: Owner, started: bool = True) -> Table:
+        """Bytes of the critic under some of its owners; ``started``: it was updated before."""
+        if self._critic_layout is None:
+            return {}
+        state = self._state(rank, self._critic_layout)
+        optimizer = state.optimizer if started else state.optimizer_at_start
+        everything = {
+            Owner.CRITIC: state.parameters,
+            Owner.CRITIC_GRAD_BUFFERS: state.grad_buffers,
+            Owner.CRITIC_OPTIMIZER: self._resident_optimizer(optimizer),
+        }
+        return {owner: everything[owner] for owner in owners}
+
+    def _idle_others(self, rank: int) -> Table:
+        """Critic and reward model while they are not used, in TRAIN as in ROLLOUT."""
+        stays = {
+            OffloadMode.NONE: CRITIC_OWNERS,
+            OffloadMode.OPTIMIZER: (Owner.CRITIC,),
+            OffloadMode.ALL: (),
+        }[self._offload]
+        kept = self._offload is not OffloadMode.ALL
+        scorer = self._reward_model(rank) if kept else 0
+        return self._critic(rank, *stays) | {Owner.REWARD_MODEL: scorer}
+
+    def _load(self, rank: int, state: ModelState) -> Table:
+        return self._critic(rank, *CRITIC_OWNERS, started=False) | {
             Owner.PARAMETERS: state.parameters,
             Owner.GRAD_BUFFERS: state.grad_buffers,
             Owner.OPTIMIZER: self._resident_optimizer(state.optimizer_at_start),
             Owner.REFERENCE: self._reference(state),
+            Owner.REWARD_MODEL: self._reward_model(rank),
         }
 
     def _trainer(self, state: ModelState, optimizer: int) -> Table:
@@ -183,22 +221,27 @@ class MemoryPrediction:
         }
 
     def _train(self, rank: int, trainer: Table, state: ModelState) -> Table:
-        """The fuller of an update and, where it is brought in for it, the reference's pass."""
+        """The fullest of an update, one of the critic, and passes of models brought in for them."""
         memory, work = self.training, self.workload
         peak = memory.peak(rank, work)
-        update = trainer | {
-            Owner.ACTIVATIONS: peak.activations + peak.batch,
-            Owner.LOGITS: peak.logits,
-        }
+        moments = [trainer | _passing(peak)]
         reference = self._reference(state)
-        if not reference or self._offload is not OffloadMode.ALL:
-            return update
-        passing = max(inference_peak(tape) for tape in memory.chunk_tapes(rank, work))
-        annotate = trainer | {
-            Owner.REFERENCE: reference,
-            Owner.ACTIVATIONS: passing + peak.batch,
-        }
-        return max(update, annotate, key=lambda table: sum(table.values()))
+        if reference and self._offload is OffloadMode.ALL:
+            passing = max(inference_peak(tape) for tape in memory.chunk_tapes(rank, work))
+            moments.append(
+                trainer | {Owner.REFERENCE: reference, Owner.ACTIVATIONS: passing + peak.batch}
+            )
+        scorer = self._reward_model(rank)
+        if scorer and self._offload is OffloadMode.ALL and self._scorer_layout is not None:
+            of_scorer = replace(memory, layout=self._scorer_layout)
+            passing = max(inference_peak(tape) for tape in of_scorer.chunk_tapes(rank, work))
+            moments.append(
+                trainer | {Owner.REWARD_MODEL: scorer, Owner.ACTIVATIONS: passing + peak.batch}
+            )
+        if self._critic_layout is not None:
+            of_critic = replace(memory, layout=self._critic_layout).peak(rank, work)
+            moments.append(trainer | self._critic(rank, *CRITIC_OWNERS) | _passing(of_critic))
+        return max(moments, key=lambda table: sum(table.values()))
 
     @cached_property
     def training(self) -> TrainingMemory:
@@ -265,10 +308,10 @@ class MemoryPrediction:
         sleep = self._rl[0].memory.rollout_sleep
         return sleep == "all" or (sleep == "auto" and self._offload is OffloadMode.ALL)
 
-    def _waiting(self, state: ModelState, optimizer: int) -> Table:
+    def _waiting(self, rank: int, state: ModelState, optimizer: int) -> Table:
         """The trainer while weights are updated."""
         left = self._offload is not OffloadMode.NONE
-        return {
+        return self._idle_others(rank) | {
             Owner.PARAMETERS: state.parameters,
             Owner.GRAD_BUFFERS: 0 if left else state.grad_buffers,
             Owner.OPTIMIZER: 0 if left else optimizer,
@@ -280,13 +323,13 @@ class MemoryPrediction:
         bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
         # a small model is sent and received in one round
         staging = min(bucket, 2 * (weights + state.parameters))
-        return self._waiting(state, optimizer) | {
+        return self._waiting(rank, state, optimizer) | {
             Owner.ENGINE_WEIGHTS: weights,
             Owner.RESHARD_STAGING: self.assumptions.staging_bytes.get(rank, staging),
         }
 
     def _rollout(self, rank: int, state: ModelState, optimizer: int) -> Table:
-        waiting = self._waiting(state, optimizer)
+        waiting = self._waiting(rank, state, optimizer)
         if self._offload is OffloadMode.ALL:
             waiting[Owner.PARAMETERS] = 0
         return waiting | {
@@ -311,6 +354,11 @@ class MemoryPrediction:
         engine = self.plan.engine if isinstance(self.plan, RLPlan) else None
         groups = device_groups(rank, self.plan.parallel, engine, experts=bool(self.plan.spec.moe))
         return {Owner.COMMUNICATORS: len(groups) * self.assumptions.communicator_bytes}
+
+
+def _passing(peak: TrainPeak) -> Table:
+    """What an update makes itself."""
+    return {Owner.ACTIVATIONS: peak.activations + peak.batch, Owner.LOGITS: peak.logits}
 
 
 def engine_is_bf16(config: RLRunConfig) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rl.config import TrainConfig
-from mindspeed_rl.memory.head import HeadSizes, head_step
+from mindspeed_rl.memory.head import HeadSizes, head_step, value_step
 from mindspeed_rl.memory.layers import Kernels, LayerSizes, layer_tape, left_by_dispatcher
 from mindspeed_rl.memory.tape import Step, backward_peak, forward_peak, kept_bytes, recomputed
 from mindspeed_rl.models.rules import round_up
@@ -172,6 +172,9 @@ class TrainingMemory:
             norm = Step("final norm", elements * sizes.item + stats, sizes.residual)
         else:
             norm = Step("final norm", 8 * elements + stats, sizes.residual, 3 * 4 * elements)
+        if spec.value_head:
+            trained = work.trained // parallel.cp
+            return [norm, value_step(trained, spec.hidden_size, sizes.item, sizes.gathering)]
         head = head_step(
             HeadSizes(
                 trained=work.trained // parallel.cp,

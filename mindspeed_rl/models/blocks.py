@@ -12,6 +12,8 @@ from mindspeed_rl.models.rules import Block, GateUp, Joined, Replicated, Row, Sp
 
 _M, _H = "decoder.layers.{l}.", "model.layers.{l}."
 _EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+#: of a sequence classifier with one label, as transformers names it
+VALUE_HEAD = "score.weight"
 
 EMBEDDING = Block(
     trainer=(Vocab("embedding.word_embeddings.weight", stage="first", hf=_EMBED),),
@@ -21,7 +23,14 @@ EMBEDDING = Block(
 HEAD = Block(
     trainer=(
         Replicated("decoder.final_layernorm.weight", stage="last", hf=_NORM),
-        Vocab("output_layer.weight", stage="last", hf=_HEAD, tied_to=_EMBED),
+        Vocab("output_layer.weight", stage="last", hf=_HEAD, tied_to=_EMBED, when="lm_head"),
+        Replicated(
+            "output_layer.weight",
+            stage="last",
+            hf=VALUE_HEAD,
+            dims=("num_values", "hidden_size"),
+            when="value_head",
+        ),
     ),
     engine=(
         Replicated(_NORM, stage="last", hf=_NORM),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,8 @@ from mindspeed_rl.models import families
 from mindspeed_rl.models.config_values import checked_values
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
+
+CLASSIFIER = "ForSequenceClassification"
 
 
 @cache
@@ -44,6 +47,27 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
             return spec
     known = sorted(name for table, _ in _families() for name in table.architectures)
     raise ValueError(f"config.json: architectures {names} are not supported; known: {known}")
+
+
+def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a critic or reward model: one number per token in place of log-probs.
+
+    A causal language model lends its body; of a sequence classifier the head is taken as well.
+
+    Raises:
+        ValueError: as :func:`spec_from_hf_config`, or a classifier with several labels.
+    """
+    names = list(config.get("architectures") or [])
+    is_classifier = any(name.endswith(CLASSIFIER) for name in names)
+    labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
+    if is_classifier and labels != 1:
+        raise ValueError(
+            f"config.json: {names} with {labels} labels (id2label); a value is one number, so "
+            "allowed: 1"
+        )
+    bodies = [name.replace(CLASSIFIER, "ForCausalLM") for name in names]
+    spec = spec_from_hf_config({**config, "architectures": bodies})
+    return replace(spec, head="value", tie_embeddings=False)
 
 
 def weight_table(family: str) -> WeightTable:

@@ -85,6 +85,8 @@ class ModelSpec:
 
     Weight tables name their dimensions and conditions by the attribute names of this class.
     ``num_mtp_layers`` counts the checkpoint's multi-token-prediction layers, which are not built.
+    ``head`` says what comes out per token: ``"lm"`` log-probs of the vocabulary, ``"value"`` one
+    number.
     """
 
     family: str
@@ -105,6 +107,7 @@ class ModelSpec:
     latent: LatentAttentionSpec | None = None
     num_mtp_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    head: str = "lm"
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads")
@@ -188,7 +191,22 @@ class ModelSpec:
         """Intermediate size of the shared experts together."""
         return self.moe.shared_ffn_hidden_size if self.moe else 0
 
+    @property
+    def num_values(self) -> int:
+        """Rows of a value head."""
+        return 1
+
     # Conditions of weight tables.
+
+    @property
+    def lm_head(self) -> bool:
+        """Whether the output is a distribution over the vocabulary."""
+        return self.head == "lm"
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the output is one number per token."""
+        return self.head == "value"
 
     @property
     def router_bias(self) -> bool:

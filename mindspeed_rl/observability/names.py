@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 REWARD = "reward/mean"
@@ -34,8 +35,15 @@ def of_set(name: str, evaluation_set: str) -> str:
 
 
 def headline(values: Mapping[str, float]) -> dict[str, float]:
-    """The few values for one line on a terminal, under short names, in a fixed order."""
-    return {short: values[name] for name, short in HEADLINE.items() if name in values}
+    """The few values for one line on a terminal, under short names, in a fixed order.
+
+    A maximum over nothing, as the mismatch of a step that leaves the policy as it is, is left out.
+    """
+    return {
+        short: values[name]
+        for name, short in HEADLINE.items()
+        if values.get(name, -math.inf) != -math.inf
+    }
 
 
 def format_fields(fields: Mapping[str, float]) -> str:

@@ -6,16 +6,21 @@ from collections.abc import Iterable
 
 import torch
 
+from mindspeed_rl.platforms.host_pages import advise_large_pages
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """Equal for one storage however it was reached; released ones have no address to compare."""
+    number: int = storage._cdata
+    return number
+
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of the tensors, each once, in order of first use.
-
-    Released storages have no address, so they are told apart by the object behind them.
-    """
+    """The storages of the tensors, each once, in order of first use."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found.setdefault(storage._cdata, storage)
+        found.setdefault(identity(storage), storage)
     return list(found.values())
 
 
@@ -28,10 +33,21 @@ def not_among(
     tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The tensors whose storage is none of the others'."""
-    taken = {storage._cdata for storage in storages_of(others)}
-    return [t for t in tensors if t.untyped_storage()._cdata not in taken]
+    taken = {identity(storage) for storage in storages_of(others)}
+    return [t for t in tensors if identity(t.untyped_storage()) not in taken]
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A view of a whole storage, [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def take_memory(storage: torch.UntypedStorage, size: int) -> None:
+    """Give a released storage its memory again; what it holds is undefined. Local.
+
+    Raises:
+        RuntimeError: there is no memory.
+    """
+    storage.resize_(size)
+    if storage.device.type == "cpu":
+        advise_large_pages(storage.data_ptr(), size)

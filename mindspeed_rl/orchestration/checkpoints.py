@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
     from mindspeed_rl.orchestration.torchrun import Job
 
 
-def load(job: Job[Any, RunPlan], engine: TrainEngine) -> LoadedState:
+def load(
+    job: Job[Any, RunPlan],
+    engine: TrainEngine,
+    companions: Mapping[str, TrainEngine] = MappingProxyType({}),
+) -> LoadedState:
     """Where the run starts: ``--load``'s newest checkpoint, or step 0. Collective: the world.
 
     Raises:
@@ -27,7 +32,7 @@ def load(job: Job[Any, RunPlan], engine: TrainEngine) -> LoadedState:
     loaded = LoadedState(0, {})
     if options.load:
         with job.watchdog.phase("load"):
-            loaded = load_checkpoint(options.load, engine, options)
+            loaded = load_checkpoint(options.load, engine, options, companions)
     job.say(*loaded.notes)
     last = job.config.train.train_iters
     if loaded.step > last:
@@ -51,7 +56,13 @@ def save_is_due(job: Job[Any, RunPlan], step: int) -> bool:
     return at_interval or step == int(job.config.train.train_iters)
 
 
-def save(job: Job[Any, RunPlan], engine: TrainEngine, step: int, extra: Mapping[str, Any]) -> None:
+def save(
+    job: Job[Any, RunPlan],
+    engine: TrainEngine,
+    step: int,
+    extra: Mapping[str, Any],
+    companions: Mapping[str, TrainEngine] = MappingProxyType({}),
+) -> None:
     """Save the state after ``step``. Collective: the world."""
     options = job.config.checkpoint
     path = save_checkpoint(
@@ -61,5 +72,6 @@ def save(job: Job[Any, RunPlan], engine: TrainEngine, step: int, extra: Mapping[
         extra,
         with_optimizer=not options.no_save_optim,
         with_rng=not options.no_save_rng,
+        companions=companions,
     )
     job.say(f"saved {path}")

@@ -32,7 +32,7 @@ from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -53,19 +53,18 @@ class StepBatches:
     updates: list[UpdateBatch]
     metrics: MetricSet = field(default_factory=MetricSet)
 
+    def with_micro_batches(self, micro: Sequence[PreparedBatch]) -> StepBatches:
+        """The same with others in place of :attr:`micro_batches`, in order."""
+        given = iter(micro)
+        updates = [
+            replace(u, micro_batches=[next(given) for _ in u.micro_batches]) for u in self.updates
+        ]
+        return replace(self, updates=updates)
+
     @property
     def micro_batches(self) -> list[PreparedBatch]:
         """Those of all optimizer steps."""
         return [m for update in self.updates for m in update.micro_batches]
-
-    def with_advantages(self, parts: Sequence[torch.Tensor]) -> StepBatches:
-        """The same with the advantages of every token, [N] per micro-batch in order."""
-        given = iter(parts)
-        updates = [
-            replace(u, micro_batches=[m.with_advantages(next(given)) for m in u.micro_batches])
-            for u in self.updates
-        ]
-        return replace(self, updates=updates)
 
 
 def as_train_samples(
@@ -117,7 +116,7 @@ def check_on_policy(run: RLJob, samples: Sequence[Sample]) -> None:
 
 
 def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> StepBatches:
-    """Add old and reference log-probs where they are needed. Collective: the training grid.
+    """Add old and reference log-probs and values where needed. Collective: the training grid.
 
     On-policy old log-probs cost no pass for the first optimizer step of a batch: they are the
     update pass's own (``old_logprobs`` stays ``None``), unless something needs them before it.
@@ -146,7 +145,11 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
         updates = [_with_ages(run, batch, samples) for batch in updates]
     num_reference = len(updates) if run.reference is not None else 0
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
-    return StepBatches(updates, batches.metrics.merge(counts))
+    result = StepBatches(updates, batches.metrics.merge(counts))
+    if run.critic is None:
+        return result
+    parts = rl_critic.with_values(run, [batch.micro_batches for batch in updates])
+    return result.with_micro_batches([m for part in parts for m in part])
 
 
 def _with_reference(reference: TrainEngine, batch: UpdateBatch) -> UpdateBatch:
@@ -197,7 +200,7 @@ def with_advantages(
         kl = [_kl(run, m) for m in micro]
         metrics = metrics.merge({"reward/kl": _token_mean(run, kl)})
         penalties = [run.kl_beta * k for k in kl]
-        if not estimator.returns:
+        if not estimator.of_tokens:
             rewards = rewards - _sample_sums(run, micro, penalties, index).cpu()
             penalties = []
     values = estimator.of_samples(_group_rewards(run, rewards, samples, greedy)).flatten()
@@ -209,16 +212,24 @@ def with_advantages(
     of_sample, known = values.to(device), ~rewards.isnan().to(device)
     owners = [_owners(m, index, device) for m in micro]
     parts = [of_sample[owner] for owner in owners]
-    if estimator.returns:
+    counted = [known[owner] for owner in owners]
+    if estimator.of_tokens:
         given: list[torch.Tensor | None] = list(penalties) or [None] * len(micro)
-        parts = [_returns(run, m, of_sample, index, p) for m, p in zip(micro, given, strict=True)]
+        rows = [
+            _token_rewards(run, m, of_sample, index, p) for m, p in zip(micro, given, strict=True)
+        ]
+        if estimator.needs_critic:
+            micro, parts = rl_critic.with_targets(run, micro, rows, counted)
+        else:
+            parts = [_returns(run, m, row) for m, row in zip(micro, rows, strict=True)]
     if estimator.whiten:
-        counted = [known[owner] for owner in owners]
         parts = whitened(parts, counted, run.policy.sum_over_tokens)
     for m, part in zip(micro, parts, strict=True):
         bad = sorted(set(m.batch.sequence_of[~part.isfinite()].tolist()))
         _refuse_not_finite([m.batch.sample_ids[i] for i in bad])
-    return result.with_advantages(parts)
+    return result.with_micro_batches(
+        [m.with_advantages(part) for m, part in zip(micro, parts, strict=True)]
+    )
 
 
 def rewards_of(run: RLJob, samples: Sequence[Sample], step: int) -> list[float]:
@@ -292,17 +303,17 @@ def _sample_sums(
     return run.policy.sum_over_tokens(sums)
 
 
-def _returns(
+def _token_rewards(
     run: RLJob,
     micro: PreparedBatch,
     values: torch.Tensor,
     index: Mapping[int, int],
     penalty: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[N] discounted sums of the reward at the last token less the KL of each token.
+    """Rewards of all trained tokens of a row: that of a sample at its last, less the KL of each.
 
-    They need whole sequences, so the tokens of all context-parallel ranks are put in their places
-    first. A sample without a reward has none of its tokens counted: see ``whitened``.
+    Sums over the tokens of a sample need all of them, so those of all context-parallel ranks are
+    put in their places. A sample without a reward has none of its tokens counted: see ``whitened``.
     """
     batch = micro.batch
     order = [index[i] for i in batch.sample_ids]
@@ -311,8 +322,14 @@ def _returns(
     if penalty is not None:
         row = torch.zeros_like(tokens).index_copy_(0, batch.trained_index, penalty)
         tokens = tokens - run.policy.sum_over_context(row)
+    return tokens
+
+
+def _returns(run: RLJob, micro: PreparedBatch, rewards: torch.Tensor) -> torch.Tensor:
+    """[N] discounted sums of the rewards of a row's tokens."""
+    batch = micro.batch
     discount = run.config.advantages.rl_gamma
-    return discounted_sums(tokens, batch.num_trained, discount)[batch.trained_index]
+    return discounted_sums(rewards, batch.num_trained, discount)[batch.trained_index]
 
 
 def select_tokens(run: RLJob, batch: UpdateBatch, first_update: bool) -> UpdateBatch:

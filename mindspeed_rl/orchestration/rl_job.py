@@ -30,6 +30,7 @@ from mindspeed_rl.orchestration.rl_phases import (
 )
 from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward_pool
 from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import PoolBase, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
@@ -71,6 +72,8 @@ class RLJob:
     kl_beta: float
     version: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
+    critic: TrainEngine | None = None
+    reward_model: TrainEngine | None = None
     environment: EnvironmentFactory | None = None
 
     @property
@@ -82,6 +85,11 @@ class RLJob:
     def plan(self) -> RLPlan:
         """Layouts and batch arithmetic."""
         return self.job.plan
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of a reward: the functions', and the reward model's."""
+        return (*self.reward_names, *(() if self.reward_model is None else ("reward_model",)))
 
     @property
     def rank(self) -> int:
@@ -153,14 +161,16 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     prompts, eval_sets = load_data(config.prompts, tokenizer, progress=rank == 0)
     check_row_rewards(config, specs, [prompts, *eval_sets.values()])
     training.initialize_parallel(job)
-    updates = config.train.train_iters * plan.batch.updates
+    updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
-    policy = training.build_engine(job, "policy", updates, temperature)
+    replays = config.rl.rl_routing_replay != "none"
+    policy = training.build_engine(job, "policy", updates, temperature, replays_routing=replays)
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
+    critic, reward_model = build_critic(job), build_reward_model(job)
     timer = PhaseTimer(job.platform.synchronize)
-    sharing = share_memory(job, policy, reference)
+    sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     ledger = open_ledger(job, sharing, engine)
@@ -177,6 +187,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
         policy=policy,
         reference=reference,
+        critic=critic,
+        reward_model=reward_model,
         engine=engine,
         phases=phases,
         ledger=ledger,

@@ -16,6 +16,7 @@ from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.orchestration.engine_stats import graph_sizes
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
 from mindspeed_rl.phases.transition import nothing
@@ -69,7 +70,11 @@ def _kernels(job: Job[RLRunConfig, RLPlan]) -> Kernels:
 
 
 def share_memory(
-    job: Job[RLRunConfig, RLPlan], policy: TrainEngine, reference: TrainEngine | None
+    job: Job[RLRunConfig, RLPlan],
+    policy: TrainEngine,
+    reference: TrainEngine | None,
+    critic: TrainEngine | None = None,
+    reward_model: TrainEngine | None = None,
 ) -> Sharing:
     """What leaves the device for the engine, and what of the engine leaves for it.
 
@@ -85,7 +90,7 @@ def share_memory(
     platform = job.platform
     kept = platform.shares_host_memory and mode is OffloadMode.NONE
     return Sharing(
-        groups=trainer_memory(policy, reference),
+        groups=trainer_memory(policy, reference, critic, reward_model),
         mode=mode,
         free_engine_weights=free_weights,
         # on a host that keeps everything, freed pages are used again by the same process
@@ -160,6 +165,8 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
             kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
             seed=config.train.seed,
             options=config.vllm_options,
+            tuning=config.engine,
+            graph_sizes=graph_sizes(job),
         )
 
 

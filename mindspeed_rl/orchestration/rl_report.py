@@ -28,7 +28,7 @@ from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
 from mindspeed_rl.observability.timers import StepTimes
-from mindspeed_rl.orchestration import results, rl_step, training
+from mindspeed_rl.orchestration import results, rl_critic, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.types import Prompt
@@ -52,6 +52,8 @@ def describe(run: RLJob) -> None:
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(run.rewards.notices if run.rewards is not None else ()),
     )
+    if plan.spec.moe:
+        run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
@@ -184,7 +186,7 @@ class Report:
                     prompt.answer,
                     sample.reward,
                     "stop" if sample.stopped else "length",
-                    dict(zip(run.reward_names, sample.parts, strict=True)),
+                    dict(zip(run.part_names, sample.parts, strict=True)),
                     *(_tokens(prompt, sample) if run.config.logging.log_rollout_tokens else ()),
                 )
             )
@@ -202,6 +204,7 @@ class Report:
         export = export_target(config)
         with run.phase("export"):
             training.export_hf(run.job, run.policy, export, last)
+        rl_critic.export(run, last)
         if not self._writer:
             return
         first = self._first_set(0)

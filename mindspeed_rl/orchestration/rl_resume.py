@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.orchestration import checkpoints
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report
 from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
 def start(run: RLJob) -> Report:
@@ -21,7 +23,8 @@ def start(run: RLJob) -> Report:
         ValueError: the prompts are not those of the checkpoint (R46).
     """
     run.phases.require(Phase.TRAIN, "load")
-    loaded = checkpoints.load(run.job, run.policy)
+    with run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
+        loaded = checkpoints.load(run.job, run.policy, companions(run))
     if not loaded.extra:
         return Report(run)
     run.sampler.load_state_dict(
@@ -48,5 +51,13 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "report": report.state_dict(),
     }
     run.phases.require(Phase.TRAIN, "save")
-    with run.phase("save"):
-        checkpoints.save(run.job, run.policy, step, extra)
+    with run.phase("save"), run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
+        checkpoints.save(run.job, run.policy, step, extra, companions(run))
+
+
+def companions(run: RLJob) -> dict[str, TrainEngine]:
+    """The models beside the policy that change, by role."""
+    found = {"critic": run.critic} if run.critic is not None else {}
+    if run.reference is not None and run.config.rl.ref_update_interval:
+        found["reference"] = run.reference
+    return found

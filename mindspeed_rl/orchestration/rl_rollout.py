@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.rewards import RewardRequest, Scoring
 from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
@@ -29,14 +30,18 @@ def rollouts_of(
     and watchdog; the run's, if it is not given.
     """
     phase = phase or run.phase
+    take_stats(run)
     with scorer_of(run) as scorer:
         with phase("generate"):
             found = _speak(run, prompts, step, settings, attempt, scorer)
+        stats = take_stats(run)
+        if run.rank == 0:
+            record_history(run, stats)
         with phase("reward"):
             rollouts, metrics = scorer.finish()
     with phase("exchange"):
         samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
-    return samples, metrics.merge(found)
+    return samples, metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
 
 
 def _speak(

@@ -21,8 +21,9 @@ from mindspeed_rl.algorithms.types import (
     Sequences,
 )
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -33,6 +34,7 @@ from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
 from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
 
 
@@ -82,17 +84,25 @@ def collect(run: RLJob, step: int) -> Collected:
     return Collected(numbered(groups), numbered(drawn), metrics, greedy)
 
 
-def update(run: RLJob, batches: StepBatches) -> MetricSet:
-    """All optimizer steps of an RL step. Collective: the training grid."""
+def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:
+    """All optimizer steps of an RL step, the critic's first. Collective: the training grid.
+
+    With ``critic_only`` the policy stays as it is.
+    """
     run.phases.require(Phase.TRAIN, "update")
     metrics = batches.metrics
-    if not batches.updates:
+    if run.critic is not None:
+        shares = [(b.micro_batches, b.denominators) for b in batches.updates]
+        metrics = metrics.merge(rl_critic.update(run, shares))
+    updates = [] if critic_only else batches.updates
+    if not updates:
         nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))
-        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(float(run.rank == 0))})
+        skipped = float(run.rank == 0 and not critic_only)
+        metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(skipped)})
     before = run.version
     gaps: list[torch.Tensor] = []
     for _ in range(run.plan.batch.iterations):
-        for batch in batches.updates:
+        for batch in updates:
             metrics = metrics.merge(update_once(run, batch, run.version == before, gaps))
     if run.policy.is_last:
         gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
@@ -102,6 +112,17 @@ def update(run: RLJob, batches: StepBatches) -> MetricSet:
         metrics = metrics.merge({"policy/kl_beta": Max(run.kl_beta)})
         adapt_kl(run, metrics)
     return metrics
+
+
+def refresh_reference(run: RLJob, step: int) -> None:
+    """The policy becomes the reference every ``--ref-update-interval`` steps. Local; in TRAIN."""
+    interval = run.config.rl.ref_update_interval
+    if run.reference is None or not interval or step % interval:
+        return
+    with run.phases.resident(Owner.REFERENCE), torch.no_grad():
+        present = run.policy.named_parameters()
+        for name, param in run.reference.named_parameters().items():
+            param.copy_(present[name])
 
 
 def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
@@ -175,6 +196,8 @@ def update_once(
     Differences between trainer and engine are appended to ``gaps``.
     """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
+    if run.config.rl.rl_routing_replay != "none":
+        silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})
@@ -211,7 +234,7 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
         "reward/degenerate_groups": _degenerate(samples, run.plan.batch.group_size),
     }
-    for i, name in enumerate(run.reward_names):
+    for i, name in enumerate(run.part_names):
         scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
         values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
     return values

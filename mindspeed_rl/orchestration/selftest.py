@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -18,19 +18,25 @@ import torch.distributed as dist
 
 from mindspeed_rl.algorithms.losses import policy_loss
 from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.algorithms.token_advantages import rewards_to_tokens
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
+from mindspeed_rl.algorithms.value_loss import ValueLossSettings
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
+from mindspeed_rl.config.architecture import value_layout
 from mindspeed_rl.config.validate import RLPlan, check_layout
 from mindspeed_rl.data.packing import TrainSample, pack
 from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.observability.metrics import reduce_metrics
-from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_batch import selected_tokens
+from mindspeed_rl.orchestration.rl_critic import value_loss_function, value_targets
 from mindspeed_rl.orchestration.rl_step import silent_metrics
 from mindspeed_rl.orchestration.selftest_cases import (
     CASES,
     CUTS,
+    LONGEST,
     PAIRS,
+    VALUE,
     Case,
     Cut,
     Finding,
@@ -40,6 +46,7 @@ from mindspeed_rl.orchestration.selftest_cases import (
     compare,
 )
 from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.orchestration.value_models import load_value_model, value_engine
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
@@ -87,28 +94,22 @@ def run(
         One finding per layout and cut on rank 0, nothing elsewhere.
     """
     job = _tiny_job(job)
-    with job.watchdog.phase("selftest: one rank"), InLayout(job, Layout()) as (_, engine, whole):
+    with job.watchdog.phase("selftest: one rank"), InLayout(job, Layout()) as models:
+        engine = models.policy
         samples = _with_behaviour(engine, _samples())
         everything = engine.prepare([pack(samples, sum(s.length for s in samples))])
-        wanted = {c: _outcome(engine, whole, everything, samples, c, _alone) for c in cases}
+        wanted = {c: _outcome(models, everything, samples, c, _alone) for c in cases}
     for outcome in wanted.values():  # every rank had all samples
         for gradient in outcome.gradients.values():
             gradient /= job.world.size
     findings, turn = [], 0
     for layout in layouts_of(job.world.size) if layouts is None else layouts:
         where = layout.name(job.world.size)
-        with (
-            job.watchdog.phase(f"selftest: {where}"),
-            InLayout(job, layout) as (
-                local,
-                engine,
-                whole,
-            ),
-        ):
+        with job.watchdog.phase(f"selftest: {where}"), InLayout(job, layout) as models:
             for cut in cuts:
-                batches = training.local_batches(_cut(local, cut), engine, samples)
+                batches = training.local_batches(_cut(models.job, cut), models.policy, samples)
                 chosen = cases[turn % stride :: stride]
-                found = {c: _outcome(engine, whole, batches, samples, c) for c in chosen}
+                found = {c: _outcome(models, batches, samples, c) for c in chosen}
                 turn += 1
                 if job.world.rank == 0:
                     findings.append(compare(where, cut.name, layout, found, wanted))
@@ -158,8 +159,19 @@ def _tiny_job(job: RLJobOf) -> RLJobOf:
     return replace(job, config=replace(job.config, model=model, train=TrainConfig(train_iters=1)))
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The job in a layout, with a policy and a critic on this rank."""
+
+    job: RLJobOf
+    policy: TrainEngine
+    critic: TrainEngine
+    whole: WholeTensors
+    whole_of_critic: WholeTensors
+
+
 class InLayout:
-    """The job in a layout, and its policy; megatron-core's state is undone at the end."""
+    """The models of a layout; megatron-core's state is undone at the end."""
 
     def __init__(self, job: RLJobOf, layout: Layout) -> None:
         parallel = ParallelConfig(
@@ -173,11 +185,22 @@ class InLayout:
         base = check_layout(config.model, parallel, config.train, job.world.size)
         plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
         self._job = replace(job, config=config, plan=plan)
+        self._critic = value_layout(
+            config, base.spec, job.world.size, ("", "--hf-checkpoint"), files=True
+        )
 
-    def __enter__(self) -> tuple[RLJobOf, TrainEngine, WholeTensors]:
-        training.initialize_parallel(self._job)
-        engine = training.build_engine(self._job, "policy", 1)
-        return self._job, engine, WholeTensors(self._job)
+    def __enter__(self) -> Models:
+        job = self._job
+        training.initialize_parallel(job)
+        policy = training.build_engine(job, "policy", 1)
+        critic = value_engine(job, "critic", self._critic, job.config.train, 1)
+        load_value_model(job, self._critic, critic, "", "--hf-checkpoint")
+        if critic.is_last:  # a head of 0 passes no gradient on
+            weight = critic.named_parameters()["output_layer.weight"]
+            with torch.no_grad():
+                weight.copy_(torch.linspace(-0.3, 0.5, weight.numel()).view_as(weight))
+        critic.weights_changed()
+        return Models(job, policy, critic, WholeTensors(job, policy), WholeTensors(job, critic))
 
     def __exit__(self, *_: object) -> None:
         parallel_state.forget()
@@ -226,13 +249,41 @@ def _annotated(prepared: PreparedBatch) -> PreparedBatch:
     )
 
 
+def _with_targets(
+    engine: TrainEngine,
+    batches: Sequence[PreparedBatch],
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> list[PreparedBatch]:
+    """Values of a pass, moved a little, and the returns of GAE; one sample has no reward."""
+    found = engine.values(batches)
+    result = []
+    for prepared, values in zip(batches, found, strict=True):
+        batch = prepared.batch
+        if values is None:
+            result.append(prepared)
+            continue
+        values = values + 0.3 * batch.positions[batch.loss_mask].float().sin()
+        rewards = torch.tensor([math.cos(i) for i in batch.sample_ids], device=values.device)
+        annotated = replace(prepared, old_values=values)
+        targets = value_targets(
+            annotated,
+            rewards_to_tokens(rewards, batch.num_trained),
+            reduce,
+            discount=0.98,
+            trace_decay=0.9,
+        )
+        abstained = torch.tensor([i == 1 for i in batch.sample_ids], device=values.device)
+        returns = targets.returns.masked_fill(abstained[batch.sequence_of], math.nan)
+        result.append(replace(annotated, returns=returns))
+    return result
+
+
 def _alone(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
 def _outcome(
-    engine: TrainEngine,
-    whole: WholeTensors,
+    models: Models,
     batches: Sequence[PreparedBatch],
     samples: Sequence[TrainSample],
     case: Case,
@@ -243,15 +294,34 @@ def _outcome(
     ``reduce`` replaces the sum over the ranks with other tokens where there are none.
     """
     batches = [_annotated(b) for b in batches]
+    counts = Denominators.of(s.num_trained for s in samples)
+    if case.loss == VALUE:
+        return _outcome_of_critic(models, batches, counts, case, reduce)
+    engine = models.policy
     if case.loss in ("clip_cov", "kl_cov"):
         chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
         if engine.is_last:
             batches = selected_tokens(batches, current, chosen, reduce or engine.sum_over_tokens)
-    loss = make_loss(case, Denominators.of(s.num_trained for s in samples))
+    loss = make_loss(case, counts)
     found = engine.forward_backward(batches, loss)
     metrics = reduce_metrics(silent_metrics(loss).merge(found))
-    return Outcome(metrics, whole.gather(engine.gradients()))
+    return Outcome(metrics, models.whole.gather(engine.gradients()))
+
+
+def _outcome_of_critic(
+    models: Models,
+    batches: Sequence[PreparedBatch],
+    counts: Denominators,
+    case: Case,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Outcome:
+    critic = models.critic
+    batches = _with_targets(critic, batches, reduce or critic.sum_over_context)
+    loss = value_loss_function(ValueLossSettings(0.2, case.aggregation, LONGEST), counts)
+    found = critic.forward_backward(batches, loss)
+    metrics = reduce_metrics(rl_critic.silent_metrics(loss).merge(found))
+    return Outcome(metrics, models.whole_of_critic.gather(critic.gradients()))
 
 
 def make_loss(case: Case, denominators: Denominators) -> LossFunction:
@@ -266,8 +336,8 @@ def make_loss(case: Case, denominators: Denominators) -> LossFunction:
 class WholeTensors:
     """Gathers what is named and cut like the weights. Collective: the world."""
 
-    def __init__(self, job: RLJobOf) -> None:
-        source, rank, device = job.plan.megatron, job.world.rank, job.platform.device
+    def __init__(self, job: RLJobOf, engine: TrainEngine) -> None:
+        source, rank, device = engine.layout, job.world.rank, job.platform.device
         target = HfFileLayout(source.hf_shapes)
         self._shapes, self._device = target.local_shapes(rank), device
         self._resharder = Resharder(

@@ -68,7 +68,7 @@ CUTS = (Cut(samples=1), Cut(samples=2), Cut(samples=8), Cut(tokens=48))
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A policy loss with an aggregation."""
+    """A policy loss, or the critic's, with an aggregation."""
 
     loss: str
     aggregation: str
@@ -92,13 +92,17 @@ class Case:
         )
 
 
+# Metrics that the aggregation makes.
+_SUMS = ("loss/policy", "value/loss")
 # How many token means an aggregation adds up, which may cancel.
 _TOKENS = sum(trained for _, trained in PAIRS)
 _SCALES = {
     "token-sum": float(_TOKENS),
     "seq-mean-token-sum": _TOKENS / sum(trained > 0 for _, trained in PAIRS),
 }
-CASES = tuple(Case(loss, mode) for loss, mode in product(POLICY_LOSSES, AGGREGATIONS))
+#: the critic's loss, with the values of a pass and the returns of GAE as its targets
+VALUE = "value"
+CASES = tuple(Case(loss, mode) for loss, mode in product((*POLICY_LOSSES, VALUE), AGGREGATIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,7 @@ def _metric_errors(
     for name, value in found.metrics.items():
         extreme = "max" in name and layout.cuts_layers
         limit = EXTREME_TOLERANCE if extreme else METRIC_TOLERANCE
-        limit *= max(1.0, abs(wanted.metrics[name]), case.scale if name == "loss/policy" else 0.0)
+        limit *= max(1.0, abs(wanted.metrics[name]), case.scale if name in _SUMS else 0.0)
         yield abs(value - wanted.metrics[name]) / limit, f"{case.loss} {case.aggregation} {name}"
 
 

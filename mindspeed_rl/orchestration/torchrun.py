@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import ParsedArguments, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
-from mindspeed_rl.config.validate import model_config
+from mindspeed_rl.config.modules import module_names
+from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.orchestration.limits import JOIN, Limits
+from mindspeed_rl.platforms.installed import resolve_platform
 
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.watchdog import Watchdog
@@ -89,6 +92,7 @@ def run_entry(
             _check_world_size(config, world)
         bootstrap.require_launcher(prog, os.environ)
         plan = check(config, world.size)
+        setup = _npu_setup(parsed)
         _check_script(parsed, read_hf_config(config.model.hf_checkpoint))
     except ValueError as error:
         _usage_error(prog, error, world, limits or Limits())
@@ -100,7 +104,7 @@ def run_entry(
         # from here on a rank that fails is known to others, also to those that wait for it to join
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
-            platform = bootstrap.start(parallel.platform, minutes, world)
+            platform = bootstrap.start(parallel.platform, minutes, world, setup)
         job = Job(config, plan, world, platform, watchdog, parsed.ignored)
         job.say(*changed)
         bootstrap.seed_everything(config.train.seed)
@@ -122,9 +126,20 @@ def _dry_run(
         return 0
     from mindspeed_rl.dryrun.command import dry_run
 
-    hf_config = model_config(config.model.hf_checkpoint, files=False)
+    hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
     _check_script(parsed, hf_config)
     return dry_run(config, parsed.ignored, os.environ)
+
+
+def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
+    """What an NPU process is told; ``None`` on other platforms."""
+    config = parsed.config
+    if resolve_platform(config.parallel.platform) != "npu":
+        return None
+    memory = config.memory if isinstance(config, RLRunConfig) else None
+    check_npu(config.ascend, config.parallel, config.train, memory, parsed.ignored)
+    grouped = module_names(config.model, config.parallel.platform).grouped_experts
+    return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 
 
 def _check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:

@@ -14,8 +14,12 @@ from mindspeed_rl.checkpoint.hf import load_hf, read_tensor, weight_files
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
-from mindspeed_rl.data.packing import TrainSample, pack, plan_micro_batches
-from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.data.balance import SequenceCost
+from mindspeed_rl.data.packing import TrainSample, pack
+from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.models.flops import sequence_flops
+from mindspeed_rl.models.registry import CLASSIFIER, weight_table
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.resharding.layouts.base import TableLayout
 from mindspeed_rl.resharding.stream import TensorStream
@@ -44,7 +48,12 @@ def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokeniz
 
 
 def build_engine(
-    job: Job[Any, RunPlan], role: str, num_updates: int, temperature: float = 1.0
+    job: Job[Any, RunPlan],
+    role: str,
+    num_updates: int,
+    temperature: float = 1.0,
+    *,
+    replays_routing: bool = False,
 ) -> TrainEngine:
     """A TrainEngine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
     config = job.config
@@ -57,6 +66,7 @@ def build_engine(
         train=config.train,
         num_updates=num_updates,
         temperature=temperature,
+        replays_routing=replays_routing,
     )
     if role == "policy":
         kept_mtp(job)  # what an export would lack is told before the run, not after it
@@ -114,6 +124,7 @@ def local_batches(
         multiple=chunks * shards,
         sequence_multiple=chunks,
         count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
+        cost=SequenceCost(*sequence_flops(job.plan.spec)),
     )
     mine = plan.assignment[parallel.coords(job.world.rank).dp]
     return engine.prepare(
@@ -121,14 +132,17 @@ def local_batches(
     )
 
 
-def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: int) -> None:
+def export_hf(
+    job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: int, checkpoint: str = ""
+) -> None:
     """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
 
-    Tensors travel to the writer in rounds and are written as they come. Rank 0 writes; nodes that
-    do not share its file system write a copy of their own, so that the next job finds it.
+    ``checkpoint`` is where config and tokenizer come from; empty: ``--hf-checkpoint``. Tensors
+    travel to the writer in rounds and are written as they come. Rank 0 writes; nodes that do not
+    share its file system write a copy of their own, so that the next job finds it.
     """
     rank, platform = job.world.rank, job.platform
-    source = job.plan.megatron
+    source, value_head = engine.layout, engine.spec.value_head
     writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
     dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
     stream = TensorStream(
@@ -143,11 +157,12 @@ def export_hf(job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: in
     with ExitStack() as stack:
         writer = None
         if rank in writers:
-            checkpoint, keys = job.config.model.hf_checkpoint, export_keys(job)
+            checkpoint = checkpoint or job.config.model.hf_checkpoint
+            keys = value_export_keys(checkpoint, engine.spec) if value_head else export_keys(job)
             opened = HfWriter(target, checkpoint, dtype, step=step, config_keys=keys)
             writer = stack.enter_context(opened)
         stream.run(engine.named_parameters(), writer.add if writer else None)
-        if writer:
+        if writer and not value_head:
             for name, file in kept_mtp(job).items():
                 writer.add(name, read_tensor(file, name))
     dist.barrier()
@@ -179,3 +194,16 @@ def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
     if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
         keys["num_nextn_predict_layers"] = 0
     return keys
+
+
+def value_export_keys(checkpoint: str, spec: ModelSpec) -> dict[str, Any]:
+    """Keys of config.json that make of a causal model's config that of a classifier."""
+    names = read_hf_config(checkpoint)["architectures"]
+    keys: dict[str, Any] = dict(weight_table(spec.family).config_keys)
+    if spec.num_mtp_layers:
+        keys["num_nextn_predict_layers"] = 0
+    return keys | {
+        "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in names],
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+    }

@@ -10,14 +10,15 @@ States and what is on the device in each; ``auto`` is resolved before::
                        offloaded
 
 Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another. An edge is a list
-of actions, each with its undo: an error inside one leaves the state before it, with everything
-where it was. An undo that fails as well leaves BROKEN, in which every call raises.
+of actions, each with its undo: an error anywhere inside one leaves the state before it, with
+everything where it was. An undo that fails as well leaves BROKEN, in which every call raises.
 
-Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back
-engine weights | reshard, prove, offload parameters, bring back the cache. Parameters stay after an
-update because they are about to be resharded; the cache comes last, when everything else has left.
-Towards TRAIN: free the cache, bring back parameters, free engine weights (last: their content
-cannot be taken back) | gradients, optimizer.
+Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer and a critic |
+bring back engine weights | reshard, prove, offload parameters, bring back the cache. Parameters
+stay after an update because they are about to be resharded; the cache comes last, when everything
+else has left. Reference and reward model are there for their own pass only.
+Towards TRAIN: free the cache, bring back parameters | free engine weights | critic, gradients,
+optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.memory.owners import LEAVING, TRAINER_ONLY, UPDATE_STATE, OffloadMode, Owner
 from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.phases.transition import Action, UndoFailed, nothing, perform
@@ -74,18 +75,12 @@ class Sharing:
 
     def leaving(self, *owners: Owner) -> list[StorageGroup]:
         """The groups of these owners that leave in this mode."""
-        assert self.mode is not OffloadMode.AUTO, "auto is resolved before the machine is built"
-        leave = {
-            OffloadMode.NONE: frozenset(),
-            OffloadMode.OPTIMIZER: frozenset({Owner.GRAD_BUFFERS, Owner.OPTIMIZER}),
-            OffloadMode.ALL: frozenset(Owner),
-        }[self.mode]
+        leave = self.mode.leave()
         return [self.groups[o] for o in owners if o in self.groups and o in leave]
 
     def leave_all(self) -> None:
         """Give away everything that leaves: what ROLLOUT expects. Local."""
-        owners = (Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.PARAMETERS, Owner.REFERENCE)
-        for group in self.leaving(*owners):
+        for group in self.leaving(*LEAVING):
             group.release()
         self.release_cached_memory()
 
@@ -151,21 +146,21 @@ class Phases:
             raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
 
     @contextmanager
-    def resident(self, owner: Owner) -> Iterator[None]:
-        """Have the memory of an owner that is away in TRAIN, too, for the block. Local.
+    def resident(self, *owners: Owner) -> Iterator[None]:
+        """Have the memory of owners that are away in TRAIN, too, for the block. Local.
 
         Raises:
             RuntimeError: called outside TRAIN.
         """
-        self.require(Phase.TRAIN, owner.value)
-        groups = self._sharing.leaving(owner)
+        self.require(Phase.TRAIN, ", ".join(owners))
+        groups = self._sharing.leaving(*owners)
         try:
             for group in groups:
                 self._return(group)
             yield
         finally:
             for group in groups:
-                group.release()
+                _finish_release(group)
 
     def _go(self, target: Phase, actions_after: Mapping[Phase, Callable[[], list[Action]]]) -> None:
         if self.state not in actions_after:
@@ -203,11 +198,11 @@ class Phases:
 
     def _train_to_idle(self) -> list[Action]:
         """After the update: what only training needs leaves."""
-        return [*self._offload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER), *self._tidy("offload")]
+        return [*self._offload(*UPDATE_STATE, *TRAINER_ONLY), *self._tidy("offload")]
 
     def _idle_to_train(self) -> list[Action]:
         """The optimizer's copies run beside the first passes; ``step`` waits for them."""
-        return self._onload(Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+        return [*self._onload(*TRAINER_ONLY, wait=True), *self._onload(*UPDATE_STATE)]
 
     def _idle_to_sync(self) -> list[Action]:
         """Memory for the engine's weights; their content comes with the reshard."""
@@ -220,10 +215,11 @@ class Phases:
         ]
 
     def _sync_to_idle(self) -> list[Action]:
-        """Last, since the content of the engine's weights cannot be taken back."""
+        """Their memory can be taken back, their content comes with the next reshard."""
         if not self._sharing.free_engine_weights:
             return []
-        return [Action("free engine weights", "sleep", self._free_weights)]
+        free, wake = self._engine.free_weights, self._wake_weights
+        return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
         """Weights, then parameters away, then the cache."""
@@ -241,7 +237,7 @@ class Phases:
         return [
             Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
             *self._tidy("sleep"),
-            *self._onload(Owner.PARAMETERS),
+            *self._onload(Owner.PARAMETERS, wait=True),
         ]
 
     def _offload(self, *owners: Owner) -> list[Action]:
@@ -261,15 +257,11 @@ class Phases:
         group.restore()
         self._sharing.wait_for_copies()
 
-    def _free_weights(self) -> None:
-        """The one action that cannot be taken back; what follows it must not fail the move."""
-        self._engine.free_weights()
-        self._sharing.release_cached_memory()
-
-    def _onload(self, *owners: Owner) -> list[Action]:
+    def _onload(self, *owners: Owner, wait: bool = False) -> list[Action]:
+        """Memory back; ``wait``: what is computed next reads it."""
         groups = self._sharing.leaving(*owners)
         actions = [Action(f"onload {g.owner}", "onload", g.restore, g.release) for g in groups]
-        if Owner.PARAMETERS in owners and actions:
+        if wait and actions:
             actions.append(Action("arrival", "onload", self._sharing.wait_for_copies))
         return actions
 
@@ -278,3 +270,12 @@ class Phases:
 
     def _wake_cache(self) -> None:
         self._engine.wake(["kv_cache"])
+
+
+def _finish_release(group: StorageGroup) -> None:
+    """A release that failed half-way is completed: there is no state to go back to."""
+    try:
+        group.release()
+    except BaseException:
+        group.release()
+        raise

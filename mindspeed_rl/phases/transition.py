@@ -19,8 +19,9 @@ class Action:
     Attributes:
         name: for tables and errors.
         phase: what its time is logged as.
-        do: leaves everything as it was when it raises.
-        undo: called after ``do`` has succeeded and a later action has not.
+        do: may raise at any point.
+        undo: takes back what ``do`` has done, all, some or nothing of it. Called when ``do`` or a
+            later action raises.
     """
 
     name: str
@@ -36,21 +37,21 @@ class UndoFailed(RuntimeError):
 def perform(
     actions: Sequence[Action], phase: Callable[[str], AbstractContextManager[None]]
 ) -> None:
-    """Do all actions in order; when one raises, undo those that are done, last first. Local.
+    """Do all actions in order; when one raises, undo it and those before, last first. Local.
 
     Raises:
         UndoFailed: an undo raised as well; its cause is the first error.
         BaseException: what an action raised; everything is as it was before.
     """
-    done: list[Action] = []
+    begun: list[Action] = []
     try:
         for name, same_phase in groupby(actions, key=lambda action: action.phase):
             with phase(name):
                 for action in same_phase:
+                    begun.append(action)
                     action.do()
-                    done.append(action)
     except BaseException as error:
-        for action in reversed(done):
+        for action in reversed(begun):
             try:
                 action.undo()
             except BaseException as second:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+WANTED = "MINDSPEED_RL_EXPANDABLE_SEGMENTS"
+"""Set to 1 where the NPU's variable asked for it, so that training can switch it on again."""
 _KEY = "expandable_segments"
+_NPU = "PYTORCH_NPU_ALLOC_CONF"
 
 
 def without_expandable_segments(environ: MutableMapping[str, str]) -> list[str]:
@@ -29,6 +32,8 @@ def without_expandable_segments(environ: MutableMapping[str, str]) -> list[str]:
         kept = [part for part in parts if not _switched_on(part)]
         if len(kept) == len(parts):
             continue
+        if variable == _NPU:
+            environ[WANTED] = "1"
         if kept:
             environ[variable] = ",".join(kept)
         else:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -55,8 +57,12 @@ class Platform(Protocol):
         """Restore what :meth:`rng_state` gave."""
         ...
 
-    def install(self) -> None:
-        """Make megatron-core usable on this device; idempotent."""
+    def install(self, setup: NpuSetup | None = None) -> None:
+        """Make megatron-core usable on this device; idempotent.
+
+        Args:
+            setup: what an NPU process is told; others have no use for it.
+        """
         ...
 
     def memory(self) -> DeviceMemory:

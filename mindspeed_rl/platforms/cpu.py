@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.host_pages import advise_large_pages
 
 _PAGE_BYTES = 4096
 
@@ -39,7 +41,7 @@ class CpuPlatform:
     def set_rng_state(self, state: torch.Tensor | None) -> None:
         """Nothing beyond torch's own generator."""
 
-    def install(self) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """Give megatron-core a CPU accelerator."""
         from mindspeed_rl.platforms import cpu_install
 
@@ -63,7 +65,9 @@ class CpuPlatform:
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Plain memory: there is nothing to pin it for."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        advise_large_pages(buffer.data_ptr(), num_bytes)
+        return buffer
 
     def copies(self) -> AbstractContextManager[None]:
         """Copies happen at once."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
 
 
@@ -40,7 +41,7 @@ class CudaPlatform:
         if state is not None:
             torch.cuda.set_rng_state(state)
 
-    def install(self) -> None:
+    def install(self, setup: NpuSetup | None = None) -> None:
         """megatron-core runs on CUDA as it is."""
 
     def memory(self) -> DeviceMemory:

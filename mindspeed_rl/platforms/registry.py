@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from mindspeed_rl.platforms.base import Platform
@@ -13,22 +15,34 @@ def select_platform(name: str = "auto") -> Platform:
     """The platform of this process.
 
     Args:
-        name: ``"auto"`` (CUDA when torch sees one, else CPU), ``"cpu"`` or ``"cuda"``.
+        name: ``"auto"`` (NPU or CUDA when torch sees one, else CPU), ``"cpu"``, ``"cuda"`` or
+            ``"npu"``.
 
     Raises:
         ValueError: the device is not there.
         RuntimeError: another platform is already in use, or there is none of that name.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = next((n for n in ("npu", "cuda") if _sees(n)), "cpu")
     if _CURRENT:
         if _CURRENT[0].name != name:
             raise RuntimeError(f"platform {name}: this process already runs on {_CURRENT[0].name}")
         return _CURRENT[0]
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--platform cuda: torch sees no CUDA device; allowed here: cpu")
+    if name in ("cuda", "npu") and not _sees(name):
+        raise ValueError(f"--platform {name}: torch sees no such device; allowed here: cpu")
     _CURRENT.append(_make(name))
     return _CURRENT[0]
+
+
+def _sees(name: str) -> bool:
+    """Whether torch sees a device; after MindSpeed was applied an NPU answers for CUDA, too."""
+    if name == "cuda":
+        return torch.cuda.is_available()
+    if find_spec("torch_npu") is None:
+        return False
+    import torch_npu
+
+    return bool(torch_npu.npu.is_available())
 
 
 def _make(name: str) -> Platform:
@@ -40,4 +54,8 @@ def _make(name: str) -> Platform:
         from mindspeed_rl.platforms.cuda import CudaPlatform
 
         return CudaPlatform()
-    raise RuntimeError(f"platform {name}: there are auto, cpu, cuda")
+    if name == "npu":
+        from mindspeed_rl.platforms.npu import NpuPlatform
+
+        return NpuPlatform()
+    raise RuntimeError(f"platform {name}: there are auto, cpu, cuda, npu")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.offload.storages import as_bytes, storages_of
-from mindspeed_rl.platforms.host_pages import discard_pages
+from mindspeed_rl.offload.storages import as_bytes, storages_of, take_memory
+from mindspeed_rl.platforms.host_pages import advise_large_pages, discard_pages
 
 
 class ZeroedMemory:
@@ -20,10 +20,14 @@ class ZeroedMemory:
 
     Args:
         tensors: what is freed; all of it is there now.
+        refilled: everything is written as soon as it is back, so that large pages pay.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, refilled: bool = False) -> None:
         self._storages = [(s, s.nbytes()) for s in storages_of(tensors)]
+        for storage, size in self._storages:
+            if refilled and storage.device.type == "cpu":
+                advise_large_pages(storage.data_ptr(), size)
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +50,7 @@ class ZeroedMemory:
         try:
             for storage, size in self._storages:
                 if not storage.nbytes():
-                    storage.resize_(size)
+                    take_memory(storage, size)
                     as_bytes(storage).zero_()
         except BaseException:
             self.free()

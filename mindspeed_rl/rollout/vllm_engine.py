@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.backend import Backend, make_backend
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
@@ -25,16 +27,10 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
     requests_digest,
 )
-from mindspeed_rl.rollout.engine_memory import ZeroedMemory, kv_tensors
-from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS, DerivedState
+from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
-from mindspeed_rl.rollout.vllm_requests import (
-    completion,
-    model_settings,
-    sampling_params,
-    token_scores,
-)
-from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
+from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.vllm_requests import completion, sampling_params, token_scores
 from mindspeed_rl.types import Completion
 
 
@@ -53,6 +49,11 @@ class VllmEngine:
         kv_cache_bytes: key/value cache of this rank.
         seed: engine seed; every request brings its own.
         options: further arguments of ``vllm.LLM``, from ``--vllm-*``; none that is set here.
+        tuning: flags of the engine's execution.
+        graph_sizes: what ``--rollout-graph-sizes`` came to.
+
+    Attributes:
+        stats: what :meth:`generate` ran since the caller last took it.
 
     Raises:
         ValueError: an unproven version.
@@ -71,6 +72,8 @@ class VllmEngine:
         kv_cache_bytes: int,
         seed: int,
         options: Mapping[str, object],
+        tuning: EngineTuningConfig = EngineTuningConfig(),  # noqa: B008
+        graph_sizes: tuple[int, ...] = (),
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -78,11 +81,12 @@ class VllmEngine:
         self._version = -1
         self._updating = False
         self._state = EngineState.AWAKE
+        self.stats = StepStats()
+        backend = self._backend(platform, layout, model_dir, tuning, graph_sizes)
         settings: dict[str, Any] = {
             "dtype": dtype,
             "enforce_eager": True,
             "max_model_len": max_model_len,
-            "kv_cache_memory_bytes": kv_cache_bytes,
             "seed": seed,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": layout.engine.tp,
@@ -91,70 +95,38 @@ class VllmEngine:
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
         }
-        own = model_settings(layout, platform.name)
-        if clash := sorted(set(own) & set(options)):
-            raise ValueError(
-                f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
-                f"own ({own[clash[0]]}); remove the flag"
-            )
-        if options.get("enforce_eager") is False and platform.name != "cpu":
-            raise ValueError(
-                "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
-                "which leave the device between the phases; remove the flag"
-            )
-        settings |= own
+        settings |= backend.cache_settings(kv_cache_bytes, dtype) | backend.settings(options)
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
-            self._llm = self._build(model_dir, settings | dict(options))
+            self._agreement = backend.prepare()
+            self._llm = self._build(model_dir, settings)
+            parts = backend.parts(self._llm)
+        self._interval = tuning.rollout_dp_sync_interval
         self._engine: Any = self._llm.llm_engine
-        runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
-        self._model: torch.nn.Module = runner.model
-        self._derived = DerivedState(self._model, self._engine.model_config.dtype)
-        self._cache = ZeroedMemory(kv_tensors(runner))
-        assert self._cache.num_bytes, "no key/value cache found in vLLM's runner"
-        self._weights = ZeroedMemory(self._params().values())
+        self._model, self._derived = parts.model, parts.derived
+        self._cache, self._weights = parts.cache, parts.weights
+        self._stable_addresses = parts.stable_addresses
         self._check_layout()
         self._pointers = self._addresses()
 
+    def _backend(self, *about: Any) -> Backend:
+        return make_backend(*about)
+
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
-        import vllm
         from vllm import LLM
 
-        from mindspeed_rl.rollout.patches import (
-            expert_parallel,
-            plain_linear,
-            portable_kernels,
-            shared_memory_names,
-        )
-
-        row = engine_capabilities(vllm.__version__, self._platform.name)
-        check_model_support(row, self._layout.spec)
         engine = self._layout.engine
-        if engine.dp > 1 and engine.num_replicas > 1 and not row.data_parallel_replicas:
-            raise ValueError(
-                f"--rollout-dp {engine.dp}: with vLLM {vllm.__version__} one engine must fill the "
-                f"world of {engine.world}; allowed: {engine.world // engine.tp} or 1"
-            )
-        if self._platform.name == "cpu":
-            plain_linear.apply()
-            portable_kernels.apply()
-            if engine.expert_parallel or engine.dp > 1:
-                expert_parallel.apply()
-            nonce = [os.urandom(6).hex()]
-            dist.broadcast_object_list(nonce, 0)
-            shared_memory_names.apply(nonce[0])
+        if engine.dp > 1:
+            # vLLM derives the data-parallel rank from the global one and knows of no replicas
+            os.environ["RANK"] = str(self._rank % engine.size)
         try:
-            llm = LLM(str(Path(model_dir)), **settings)
+            return LLM(str(Path(model_dir)), **settings)
         except ValueError as error:
             if "KV cache" not in str(error):
                 raise
             raise ValueError(f"--rollout-kv-cache-gb is too small: {error}") from error
-        if self._platform.name == "cpu" and self._layout.engine.tp > 1:
-            dist.barrier()
-            shared_memory_names.unlink()
-        return llm
 
     def _check_layout(self) -> None:
-        built = {name: tuple(p.shape) for name, p in self._params().items()}
+        built = {name: tuple(p.shape) for name, p in self._views().items()}
         declared = dict(self._layout.local_shapes(self._rank))
         if built != declared:
             wrong = sorted(
@@ -182,7 +154,10 @@ class VllmEngine:
         """
         if self._version != -1 and self._derived.packs_experts:
             raise RuntimeError("weight_views: expert weights are packed outside an update")
-        return self._params()
+        return self._views()
+
+    def _views(self) -> Mapping[str, torch.Tensor]:
+        return self._derived.views(self._params())
 
     def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
         """Write one whole HF tensor through vLLM's loader, which passes over unknown names."""
@@ -249,8 +224,9 @@ class VllmEngine:
         """Give the key/value cache back to the system. Local."""
         if self._state is EngineState.AWAKE:
             self._reset_prefix_cache()
-            self._cache.free()
             self._state = EngineState.WEIGHTS
+        if self._state is EngineState.WEIGHTS:
+            self._cache.free()
 
     def free_weights(self) -> None:
         """Give the parameters back to the system; what they held is gone. Local.
@@ -262,8 +238,8 @@ class VllmEngine:
             raise RuntimeError("free_weights: the key/value cache leaves first")
         self._version = -1
         self._updating = False
-        self._weights.free()
         self._state = EngineState.ASLEEP
+        self._weights.free()
 
     def wake(self, tags: Sequence[str]) -> None:
         """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.
@@ -275,7 +251,8 @@ class VllmEngine:
             raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
         if "weights" in tags and self._state is EngineState.ASLEEP:
             self._weights.bring_back()
-            self._pointers = self._addresses()  # without graphs nothing has kept the old ones
+            if not self._stable_addresses:
+                self._pointers = self._addresses()  # without graphs nothing has kept the old ones
             self._state = EngineState.WEIGHTS
         if "kv_cache" in tags and self._state is not EngineState.AWAKE:
             if self._state is EngineState.ASLEEP:
@@ -363,8 +340,8 @@ class VllmEngine:
         Yields what each step finished. Ranks without requests of their own keep stepping while
         others of their engine have some.
         """
-        while self._engine.has_unfinished_requests():
-            yield {int(o.request_id): o for o in self._engine.step() if o.finished}
+        capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
+        return run_steps(self._engine, self._agreement, self._interval, capacity, self.stats)
 
     def _check_agreement(self, digest: bytes) -> None:
         """All ranks of the engine must be about to generate the same thing (R28)."""

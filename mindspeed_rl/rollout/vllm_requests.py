@@ -20,13 +20,13 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
         # vLLM rewinds the generator of a request whose prompt was read in part, which a CPU
         # generator cannot do: "CPU Generator does not use offset"
         settings["enable_chunked_prefill"] = False
+        if layout.spec.latent:
+            # its kernel rotates the queries of latent attention wrongly, without an error
+            settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     if engine.dp > 1:
         settings["data_parallel_size"] = engine.dp
     if engine.expert_parallel:
         settings["enable_expert_parallel"] = True
-    if layout.spec.latent:
-        # the CPU kernel rotates the queries of latent attention wrongly, without an error
-        settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     if layout.spec.router_bias:
         # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
         settings["hf_overrides"] = {

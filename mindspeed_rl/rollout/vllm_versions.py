@@ -1,6 +1,8 @@
 """What each vLLM version can do, as data: the only place with engine version knowledge.
 
-Evidence for each row is a test that runs three syncs on that version.
+Evidence for a row on CPU is a test that runs three syncs on that version. Rows on NPU come from
+reading sources: 0.23's own classes take three syncs on the emulator (``tests/ascend``), those of
+other versions are stood in for by fakes (``tests/unit/test_ascend_engine.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.resharding.layouts.vllm import EXPERT_MODULE, VllmLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +23,37 @@ class EngineCapabilities:
         platform: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         in_place_experts: expert weights may be written into the live parameters.
         in_place_latent: so may those of latent attention.
-        data_parallel_replicas: several engines with data parallelism fit into one world.
         expert_multiple: each rank's channels of an expert are padded to a multiple of this.
         whole_shared_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
+        packed_sync: data-parallel ranks may agree through our reduction.
+        transposed_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
+        expert_module: path of the module with the experts of a layer, below the layer.
     """
 
     version: str
     platform: str
     in_place_experts: bool
     in_place_latent: bool
-    data_parallel_replicas: bool
     expert_multiple: int
     whole_shared_experts: bool
+    packed_sync: bool = False
+    transposed_experts: bool = False
+    expert_module: str = EXPERT_MODULE
+
+
+def _ascend(version: str, *, packed_sync: bool = False) -> EngineCapabilities:
+    """vLLM under vLLM-Ascend; how its weights are written is in ``rollout/ascend/behaviour.py``."""
+    return EngineCapabilities(
+        version,
+        "npu",
+        in_place_experts=True,
+        in_place_latent=True,
+        expert_multiple=1,
+        whole_shared_experts=False,
+        packed_sync=packed_sync,
+        transposed_experts=True,
+        expert_module="mlp.experts",
+    )
 
 
 CAPABILITIES = (
@@ -41,10 +62,14 @@ CAPABILITIES = (
         "cpu",
         in_place_experts=True,
         in_place_latent=True,
-        data_parallel_replicas=False,
         expert_multiple=32,
         whole_shared_experts=True,
+        packed_sync=True,
     ),
+    _ascend("0.11."),
+    _ascend("0.13."),
+    _ascend("0.18."),
+    _ascend("0.23.", packed_sync=True),
 )
 
 
@@ -73,6 +98,8 @@ def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
         layout,
         expert_multiple=row.expert_multiple,
         whole_shared_experts=row.whole_shared_experts,
+        transposed_experts=row.transposed_experts,
+        expert_module=row.expert_module,
     )
 
 

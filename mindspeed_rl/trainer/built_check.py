@@ -112,7 +112,8 @@ def _latent_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
 def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
     name = f"layer {layer.layer_number}"
     attention = layer.self_attention
-    yield f"{name} norm eps", layer.input_layernorm.eps, spec.norm_eps
+    if (eps := getattr(layer.input_layernorm, "eps", None)) is not None:
+        yield f"{name} norm eps", eps, spec.norm_eps
     yield f"{name} experts", hasattr(layer.mlp, "router"), spec.has_experts(layer.layer_number - 1)
     yield f"{name} softmax scale", attention.core_attention.softmax_scale, spec.softmax_scale
     for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):

@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -30,14 +29,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mindspeed_rl.checkpoint import resume
-from mindspeed_rl.checkpoint.resume import CheckpointRecord
+from mindspeed_rl.checkpoint.resume import CheckpointRecord, CompanionRecord
 from mindspeed_rl.config.training import CheckpointConfig
-from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.patches import adamw_step, local_write_results
+from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -68,6 +66,7 @@ def save_checkpoint(
     *,
     with_optimizer: bool = True,
     with_rng: bool = True,
+    companions: Mapping[str, TrainEngine] = MappingProxyType({}),
 ) -> Path:
     """Write ``directory/iter_<step>``; it becomes valid when all ranks have written (R50).
 
@@ -80,6 +79,7 @@ def save_checkpoint(
         extra: state of the run beyond the trainer, as JSON; rank 0's is kept.
         with_optimizer: keep moments, master weights and their step.
         with_rng: keep every rank's random states.
+        companions: role -> another model of the run; one without an optimizer has weights only.
 
     Returns:
         The new folder.
@@ -90,7 +90,10 @@ def save_checkpoint(
     """
     local_write_results.apply()
     if dist.get_rank() == 0:
-        resume.begin(directory, step, _estimated_bytes(engine, with_optimizer))
+        needed = sum(_estimated_bytes(e, with_optimizer) for e in (engine, *companions.values()))
+        folder = resume.begin(directory, step, needed)
+        for role in companions:
+            (folder / role).mkdir()
     dist.barrier()
     partial = resume.partial_path(directory, step)
     _check_shared(partial)
@@ -100,6 +103,10 @@ def save_checkpoint(
     engine.platform.wait_for_copies()  # of an optimizer state that has just come back
     state = _sharded_state(engine, with_optimizer, with_rng, loading=False)
     dist_checkpointing.save(state, str(partial), strategy)
+    for role, companion in companions.items():
+        optimizer = with_optimizer and companion.optimizer is not None
+        state = _sharded_state(companion, optimizer, with_rng=False, loading=False)
+        dist_checkpointing.save(state, str(partial / role), strategy)
     if dist.get_rank() == 0:
         record = CheckpointRecord(
             step=step,
@@ -109,19 +116,32 @@ def save_checkpoint(
             optimizer=_optimizer_kind(engine) if with_optimizer else "",
             has_rng=with_rng,
             extra=extra,
+            companions={r: _companion_record(e, with_optimizer) for r, e in companions.items()},
         )
         resume.commit(directory, record)
     dist.barrier()
     return resume.checkpoint_path(directory, step)
 
 
+def _companion_record(engine: TrainEngine, with_optimizer: bool) -> CompanionRecord:
+    trained = engine.optimizer is not None
+    return CompanionRecord(
+        num_updates=engine.schedule.num_updates if trained else 0,
+        model=_architecture(engine),
+        optimizer=_optimizer_kind(engine) if trained and with_optimizer else "",
+    )
+
+
 def load_checkpoint(
-    directory: str | os.PathLike[str], engine: TrainEngine, options: CheckpointConfig
+    directory: str | os.PathLike[str],
+    engine: TrainEngine,
+    options: CheckpointConfig,
+    companions: Mapping[str, TrainEngine] = MappingProxyType({}),
 ) -> LoadedState:
     """Load the newest complete checkpoint of a folder. Collective: the world.
 
     An empty folder changes nothing: the run starts from the weights it has. With ``--finetune``
-    only weights are taken.
+    only weights are taken, those of companions where they are saved.
 
     Raises:
         ValueError: the folder does not exist, or the checkpoint is of another model, lacks what
@@ -149,12 +169,41 @@ def load_checkpoint(
             f"is not this run's {_words(layout)}"
         )
     _load_tensors(found.path, engine, with_optimizer, with_rng)
+    for role, companion in companions.items():
+        notes += _load_companion(found.path, role, companion, record, options)
     if options.finetune:
         notes.append(f"weights of {found.path}; step, optimizer and data order start anew")
         return LoadedState(0, {}, tuple(notes))
     engine.schedule.num_updates = record.num_updates
     notes.append(f"resuming after step {record.step} from {found.path}")
     return LoadedState(record.step, record.extra, tuple(notes))
+
+
+def _load_companion(
+    path: Path, role: str, engine: TrainEngine, record: CheckpointRecord, options: CheckpointConfig
+) -> list[str]:
+    """A model beside the policy; notes for the user. Collective: the world.
+
+    Raises:
+        ValueError: a trained one is not in the checkpoint, is of another architecture, or lacks
+            its optimizer states.
+    """
+    kept, trained = record.companions.get(role), engine.optimizer is not None
+    if kept is None and trained and not options.finetune:
+        raise ValueError(
+            f"{path} has no {role}: it was saved by a run without one; add --finetune to take the "
+            "policy's weights and start anew, or name a checkpoint of a run with one"
+        )
+    if kept is None:
+        return [f"{path} has no {role}: it starts from its first weights"]
+    _check_model(engine, kept, path)
+    with_optimizer = trained and not (options.finetune or options.no_load_optim)
+    if with_optimizer:
+        _check_optimizer(engine, kept, path)
+    _load_tensors(path / role, engine, with_optimizer, with_rng=False)
+    if trained and not options.finetune:
+        engine.schedule.num_updates = kept.num_updates
+    return []
 
 
 def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rng: bool) -> None:
@@ -173,7 +222,7 @@ def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rn
     else:
         engine.weights_changed()
     if with_rng:
-        _set_rng_state(engine.platform, state["rng"])
+        set_rng_state(engine.platform, state["rng"])
 
 
 def _sharded_state(
@@ -190,7 +239,7 @@ def _sharded_state(
         )
     if with_rng:
         place = ((dist.get_world_size(),), (dist.get_rank(),))
-        state["rng"] = ShardedObject("rng", _rng_state(engine.platform), *place)
+        state["rng"] = ShardedObject("rng", rng_state(engine.platform), *place)
     return state
 
 
@@ -227,29 +276,6 @@ def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
             param_state["step"] = param_state["step"].clone()
 
 
-def _rng_state(platform: Platform) -> dict[str, Any]:
-    """Every generator that a rank draws from, in types that ``torch.load`` trusts."""
-    numbers: Any = np.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, gauss = numbers
-    return {
-        "python": random.getstate(),
-        "numpy": (str(kind), keys.tolist(), int(position), int(has_gauss), float(gauss)),
-        "torch": torch.get_rng_state(),
-        "device": platform.rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng_state(platform: Platform, state: dict[str, Any]) -> None:
-    """Counterpart of :func:`_rng_state`."""
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    platform.set_rng_state(state["device"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-
-
 def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
     """Rank 0's choice on all ranks, so that a slow file system cannot split them. Collective.
 
@@ -281,21 +307,26 @@ def _check_shared(partial: Path) -> None:
         )
 
 
-def _check_model(engine: TrainEngine, record: CheckpointRecord, path: Path) -> None:
+def _check_model(
+    engine: TrainEngine, record: CheckpointRecord | CompanionRecord, path: Path
+) -> None:
     mine = _architecture(engine)
     wrong = [
         f"{name} {record.model.get(name)} (model: {value})"
         for name, value in mine.items()
         if record.model.get(name) != value
     ]
+    flag = "--critic-hf-checkpoint" if engine.role == "critic" else "--hf-checkpoint"
     if wrong:
         raise ValueError(
-            f"{path} is of another model than --hf-checkpoint: {', '.join(wrong)}; name the "
-            "--hf-checkpoint that the run started from"
+            f"{path} is of another model than {flag}: {', '.join(wrong)}; name the {flag} that "
+            "the run started from"
         )
 
 
-def _check_optimizer(engine: TrainEngine, record: CheckpointRecord, path: Path) -> None:
+def _check_optimizer(
+    engine: TrainEngine, record: CheckpointRecord | CompanionRecord, path: Path
+) -> None:
     if not record.optimizer:
         raise ValueError(f"{path} has no optimizer states (--no-save-optim); add --no-load-optim")
     mine = _optimizer_kind(engine)

@@ -6,20 +6,24 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_rl.models.module_names import ModuleNames
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.trainer.built_check import check_built
 from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
@@ -47,9 +51,31 @@ class HiddenStateHead(ColumnParallelLinear):
         return hidden, None
 
 
-def keep_hidden_states(model: GPTModel) -> None:
-    """Make the last stage return hidden states instead of logits; parameters stay as they are."""
-    if model.post_process:
+class ValueHead(torch.nn.Module):
+    """The weight [1, h] of a value head, whole on every tensor-parallel rank; 0 at first.
+
+    It hands the hidden states on, as :class:`HiddenStateHead` does.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        weight = torch.zeros((1, config.hidden_size), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(
+        self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[torch.Tensor, None]:
+        """[T, 1, h] -> the same."""
+        return hidden, None
+
+
+def keep_hidden_states(model: GPTModel, spec: ModelSpec) -> None:
+    """Make the last stage return hidden states instead of logits, and give it the spec's head."""
+    if not model.post_process:
+        return
+    if spec.value_head:
+        model.output_layer = ValueHead(model.config)
+    else:
         model.output_layer.__class__ = HiddenStateHead
 
 
@@ -60,33 +86,50 @@ def mark_tensor_parallel_shards(model: GPTModel) -> None:
     counts as a copy, and the gradient norm would be that of the first rank's shards alone.
     """
     for module in model.modules():
-        if isinstance(module, RowParallelLinear):
-            dim = 1
-        elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
-            dim = 0
-        else:
+        dim = _cut_dimension(module)
+        if dim is None:
             continue
-        if module.weight is not None:  # a tied head on the first stage has none of its own
-            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        for name, weight in module.named_parameters(recurse=False):
+            if name.startswith("weight") and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
-def _apply_patches(spec: ModelSpec, device: torch.device) -> None:
-    if spec.moe or spec.latent:
+def _cut_dimension(module: torch.nn.Module) -> int | None:
+    """Along which dimension the weights of a linear layer or embedding are cut."""
+    if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+        return 0
+    if isinstance(module, RowParallelLinear):
+        return 1
+    # of Transformer Engine and of MindSpeed, which share no class with megatron-core's
+    return {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None) or "")
+
+
+def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) -> None:
+    if (spec.moe or spec.latent) and not modules.fused_norms:
         without_transformer_engine.apply()
     if spec.moe and device.type == "cpu":
         expert_splits_on_host.apply()
         uneven_collectives.apply()
 
 
-def _layer_spec(spec: ModelSpec, experts: bool) -> ModuleSpec:
-    """One layer of megatron-core's own modules, with our norm and attention."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=spec.num_experts if experts else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=spec.qk_norm or spec.latent is not None,
-        multi_latent_attention=spec.latent is not None,
-        normalization="RMSNorm",
-    )
+def _layer_spec(spec: ModelSpec, experts: bool, modules: ModuleNames) -> ModuleSpec:
+    """One layer of the modules asked for, with our attention."""
+    common = {
+        "num_experts": spec.num_experts if experts else None,
+        "moe_grouped_gemm": modules.grouped_experts,
+        "qk_layernorm": spec.qk_norm or spec.latent is not None,
+        "multi_latent_attention": spec.latent is not None,
+    }
+    if modules.fused_norms:
+        layer = get_gpt_layer_with_transformer_engine_spec(**common)
+        layer.submodules.self_attention.submodules.core_attention = PackedSelfAttention
+        return layer
+    layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
+    return _with_our_norms(layer, spec)
+
+
+def _with_our_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
+    """megatron-core's own modules with our norm and attention."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -99,13 +142,15 @@ def _layer_spec(spec: ModelSpec, experts: bool) -> ModuleSpec:
     return layer
 
 
-def _block_spec(
-    spec: ModelSpec, layout: ParallelLayout, stage: int, chunk: int
-) -> TransformerBlockSubmodules:
-    kinds = {experts: _layer_spec(spec, experts) for experts in (False, bool(spec.moe))}
-    layers = layout.stages.layers_of(stage, chunk)
+def _block_spec(layout: MegatronLayout, stage: int, chunk: int) -> TransformerBlockSubmodules:
+    spec, modules = layout.spec, layout.modules
+    kinds = {experts: _layer_spec(spec, experts, modules) for experts in (False, bool(spec.moe))}
+    layers = layout.parallel.stages.layers_of(stage, chunk)
+    norm: Any = RMSNorm
+    if modules.fused_norms:
+        from megatron.core.extensions.transformer_engine import TENorm as norm
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[spec.has_experts(layer)] for layer in layers], layer_norm=RMSNorm
+        layer_specs=[kinds[spec.has_experts(layer)] for layer in layers], layer_norm=norm
     )
 
 
@@ -127,12 +172,12 @@ def build_model(
     """
     from megatron.core import parallel_state
 
-    _apply_patches(spec, device)
+    _apply_patches(spec, layout.modules, device)
     stages = layout.parallel.stages
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
-        _block_spec(spec, layout.parallel, stage, chunk),
+        _block_spec(layout, stage, chunk),
         vocab_size=round_up(spec.vocab_size, layout.vocab_multiple),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=stage == 0 and chunk == 0,
@@ -144,8 +189,8 @@ def build_model(
         vp_stage=chunk if stages.vpp > 1 else None,
     )
     _set_attention(model, spec, device)
+    keep_hidden_states(model, spec)
     mark_tensor_parallel_shards(model)
-    keep_hidden_states(model)
     check_built(model, spec, len(stages.layers_of(stage, chunk)))
     return model.to(device)
 
@@ -159,3 +204,14 @@ def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> No
         if spec.latent:
             attention.rotary_pos_emb = PackedRotaryEmbedding(spec, device, latent=True)
         attention.core_attention.softmax_scale = spec.softmax_scale
+
+
+def mixed_precision(module: Any, config: Any) -> Any:
+    """A chunk that computes in the precision of its configuration. Local."""
+    if not config.bf16:
+        return module
+    wrapped = Float16Module(config, module)
+    for part in module.modules():
+        if getattr(part, "expert_bias", None) is not None:
+            part.expert_bias = part.expert_bias.float()  # routing compares sums of small numbers
+    return wrapped

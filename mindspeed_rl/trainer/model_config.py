@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mindspeed_rl.config import ModelConfig, TrainConfig
+from mindspeed_rl.models.module_names import LOCAL, ModuleNames
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.parallel.stages import StageLayout
@@ -20,12 +21,13 @@ def build_transformer_config(
     model: ModelConfig,
     train: TrainConfig,
     sequence_parallel: bool,
+    modules: ModuleNames = LOCAL,
 ) -> TransformerConfig:
     """The megatron-core configuration of a spec in a layout."""
     fields = _common(spec, model, train.bf16) | _parallel(layout, sequence_parallel)
     fields |= _recompute(train)
     if spec.moe:
-        fields |= _experts(spec, layout)
+        fields |= _experts(spec, layout) | {"moe_grouped_gemm": modules.grouped_experts}
     if spec.latent:
         return MLATransformerConfig(**fields, **_latent(spec))
     return TransformerConfig(**fields)
@@ -126,7 +128,6 @@ def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_layer_freq": [int(has) for has in moe.layers],
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_score_function": moe.score_function,

@@ -40,7 +40,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for part in torch_optimizers(optimizer):
         for group in part.param_groups:
             for param in group["params"]:
-                yield param.data
+                yield param
                 for value in part.state.get(param, {}).values():
                     if isinstance(value, torch.Tensor) and value.dim():
                         yield value

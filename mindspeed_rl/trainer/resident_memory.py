@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from mindspeed_rl.memory.owners import Owner
@@ -15,33 +16,56 @@ from mindspeed_rl.trainer.owned_tensors import (
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
-def trainer_memory(policy: TrainEngine, reference: TrainEngine | None) -> dict[Owner, StorageGroup]:
+def trainer_memory(
+    policy: TrainEngine,
+    reference: TrainEngine | None = None,
+    critic: TrainEngine | None = None,
+    reward_model: TrainEngine | None = None,
+) -> dict[Owner, StorageGroup]:
     """Every owner of the trainer's device memory. Local.
 
     Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
-    keeps its content in one pool of host memory.
+    keeps its content in one pool of host memory; that of models which only read is copied there
+    once. Optimizer state, hundreds of tensors, comes back as one storage.
     """
-    platform = policy.platform
-    pool = HostPool(platform)
-    parameters = partial(parameter_tensors, policy.modules)
-    groups = {
-        Owner.PARAMETERS: StorageGroup(Owner.PARAMETERS, parameters, platform, pool),
-        Owner.GRAD_BUFFERS: StorageGroup(
-            Owner.GRAD_BUFFERS,
-            partial(gradient_tensors, policy.models),
+    pool = HostPool(policy.platform)
+    trained = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+    groups = _trained(policy, pool, *trained)
+    if critic is not None:
+        parts = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+        groups |= _trained(critic, pool, *parts)
+    for owner, engine in ((Owner.REFERENCE, reference), (Owner.REWARD_MODEL, reward_model)):
+        if engine is not None:
+            find = partial(parameter_tensors, engine.modules)
+            groups[owner] = StorageGroup(
+                owner, find, engine.platform, pool, num_writes=_writes_of(engine)
+            )
+    return groups
+
+
+def _writes_of(engine: TrainEngine) -> Callable[[], int]:
+    return lambda: engine.num_writes
+
+
+def _trained(
+    engine: TrainEngine, pool: HostPool, parameters: Owner, gradients: Owner, optimizer: Owner
+) -> dict[Owner, StorageGroup]:
+    """Parameters, gradient buffers and optimizer state of an engine that updates."""
+    platform, find = engine.platform, partial(parameter_tensors, engine.modules)
+    return {
+        parameters: StorageGroup(parameters, find, platform, pool),
+        gradients: StorageGroup(
+            gradients,
+            partial(gradient_tensors, engine.models),
             platform,
             None,
-            before_release=policy.let_go,
+            before_release=engine.let_go,
         ),
-        Owner.OPTIMIZER: StorageGroup(
-            Owner.OPTIMIZER,
-            lambda: optimizer_tensors(policy.optimizer, parameters()),
+        optimizer: StorageGroup(
+            optimizer,
+            lambda: optimizer_tensors(engine.optimizer, find()),
             platform,
             pool,
+            packs=True,
         ),
     }
-    if reference is not None:
-        modules = reference.modules
-        find = partial(parameter_tensors, modules)
-        groups[Owner.REFERENCE] = StorageGroup(Owner.REFERENCE, find, platform, pool)
-    return groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,25 +21,22 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 
-from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm
+from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.data.packing import MicroBatch, split_context
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout, chunk_prefix
 from mindspeed_rl.trainer.built_check import check_weights
-from mindspeed_rl.trainer.logprobs import selected_logprobs
-from mindspeed_rl.trainer.model import build_model
+from mindspeed_rl.trainer.heads import Outputs, make_head
+from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.routing_replay import Routes, RoutingReplay
 
 ROUTER_BIAS = "router.expert_bias"
 _BATCH_TENSORS = (
@@ -53,6 +51,9 @@ _BATCH_TENSORS = (
 )
 
 LossFunction = Callable[[LossInputs], LossOutputs]
+ValueLossFunction = Callable[[ValueInputs], LossOutputs]
+#: roles whose weights are updated
+TRAINED_ROLES = ("policy", "critic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,16 @@ class TrainEngine:
     """A model of one role on this rank.
 
     Args:
-        role: ``"policy"`` trains, ``"reference"`` only computes log-probs.
-        layout: spec and parallel layout.
+        role: one of :data:`TRAINED_ROLES` trains, ``"reference"`` and ``"reward model"`` only
+            compute.
+        layout: spec and parallel layout; the spec's head says whether log-probs or values come out.
         platform: the device.
         model: model flags.
         parallel: layout flags.
         train: optimizer flags.
         num_updates: optimizer steps of the whole run: the horizon of the schedule (R47).
         temperature: logits are divided by it in every log-prob (R9).
+        replays_routing: later passes over a micro-batch take the experts of the first.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class TrainEngine:
         train: TrainConfig,
         num_updates: int,
         temperature: float = 1.0,
+        replays_routing: bool = False,
     ) -> None:
         self.role = role
         self.layout = layout
@@ -97,7 +101,7 @@ class TrainEngine:
         self._train = train
         self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
-            self.spec, layout.parallel, model, train, parallel.shards_sequence
+            self.spec, layout.parallel, model, train, parallel.shards_sequence, layout.modules
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
@@ -106,13 +110,17 @@ class TrainEngine:
             build_model(self.spec, layout, config, platform.device, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
+        self._replay = RoutingReplay(self.modules) if replays_routing else None
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
+        #: times that parameters were written from outside
+        self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
-        wrapped = [_mixed_precision(module, config) for module in self.modules]
+        self._head = make_head(self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens)
+        wrapped = [mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
         self.models: list[Any] = wrapped
-        if role == "policy":
+        if role in TRAINED_ROLES:
             ddp = _ddp_config(parallel, train)
             self.models = [
                 DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
@@ -163,7 +171,11 @@ class TrainEngine:
         return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
 
     def weights_changed(self) -> None:
-        """Call after writing parameters from outside: master weights follow. Local."""
+        """Call after writing parameters from outside: master weights follow. Local.
+
+        What waits on the host of a model that does not train is copied anew at its next release.
+        """
+        self.num_writes += 1
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -180,8 +192,17 @@ class TrainEngine:
             share = split_context(batch, cp, cp_rank)
             row = make_packed_row(share.lengths, share.positions, cp, cp_rank)
             tensors = {name: getattr(share, name).to(device) for name in _BATCH_TENSORS}
-            prepared.append(PreparedBatch(replace(share, **tensors), row.to(device)))
+            moved = replace(share, **tensors)
+            routes = Routes(self._tokens_of_rank(moved.loss_mask)) if self._replay else None
+            prepared.append(PreparedBatch(moved, row.to(device), routes=routes))
         return prepared
+
+    def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's share of [T] with sequence parallelism."""
+        if not self._config.sequence_parallel:
+            return tokens
+        rank = self.layout.parallel.coords(dist.get_rank()).tp
+        return tokens.chunk(self.layout.parallel.tp)[rank]
 
     def logprobs(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
         """log p of the trained tokens, [N] fp32 per micro-batch; ``None`` off the last stage.
@@ -198,16 +219,28 @@ class TrainEngine:
         ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
         gradients, dropout off.
         """
+        return self._pass(batches)  # type: ignore[return-value]
+
+    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+        """The value before each trained token, [N] fp32 per micro-batch; ``None`` off the last
+        stage.
+
+        Collective over the pipeline and tensor-parallel groups. No gradients, dropout off.
+        """
+        return [None if r is None else r[0] for r in self._pass(batches)]
+
+    def _pass(self, batches: Sequence[PreparedBatch]) -> list[Outputs | None]:
+        """What the head makes of every micro-batch, without gradient."""
         for model in self.models:
             model.eval()
         with torch.no_grad():
-            results = self._run(batches, lambda batch, logp, entropy: (logp.sum(), (logp, entropy)))
+            results = self._run(batches, lambda batch, outputs: (outputs[0].sum(), outputs))
         for model in self.models:
             model.train()
         return results if self.is_last else [None] * len(batches)
 
     def forward_backward(
-        self, batches: Sequence[PreparedBatch], loss_function: LossFunction
+        self, batches: Sequence[PreparedBatch], loss_function: LossFunction | ValueLossFunction
     ) -> MetricSet:
         """Accumulate the gradient of the summed losses of all micro-batches.
 
@@ -215,24 +248,23 @@ class TrainEngine:
         parallelism. The loss function carries the global denominators.
 
         Returns:
-            The metrics of this rank's micro-batches; empty off the last stage and off the first
-            tensor-parallel rank, so that nothing is counted twice.
+            The metrics of this rank's micro-batches; off the last stage and off the first
+            tensor-parallel rank only those of replayed routing, so that nothing counts twice.
         """
         self._accumulating = True
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss(
-            prepared: PreparedBatch, logp: torch.Tensor, entropy: torch.Tensor
-        ) -> tuple[torch.Tensor, LossOutputs]:
-            outputs = loss_function(prepared.loss_inputs(logp, entropy, self.sum_over_context))
-            return outputs.loss, replace(outputs, loss=outputs.loss.detach())
+        def loss(prepared: PreparedBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
+            inputs = self._head.loss_inputs(prepared, outputs, self.sum_over_context)
+            found = loss_function(inputs)
+            return found.loss, replace(found, loss=found.loss.detach())
 
-        outputs = self._run(batches, loss, backward=True)
-        if self.reports:
-            return _collect_metrics(outputs)
-        return MetricSet()
+        with nullcontext() if self._replay is None else self._replay.update():
+            outputs = self._run(batches, loss, backward=True)
+        metrics = _collect_metrics(outputs) if self.reports else MetricSet()
+        return metrics if self._replay is None else metrics.merge(self._replay.metrics())
 
     @property
     def reports(self) -> bool:
@@ -273,14 +305,15 @@ class TrainEngine:
         if not updated or not _finite(grad_norm):
             raise FloatingPointError(
                 f"{self.role}: gradient norm {grad_norm} at update {self.schedule.num_updates}; "
-                "lower --lr or look at the rewards of this step in rollouts.jsonl"
+                f"lower {'--critic-lr' if self.role == 'critic' else '--lr'} or look at the "
+                "rewards of this step in rollouts.jsonl"
             )
         return UpdateStats(float(grad_norm), learning_rate)
 
     def _run(
         self,
         batches: Sequence[PreparedBatch],
-        loss: Callable[[PreparedBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]],
+        loss: Callable[[PreparedBatch, Outputs], tuple[torch.Tensor, Any]],
         backward: bool = False,
     ) -> list[Any]:
         """Run all micro-batches; the loss function's payloads, on the last stage."""
@@ -290,6 +323,8 @@ class TrainEngine:
         def forward(iterator: Iterator[PreparedBatch], model: Any) -> tuple[torch.Tensor, Any]:
             prepared = next(iterator)
             batch = prepared.batch
+            if self._replay is not None:
+                self._replay.current = prepared.routes
             hidden = model(
                 batch.token_ids[None],
                 batch.positions[None],
@@ -315,32 +350,8 @@ class TrainEngine:
         self, prepared: PreparedBatch, loss: Callable[..., Any], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Hidden states [1, T, h] of the last stage -> (loss, 1, payload) for megatron-core."""
-        batch = prepared.batch
-        rows = hidden[0]
-        if self._config.sequence_parallel:
-            rows = gather_from_sequence_parallel_region(rows)
-        else:
-            rows = copy_to_tensor_model_parallel_region(rows)
-        tp_size = self.layout.parallel.tp
-        logp, entropy = selected_logprobs(
-            rows[batch.loss_mask],
-            self._output_weight(),
-            batch.targets[batch.loss_mask],
-            temperature=self.temperature,
-            vocab_size=self.spec.vocab_size,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            group=parallel_state.get_tensor_model_parallel_group() if tp_size > 1 else None,
-            chunk=self._train.logprob_chunk_tokens,
-        )
-        value, payload = loss(prepared, logp, entropy)
+        value, payload = loss(prepared, self._head(prepared, hidden))
         return value, torch.ones((), dtype=torch.int), payload
-
-    def _output_weight(self) -> torch.Tensor:
-        last = self.modules[-1]
-        if last.share_embeddings_and_output_weights:
-            weight: torch.Tensor = last.shared_embedding_or_output_weight()
-            return weight
-        return last.output_layer.weight  # type: ignore[no-any-return]
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -354,18 +365,6 @@ def _ddp_config(parallel: ParallelConfig, train: TrainConfig) -> DistributedData
         grad_reduce_in_fp32=train.bf16,
         check_for_nan_in_grad=True,
     )
-
-
-def _mixed_precision(module: Any, config: Any) -> Any:
-    if not config.bf16:
-        return module
-    from megatron.core.transformer.module import Float16Module
-
-    wrapped = Float16Module(config, module)
-    for part in module.modules():
-        if getattr(part, "expert_bias", None) is not None:
-            part.expert_bias = part.expert_bias.float()  # routing compares sums of small numbers
-    return wrapped
 
 
 def _finite(value: float | torch.Tensor) -> bool:

@@ -216,6 +216,7 @@ def resume_without_random_states(
     return results
 
 
+@pytest.mark.slow
 def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> None:
     """R49: TP 2 x PP 2 -> one rank, TP 2, DP 2; weights, moments, step, padded vocabulary."""
     folder = str(tmp_path / "save")

@@ -17,6 +17,7 @@ from support.family_models import (
     family_reference,
     write_family_model,
 )
+from support.share import slow_but
 from support.spawn import run_ranks
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ LAYOUTS = {
     ),
 }
 
+QUICK = ("one", "tp2", "cp2-tp2", "tp2-ep2-pp2")  # in every run; the others in turn
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -129,7 +132,7 @@ def worst_gradient(
     return max((error, name) for name, error in relative_errors(found, expected).items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
 def test_log_probs_are_those_of_transformers(
     layout: str,
     families: Callable[[str], WorldResult],
@@ -157,7 +160,7 @@ def test_gradients_of_one_rank_are_those_of_transformers(
     assert error <= REFERENCE_TOLERANCE, (name, error)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", slow_but([name for name in LAYOUTS if name != "one"], QUICK))
 def test_gradients_follow_the_norm_rule(
     layout: str, families: Callable[[str], WorldResult]
 ) -> None:

@@ -11,7 +11,7 @@ from support.family_models import FAMILY_CASES, write_family_model
 from support.family_reshard import NUM_SYNCS, Moved, Rollout, family_reshard_world
 from support.spawn import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 WORLD = 8
 _COMMON = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layer-list 1,3"

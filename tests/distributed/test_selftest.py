@@ -59,15 +59,20 @@ FAULTS: dict[str, tuple[Shape, str]] = {
     "doubled-cp-scale": ((1, 1, 2, False), "ppo"),
     "sequences-of-one-rank": ((1, 1, 2, False), "gspo"),
     "selection-of-one-rank": ((1, 1, 1, False), "kl_cov"),
+    "critic-local-denominator": ((1, 1, 1, False), "value"),
+    "critic-values-of-one-rank": ((1, 1, 2, False), "value"),
+    "critic-rows-summed": ((2, 1, 1, True), "value"),
 }
 
 
 def planted(fault: str) -> Any:
     """A patch of the product that shows in layouts that cut something."""
-    from mindspeed_rl.algorithms import losses
+    from mindspeed_rl.algorithms import losses, value_loss
     from mindspeed_rl.algorithms.types import Sequences
+    from mindspeed_rl.trainer import heads
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
+    gather = heads.gather_from_sequence_parallel_region
     weights, share = losses.token_weights, TrainEngine.forward_backward
 
     def local_denominator(mode: str, sequences: Sequences, counts: Any, longest: int) -> Any:
@@ -90,9 +95,19 @@ def planted(fault: str) -> Any:
         "doubled-cp-scale": lambda: mock.patch.object(TrainEngine, "forward_backward", scaled),
         "sequences-of-one-rank": lambda: mock.patch.object(TrainEngine, "sum_over_context", alone),
         "selection-of-one-rank": lambda: mock.patch.object(TrainEngine, "sum_over_tokens", alone),
+        "critic-local-denominator": lambda: mock.patch.object(
+            value_loss, "token_weights", local_denominator
+        ),
+        "critic-values-of-one-rank": lambda: mock.patch.object(
+            TrainEngine, "sum_over_context", alone
+        ),
+        "critic-rows-summed": lambda: mock.patch.object(
+            heads, "gather_from_sequence_parallel_region", lambda rows, **_: gather(rows)
+        ),
     }[fault]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "shapes"),
     [

@@ -20,12 +20,14 @@ pytestmark = pytest.mark.distributed
 
 LENGTHS = (9, 3, 1, 20, 6, 2)
 REWARDS = (1.0, 0.0, 0.5, float("nan"), 2.0, -1.0)
-GAMMA, BETA = 0.9, 0.1
+GAMMA, BETA, TRACE = 0.9, 0.1, 0.8
 FLAGS = {
     "returns": "--rl-advantage-estimator reinforce_plus_plus --rl-gamma 0.9 --grpo-kl-beta 0.1 "
     "--rl-kl-in-reward --rl-kl-estimator k1",
     "group": "--rl-advantage-estimator dr_grpo --grpo-kl-beta 0.1 --rl-kl-in-reward "
     "--rl-kl-estimator k1",
+    "gae": "--rl-advantage-estimator gae --rl-gamma 0.9 --gae-lambda 0.8 --grpo-kl-beta 0.1 "
+    "--rl-kl-in-reward --rl-kl-estimator k1",
 }
 Advantages = dict[tuple[int, int], float]  # (sample, place in the response)
 
@@ -56,7 +58,8 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
     result: dict[str, dict[str, Advantages]] = {}
     for name, layout in (("dp2", Layout()), ("cp2", Layout(cp=2)), ("pp2", Layout(pp=2))):
         job = make_job(world, model, ["--micro-batch-size", "2", "--grpo-group-size", "3"])
-        with selftest.InLayout(job, layout) as (local, engine, _):
+        with selftest.InLayout(job, layout) as models:
+            local, engine = models.job, models.policy
             result[name] = {}
             for estimator, flags in FLAGS.items():
                 batches = training.local_batches(local, engine, rows)
@@ -66,6 +69,7 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
                         old_logprobs=b.batch.rollout_logprobs,
                         ref_logprobs=b.batch.rollout_logprobs
                         - 0.02 * (b.batch.positions[b.batch.loss_mask] - 3),
+                        old_values=0.3 * (b.batch.positions[b.batch.loss_mask] - 3.0).cos(),
                     )
                     for b in batches
                 ]
@@ -101,8 +105,13 @@ def expected(estimator: str) -> list[np.ndarray]:
     for n, reward, penalty in zip(LENGTHS, REWARDS, kl, strict=True):
         tokens = -penalty
         tokens[-1] += reward
+        decay = GAMMA
+        if estimator == "gae":
+            values = np.append(0.3 * np.cos(np.arange(n)), 0.0)
+            tokens += GAMMA * values[1:] - values[:-1]
+            decay *= TRACE
         rows.append(
-            np.array([sum(GAMMA ** (k - t) * tokens[k] for k in range(t, n)) for t in range(n)])
+            np.array([sum(decay ** (k - t) * tokens[k] for k in range(t, n)) for t in range(n)])
         )
     known = np.concatenate([r for r, reward in zip(rows, REWARDS, strict=True) if reward == reward])
     return [np.nan_to_num((r - known.mean()) / known.std(ddof=1)) * (reward == reward)

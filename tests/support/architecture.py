@@ -47,7 +47,11 @@ LAYER_0 = (
     "resharding.boxes",
     "resharding.layouts",
     "rollout.vllm_versions",
+    "rollout.ascend_versions",
+    "rollout.expert_map",
+    "rollout.graph_sizes",
     "platforms.allocator_settings",
+    "platforms.installed",
 )
 # Plans of reshards: arithmetic with numpy.
 PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))
@@ -107,6 +111,7 @@ DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
     "observability.tensor_tracker",  # torch has no public name for dispatch modes
     "rollout.vllm_engine",
+    "rollout.ascend",
     "offload.storages",
     "rollout.patches",
     "trainer.patches",

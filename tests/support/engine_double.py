@@ -6,7 +6,7 @@ weights. Like vLLM it caches what it computed for a prompt until its prefix cach
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,9 @@ from support.layout_cases import GQA, spec_of
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.backend import EngineParts
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.host_backend import parts_by_storage
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 CACHE_BYTES = 4096
@@ -76,6 +78,22 @@ class ToyLLM:
         return self._prefixes[prompt]
 
 
+class ToyBackend:
+    """Memory and derived state as on a host, nothing to patch."""
+
+    def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
+        return dict(options)
+
+    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
+        return {}
+
+    def prepare(self) -> None:
+        return None
+
+    def parts(self, llm: Any) -> EngineParts:
+        return parts_by_storage(llm)
+
+
 class EngineDouble(VllmEngine):
     """One rank of an engine of one rank.
 
@@ -100,6 +118,9 @@ class EngineDouble(VllmEngine):
             seed=0,
             options={},
         )
+
+    def _backend(self, *about: Any) -> ToyBackend:
+        return ToyBackend()
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> ToyLLM:
         shapes = dict(self._layout.local_shapes(0))

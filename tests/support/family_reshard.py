@@ -100,12 +100,13 @@ def three_syncs(
         transposed_experts=rollout.transposed,
         whole_shared_experts=rollout.whole_shared,
     )
+    device = next(iter(read.values())).device
     resharder = Resharder(
         source,
         target,
         rank=world.rank,
         ranks_per_node=world.size // 2,
-        transport=make_transport(rollout.transport, world.size, torch.device("cpu")),
+        transport=make_transport(rollout.transport, world.size, device),
         dtype=torch.float32,
         bucket_bytes=BUCKET_BYTES,
         relay=rollout.relay,
@@ -122,7 +123,7 @@ def three_syncs(
         expert_multiple=rollout.multiple,
     )
     write = {
-        name: torch.full(shape, _UNTOUCHED, dtype=torch.int32).view(torch.float32)
+        name: torch.full(shape, _UNTOUCHED, dtype=torch.int32, device=device).view(torch.float32)
         for name, shape in target.local_shapes(world.rank).items()
     }
     wrong = []
@@ -146,7 +147,8 @@ def _differing(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:
     assert found.keys() == expected.keys()
-    return [n for n, want in expected.items() if not torch.equal(found[n].view(torch.int32), want)]
+    bits = {name: tensor.cpu().view(torch.int32) for name, tensor in found.items()}
+    return [name for name, want in expected.items() if not torch.equal(bits[name], want)]
 
 
 def case_of(config: Mapping[str, Any]) -> Case:

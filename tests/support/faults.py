@@ -203,10 +203,24 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks-differ-in-micro-batches",
-        "data/packing.py",
-        "tuple(tuple(batches) + ((),) * (count - len(batches)) for batches in per_rank)",
-        "tuple(tuple(batches) for batches in per_rank)",
+        "data/balance.py",
+        "count = max(1, -(-len(best) // multiple)) * multiple",
+        "count = max(1, len(best))",
         "tests/unit/test_packing.py::test_every_sample_is_planned_once",
+    ),
+    Mutation(
+        "heaviest-parts-meet",
+        "data/balance.py",
+        "zip(first.parts, reversed(second.parts), strict=True)",
+        "zip(first.parts, second.parts, strict=True)",
+        "tests/unit/test_balance.py::test_a_large_step_is_even_and_full",
+    ),
+    Mutation(
+        "rows-take-what-does-not-fit",
+        "data/balance.py",
+        "place = bisect_left(room, (lengths[i], 0))",
+        "place = bisect_left(room, (lengths[i] - 1, 0))",
+        "tests/unit/test_balance.py::test_rows_hold_everything_once_and_are_nearly_the_fewest",
     ),
     Mutation(
         "sampler-repeats-after-a-resume",
@@ -280,7 +294,7 @@ MUTATIONS = (
     ),
     Mutation(
         "contradicting-architecture-flag-ignored",
-        "config/validate.py",
+        "config/architecture.py",
         '("--rotary-base", model.rotary_base, spec.rope.theta)',
         '("--rotary-base", None, spec.rope.theta)',
         "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
@@ -301,7 +315,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tensor-parallel-gradient-not-summed",
-        "trainer/train_engine.py",
+        "trainer/heads.py",
         "rows = copy_to_tensor_model_parallel_region(rows)",
         "rows = rows * 1",
         _TRAINING + "test_gradients_follow_the_norm_rule[tp2]",
@@ -309,8 +323,8 @@ MUTATIONS = (
     Mutation(
         "shards-not-marked-in-the-gradient-norm",
         "trainer/model.py",
-        "    mark_tensor_parallel_shards(model)\n    keep",
-        "    keep",
+        "    mark_tensor_parallel_shards(model)\n    check",
+        "    check",
         _TRAINING + "test_three_updates_equal_those_of_one_rank[tp2-pp2-grpo-steps]",
     ),
     Mutation(

@@ -19,6 +19,10 @@ _STEP = "tests/unit/test_rl_algorithms.py::"
 _KL_IN_REWARD = _STEP + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample"
 
 
+_VALUE = "tests/unit/test_value_loss.py::"
+_PPO = "tests/unit/test_ppo_step.py::"
+_VALUE_MODELS = "tests/distributed/test_value_models.py::"
+_REPLAY = "tests/unit/test_routing_replay.py::"
 _SAMPLING = "tests/unit/test_dynamic_sampling.py::"
 
 
@@ -53,7 +57,7 @@ ALGORITHM_MUTATIONS = (
            "step.rewards - step.greedy[:, None]", "step.greedy[:, None] - step.rewards",
            _ADVANTAGES + "test_remax_subtracts_the_greedy_reward"),
     _fault("gae-looks-into-the-next-sequence", "token_advantages",
-           "        following[ends] = 0.0\n", "        following[-1] = 0.0\n",
+           "    following[lasting.cumsum(0) - 1] = 0.0\n", "    following[-1] = 0.0\n",
            _ADVANTAGES + "test_generalized_advantages"),
     _fault("gae-decay-without-discount", "token_advantages",
            "lengths, discount * trace_decay)", "lengths, trace_decay)",
@@ -152,6 +156,44 @@ ALGORITHM_MUTATIONS = (
     _fault("kl-in-reward-and-in-loss", "settings",
            "kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,", "kl_beta=kl_beta,",
            _KL_IN_REWARD),
+    _fault("value-loss-not-bounded", "value_loss",
+           "        loss = torch.maximum(loss, held)\n", "",
+           _VALUE + "test_value_and_gradient"),
+    _fault("value-loss-takes-the-smaller-error", "value_loss",
+           "loss = torch.maximum(loss, held)", "loss = torch.minimum(loss, held)",
+           _VALUE + "test_value_and_gradient"),
+    _fault("value-loss-mean-of-a-micro-batch", "value_loss",
+           "total = (0.5 * loss * known * weights).sum()",
+           "total = (0.5 * loss * known).mean()",
+           _VALUE + "test_value_and_gradient"),
+    _fault("abstained-sample-teaches-the-critic", "value_loss",
+           "(0.5 * loss * known * weights)", "(0.5 * loss * weights)",
+           _VALUE + "test_value_and_gradient"),
+    _fault("explained-variance-of-one-rank", "value_loss",
+           "squares = reduce(", "squares = (lambda x: x)(",
+           _VALUE + "test_explained_variance_is_over_all_ranks"),
+    Mutation("returns-after-whitening", "orchestration/rl_critic.py",
+             "found.advantages[own], found.returns[own]",
+             "found.advantages[own], found.advantages[own]",
+             _PPO + "test_advantages_and_returns_of_every_token"),
+    Mutation("values-of-the-next-token", "orchestration/rl_critic.py",
+             "generalized_advantages(\n        rewards, reduce(row),",
+             "generalized_advantages(\n        rewards, reduce(row).roll(-1),",
+             _PPO + "test_advantages_and_returns_of_every_token"),
+    Mutation("critic-trains-the-policy-along", "orchestration/rl_step.py",
+             "updates = [] if critic_only else batches.updates", "updates = batches.updates",
+             _PPO + "test_a_critic_alone"),
+    Mutation("value-of-the-token-itself", "trainer/heads.py",
+             "rows = rows[prepared.batch.loss_mask]",
+             "rows = rows[prepared.batch.loss_mask.roll(1)]",
+             _VALUE_MODELS + "test_value_models[dp2]"),
+    Mutation("replay-of-the-latest-micro-batch", "trainer/routing_replay.py",
+             "self.waiting.popleft() if again else self._replay.current",
+             "self.waiting.pop() if again else self._replay.current",
+             _REPLAY + "test_recomputed_layers_take_the_experts_of_their_own_micro_batch"),
+    Mutation("replay-with-the-weights-of-then", "trainer/routing_replay.py",
+             "return scores.gather(1, ids), ids", "return scores.detach().gather(1, ids), ids",
+             _REPLAY + "test_experts_of_the_first_pass_with_the_weights_of_now"),
     Mutation("kl-added-to-the-reward", "orchestration/rl_batch.py",
              "rewards = rewards - _sample_sums(", "rewards = rewards + _sample_sums(",
              _KL_IN_REWARD),

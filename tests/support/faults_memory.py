@@ -91,8 +91,8 @@ MEMORY_MUTATIONS = (
     Mutation(
         "reference-pass-forgotten",
         "memory/prediction.py",
-        "return max(update, annotate, key=lambda table: sum(table.values()))",
-        "return update",
+        "return max(moments, key=lambda table: sum(table.values()))",
+        "return moments[0]",
         _PHASES
         + "test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works_with",
     ),

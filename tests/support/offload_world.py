@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from support.offload_faults import fail_everywhere
 from support.training_worlds import Case, make_job, make_loss, make_samples
 
 from mindspeed_rl.bootstrap import World
@@ -31,6 +32,8 @@ class OffloadFacts:
         left: bytes by owner that are still there after the last mode took everything.
         caches: bytes that token dispatchers keep of the last micro-batch.
         open_gradients: what is raised when gradients are accumulated and memory is taken.
+        num_faults: errors planted in the middle of switches after the last step, of the last mode.
+        after_faults: what was not as before after one of them.
     """
 
     weights: dict[str, list[torch.Tensor]]
@@ -40,6 +43,8 @@ class OffloadFacts:
     left: dict[str, int]
     caches: int
     open_gradients: str
+    num_faults: int = 0
+    after_faults: tuple[str, ...] = ()
 
 
 def tensor_bytes(device_only: set[int]) -> int:
@@ -101,8 +106,14 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     facts.weights[mode.value] = [p.detach().clone() for p in policy.named_parameters().values()]
     found = reference.logprobs(batches)
     facts.reference[mode.value] = [t for t in found if t is not None]
-    return OffloadFacts(
-        facts.weights, facts.reference, owned, facts.freed, facts.left, caches, refusal
+    num_faults, wrong = fail_everywhere(sharing) if mode is OffloadMode.ALL else (0, [])
+    return replace(
+        facts,
+        owned=owned,
+        caches=caches,
+        open_gradients=refusal,
+        num_faults=num_faults,
+        after_faults=tuple(wrong),
     )
 
 

@@ -1,4 +1,4 @@
-"""GRPO without the product: transformers, autograd, torch's AdamW, one process, one sample a time.
+"""GRPO and PPO without the product: transformers, autograd, AdamW, one process, a sample a time.
 
 It repeats the updates of a run from its dumped rollouts. Everything is written as in the papers;
 nothing of mindspeed_rl is imported.
@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,26 @@ class Recipe:
     entropy_weight: float
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CriticRecipe:
+    """Settings of the critic of a PPO run; it has the policy's optimizer but for its rate."""
+
+    lr: float
+    value_clip: float
+    discount: float
+    trace_decay: float
+    warmup_steps: int
+
+
+class Replayed(NamedTuple):
+    """Weights by HF name after all updates, and the norm of every gradient."""
+
+    weights: dict[str, torch.Tensor]
+    norms: list[float]
+    critic: dict[str, torch.Tensor]
+    critic_norms: list[float]
 
 
 def response_logits(model: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -58,7 +78,7 @@ def advantages(rows: Sequence[dict[str, Any]], group_size: int) -> list[float]:
 def update_loss(
     model: Any,
     reference: Any,
-    rows: Sequence[tuple[dict[str, Any], float, torch.Tensor]],
+    rows: Sequence[tuple[dict[str, Any], Any, torch.Tensor]],
     recipe: Recipe,
 ) -> torch.Tensor:
     """Token mean of the clipped loss, the k3 KL and the entropy bonus."""
@@ -69,41 +89,106 @@ def update_loss(
         ratio = (logp - old).exp()
         bounded = ratio.clamp(1 - recipe.eps_lower, 1 + recipe.eps_upper)
         loss = -torch.minimum(ratio * advantage, bounded * advantage)
-        with torch.no_grad():
-            ref = picked(response_logits(reference, row), row)
-        loss = loss + recipe.kl_beta * ((ref - logp).exp() - (ref - logp) - 1)
+        if recipe.kl_beta:
+            with torch.no_grad():
+                ref = picked(response_logits(reference, row), row)
+            loss = loss + recipe.kl_beta * ((ref - logp).exp() - (ref - logp) - 1)
         entropy = -(everything.exp() * everything).sum(-1)
         total = total + (loss - recipe.entropy_weight * entropy).sum()
         tokens += len(logp)
     return total / tokens
 
 
+def values_of(critic: Any, row: dict[str, Any]) -> torch.Tensor:
+    """[response] the value before every token of the response."""
+    ids, start = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
+    hidden = critic.model(torch.tensor([ids])).last_hidden_state[0, start - 1 : -1]
+    return critic.score(hidden)[:, 0]  # type: ignore[no-any-return]
+
+
+def gae(row: dict[str, Any], values: torch.Tensor, recipe: CriticRecipe) -> torch.Tensor:
+    """[response] advantages; the reward comes with the last token."""
+    result, last, after, reward = torch.zeros_like(values), 0.0, 0.0, row["reward"]
+    for t in reversed(range(len(values))):
+        error = reward + recipe.discount * after - float(values[t])
+        result[t] = last = error + recipe.discount * recipe.trace_decay * last
+        after, reward = float(values[t]), 0.0
+    return result
+
+
+def value_loss(
+    critic: Any,
+    rows: Sequence[tuple[Any, torch.Tensor, torch.Tensor]],
+    recipe: CriticRecipe,
+) -> torch.Tensor:
+    """Token mean of half the larger squared error, of the value and of the bounded value."""
+    total, tokens = torch.zeros(()), 0
+    for row, old, target in rows:
+        value, bound = values_of(critic, row), recipe.value_clip
+        bounded = old + (value - old).clamp(-bound, bound)
+        total = total + torch.maximum((value - target) ** 2, (bounded - target) ** 2).sum() / 2
+        tokens += len(value)
+    return total / tokens
+
+
+class Trained:
+    """A model with its AdamW."""
+
+    def __init__(self, model: Any, recipe: Recipe, lr: float) -> None:
+        # an engine may sample the padding token, and then it is a token like any other
+        model.get_input_embeddings().padding_idx = None
+        self.model, self.recipe, self.lr = model, recipe, lr
+        self.norms: list[float] = []
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=lr, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
+
+    def update(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
+        self.norms.append(float(norm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, len(self.norms) / self.recipe.warmup)
+        self.optimizer.step()
+
+
 def replay(
-    model_dir: Path, steps: Iterable[Sequence[dict[str, Any]]], recipe: Recipe
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights by HF name after all updates, and the norm of every gradient."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    # an engine may sample the padding token, and then it is a token like any other
-    model.get_input_embeddings().padding_idx = None
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
+    model_dir: Path,
+    steps: Iterable[Sequence[dict[str, Any]]],
+    recipe: Recipe,
+    ppo: CriticRecipe | None = None,
+) -> Replayed:
+    """All updates of a run; the value head starts at 0."""
+    load = AutoModelForCausalLM.from_pretrained
+    policy = Trained(load(model_dir, dtype=torch.float32), recipe, recipe.lr)
+    reference = load(model_dir, dtype=torch.float32)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        model_dir, dtype=torch.float32, num_labels=1
     )
-    norms: list[float] = []
-    for rows in steps:
-        with torch.no_grad():  # the policy that sampled, before the first update of the step
-            old = [picked(response_logits(model, row), row) for row in rows]
-        samples = list(zip(rows, advantages(rows, recipe.group_size), old, strict=True))
-        for start in range(0, len(samples), recipe.samples_per_update):
-            part = samples[start : start + recipe.samples_per_update]
-            optimizer.zero_grad()
-            update_loss(model, reference, part, recipe).backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad)
-            norms.append(float(norm))
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.lr * min(1.0, len(norms) / recipe.warmup)
-            optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}, norms
+    classifier.score.weight.data.zero_()
+    critic = Trained(classifier, recipe, ppo.lr if ppo else 0.0)
+    for number, rows in enumerate(steps, 1):
+        with torch.no_grad():  # the models that sampled, before the first update of the step
+            old = [picked(response_logits(policy.model, row), row) for row in rows]
+            values = [values_of(classifier, row) if ppo else torch.zeros(0) for row in rows]
+        given: Sequence[Any] = advantages(rows, recipe.group_size)
+        if ppo:
+            raw = [gae(row, v, ppo) for row, v in zip(rows, values, strict=True)]
+            returns = [a + v for a, v in zip(raw, values, strict=True)]
+            given = [(a - torch.cat(raw).mean()) / torch.cat(raw).std() for a in raw]
+        parts = [
+            slice(start, start + recipe.samples_per_update)
+            for start in range(0, len(rows), recipe.samples_per_update)
+        ]
+        for part in parts if ppo else ():
+            targets = list(zip(rows[part], values[part], returns[part], strict=True))
+            critic.update(value_loss(classifier, targets, ppo))
+        for part in () if ppo and number <= ppo.warmup_steps else parts:
+            samples = list(zip(rows[part], given[part], old[part], strict=True))
+            policy.update(update_loss(policy.model, reference, samples, recipe))
+    weights = [{n: p.detach() for n, p in t.model.named_parameters()} for t in (policy, critic)]
+    return Replayed(weights[0], policy.norms, weights[1], critic.norms)
 
 
 def dumped_steps(file: Path) -> list[list[dict[str, Any]]]:

@@ -38,7 +38,7 @@ from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.prepared import PreparedBatch
-from mindspeed_rl.trainer.train_engine import LossFunction, UpdateStats
+from mindspeed_rl.trainer.train_engine import UpdateStats
 from mindspeed_rl.types import Prompt
 
 NUM_PROMPTS = 12
@@ -75,6 +75,10 @@ class TablePolicy:
         self.num_passes = 0
         self.gradients: list[torch.Tensor] = []
 
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """The table."""
+        return {"table": self.table}
+
     def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
         """Nothing to move."""
         return [PreparedBatch(b, make_packed_row(b.lengths, b.positions)) for b in batches]
@@ -87,15 +91,13 @@ class TablePolicy:
     def _logprobs(self, prepared: PreparedBatch) -> torch.Tensor:
         return self.table[prepared.batch.targets[prepared.batch.loss_mask]]
 
-    def forward_backward(self, batches: Sequence[PreparedBatch], loss: LossFunction) -> MetricSet:
+    def forward_backward(self, batches: Sequence[PreparedBatch], loss: Any) -> MetricSet:
         """The gradient of the summed losses, and the metrics of all micro-batches."""
         self.table.grad = None
         metrics = MetricSet()
         for prepared in batches:
-            logprobs = self._logprobs(prepared)
-            entropy = torch.zeros_like(logprobs)
-            outputs = loss(prepared.loss_inputs(logprobs, entropy, self.sum_over_context))
-            outputs.loss.backward()  # type: ignore[no-untyped-call]
+            outputs = loss(self._loss_inputs(prepared))
+            outputs.loss.backward()
             found: dict[str, Metric] = {
                 name: Mean(float(term.sum), float(term.weight))
                 if isinstance(term, MeanTerm)
@@ -104,6 +106,11 @@ class TablePolicy:
             }
             metrics = metrics.merge(found)
         return metrics
+
+    def _loss_inputs(self, prepared: PreparedBatch) -> Any:
+        logprobs = self._logprobs(prepared)
+        entropy = torch.zeros_like(logprobs)
+        return prepared.loss_inputs(logprobs, entropy, self.sum_over_context)
 
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
@@ -120,6 +127,25 @@ class TablePolicy:
         with torch.no_grad():
             self.table -= self.table.grad
         return UpdateStats(float(self.table.grad.norm()), 1.0)
+
+
+class TableCritic(TablePolicy):
+    """A critic whose value before a token is a table of that token."""
+
+    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+        """Before the trained tokens."""
+        return self.logprobs(batches)
+
+    def _loss_inputs(self, prepared: PreparedBatch) -> Any:
+        return prepared.value_inputs(self._logprobs(prepared), self.sum_over_context)
+
+
+class TableScorer(TablePolicy):
+    """A reward model whose value at a token is a table of that token."""
+
+    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+        """At the places of interest."""
+        return [self.table[b.batch.token_ids[b.batch.loss_mask]].detach() for b in batches]
 
 
 class TableRewards(OneByOne):
@@ -198,6 +224,7 @@ def make_run(
         sampler=PromptSampler(NUM_PROMPTS, config.train.seed),
         policy=cast(Any, policy),
         reference=cast(Any, TablePolicy(first_table())) if rl.grpo_kl_beta else None,
+        critic=cast(Any, TableCritic(torch.zeros(VOCAB))) if config.has_critic else None,
         engine=cast(Any, engine),
         phases=phases,
         ledger=MemoryLedger({}, job.platform.memory, None, 0),

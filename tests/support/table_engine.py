@@ -17,6 +17,7 @@ from mindspeed_rl.rollout.engine import (
     OnStep,
     SamplingSettings,
 )
+from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.types import Completion
 
 VOCAB = 64
@@ -34,6 +35,7 @@ class TableEngine:
 
     Attributes:
         weights: the only parameter.
+        stats: nothing is stepped.
         stale: error that the engine makes in its log-probs although its weights are right.
         calls: what the phases asked for.
         steps: the samples that each step finished.
@@ -43,6 +45,7 @@ class TableEngine:
         self.weights = torch.zeros(VOCAB)
         self.weights_version = -1
         self.state = EngineState.AWAKE
+        self.stats = StepStats()
         self.stale = 0.0
         self.calls: list[str] = []
         self.steps: list[tuple[int, ...]] = []

@@ -8,6 +8,7 @@ coordinates, and metrics, so that the same numbers of two layouts can be compare
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -142,19 +143,21 @@ def with_logprobs(
 
 
 def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:
-    """A job as the RL entry would build it, on the CPU platform; nobody watches its phases.
+    """A job as the RL entry would build it, on CPU unless told; nobody watches its phases.
 
     Dropout, which RL refuses, is allowed: the trainer has it in supervised runs.
     """
-    argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", "cpu"]
+    device = os.environ.get("MINDSPEED_RL_TEST_PLATFORM", "cpu")
+    argv = ["--hf-checkpoint", str(model), "--prompt-data", __file__, "--platform", device]
     argv += ["--max-prompt-length", "64", "--rollout-max-response-length", "64"]
     argv += ["--output-dir", str(Path(model).parent / "out")]
     argv += ["--train-iters", "1"]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
     without_dropout = replace(config, model=replace(config.model, hidden_dropout=0.0))
     plan = check_rl(without_dropout, world.size)
-    platform = select_platform("cpu")
-    platform.install()
+    platform = select_platform(device)
+    if device == "cpu":  # elsewhere the bootstrap has done it
+        platform.install()
     watchdog = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))
     return Job(config, plan, world, platform, watchdog, ())
 
@@ -257,11 +260,11 @@ def make_loss(
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
     """Break our own code: a check that still passes under one of these proves nothing."""
-    from mindspeed_rl.trainer import norm, train_engine
+    from mindspeed_rl.trainer import heads, norm
 
     if fault == "dropped-tp-reduction":
         with mock.patch.object(
-            train_engine, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
+            heads, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
         ):
             yield
     elif fault == "unmarked-norm":
@@ -289,14 +292,15 @@ def in_hf_coordinates(
         target,
         rank=rank,
         ranks_per_node=job.world.size,
-        transport=AllToAllTransport(job.world.size, torch.device("cpu"), None),
+        transport=AllToAllTransport(job.world.size, job.platform.device, None),
         dtype=torch.float32,
         bucket_bytes=1 << 20,
     )
-    nan = float("nan")
-    whole = {name: torch.full(shape, nan) for name, shape in target.local_shapes(rank).items()}
+    nan, device = float("nan"), job.platform.device
+    shapes = target.local_shapes(rank)
+    whole = {name: torch.full(shape, nan, device=device) for name, shape in shapes.items()}
     resharder.run(params, whole)
-    return whole
+    return {name: tensor.cpu() for name, tensor in whole.items()}
 
 
 def _reference(batch: PreparedBatch) -> torch.Tensor:
@@ -343,7 +347,7 @@ def _by_sample(
                 own = prepared.batch.sequence_of == i
                 # a context-parallel rank has some of a sample's tokens, possibly none
                 places = prepared.batch.positions[prepared.batch.loss_mask][own].tolist()
-                for place, value in zip(places, tensor[own], strict=True):
+                for place, value in zip(places, tensor[own].cpu(), strict=True):
                     mine[sample_id, place] = value
     everyone: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

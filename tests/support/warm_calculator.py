@@ -1,4 +1,4 @@
-"""A tiny model that has seen some conversations with the calculator, in seconds and without ranks."""
+"""A tiny model that has seen some conversations with the calculator; made in seconds."""
 
 from __future__ import annotations
 

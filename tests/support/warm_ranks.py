@@ -29,6 +29,8 @@ LIBRARIES = (
     "numpy", "safetensors.torch", "torch.distributed", "transformers",
     "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
     "megatron.core.pipeline_parallel",
+    # what vllm imports, which itself looks at the environment and is left to the ranks
+    "openai", "fastapi", "aiohttp", "xgrammar", "zmq", "prometheus_client", "scipy.stats",
 )  # fmt: skip
 _POLL_S = 0.02
 

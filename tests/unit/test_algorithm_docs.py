@@ -30,7 +30,7 @@ def test_a_recipe_passes_all_checks(recipe: str) -> None:
 
 
 def test_there_are_recipes() -> None:
-    assert len(recipes()) == 7
+    assert len(recipes()) == 8
 
 
 @pytest.mark.parametrize("names", [ADVANTAGE_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS])

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mindspeed_rl.platforms.allocator_settings import VARIABLES, without_expandable_segments
+from mindspeed_rl.platforms.allocator_settings import VARIABLES, WANTED, without_expandable_segments
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
@@ -44,4 +44,5 @@ def test_every_combination_of_variables() -> None:
         names = [name for name, on in zip(VARIABLES, chosen, strict=True) if on]
         environ = dict.fromkeys(names, "expandable_segments:True")
         assert len(without_expandable_segments(environ)) == len(names)
+        assert environ.pop(WANTED, None) == ("1" if "PYTORCH_NPU_ALLOC_CONF" in names else None)
         assert environ == {}

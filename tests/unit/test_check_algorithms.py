@@ -39,6 +39,11 @@ def check(flags: str) -> RLRunConfig:
         "--grpo-filter-groups-with-same-reward --rl-resample-factor 2 --old-logprob recompute "
         "--rl-inference-logprobs-is-correction",
         "--rl-overlong-filtering --rl-overlong-buffer 16 --rl-overlong-penalty 0.5",
+        "--rl-advantage-estimator gae --grpo-group-size 1 --gae-gamma 0.99 --gae-lambda 0.95 "
+        "--critic-lr 1e-4 --value-clip 0.2 --num-critic-only-steps 2 --train-iters 3",
+        "--grpo-kl-beta 0.01 --ref-update-interval 10",
+        "--reward-model-hf-checkpoint rm --reward-model-weight 0.5",
+        "--rl-routing-replay trainer --old-logprob recompute",
     ],
 )
 def test_what_belongs_together_is_accepted(flags: str) -> None:
@@ -50,6 +55,28 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
     [
         ("--grpo-group-size 1", "--grpo-group-size 1: .* at least 2 .* or remax"),
         ("--grpo-group-size 0 --rl-advantage-estimator remax", "--grpo-group-size 0"),
+        (
+            "--critic-lr 1e-4",
+            "--critic-lr 0.0001 has no effect with --rl-advantage-estimator grpo; .* with gae",
+        ),
+        (
+            "--rl-advantage-estimator gae --critic-warmup-steps 3 --train-iters 3",
+            "--critic-warmup-steps 3: the run has --train-iters 3, .*; lower it",
+        ),
+        ("--ref-update-interval 2", "--ref-update-interval 2 has no effect with --grpo-kl-beta 0"),
+        ("--reward-model-weight 2", "has no effect without --reward-model-hf-checkpoint"),
+        (
+            "--reward-model-hf-checkpoint rm --grpo-filter-groups-with-same-reward",
+            "--grpo-filter-groups-with-same-reward needs rewards while .*; remove one",
+        ),
+        (
+            "--reward-model-hf-checkpoint rm --rl-advantage-estimator remax",
+            "--rl-advantage-estimator remax needs rewards while .*; remove one",
+        ),
+        (
+            "--rl-routing-replay trainer --old-logprob rollout",
+            "--rl-routing-replay trainer records .*; use on-policy or recompute",
+        ),
         ("--rl-gamma 0.9", "--rl-gamma 0.9 has no effect with --rl-advantage-estimator grpo; .*"),
         (
             "--grpo-no-std-normalization --rl-advantage-estimator rloo",

@@ -241,7 +241,7 @@ def test_table_rejects_a_second_disposition_and_a_bad_row():
         ("--persistent-save-interval", Disposition.HONOURED),
         ("--q-lora-rank", Disposition.CHECKED_ARCH),
         ("--moe-router-topk", Disposition.CHECKED_ARCH),
-        ("--swap-optimizer", Disposition.NO_MEANING),
+        ("--swap-optimizer", Disposition.HONOURED),
         ("--eval-iters", Disposition.NO_MEANING),
         ("--fp16", Disposition.REFUSED),
         ("--reset-attention-mask", Disposition.NO_MEANING),

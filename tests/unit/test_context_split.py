@@ -13,9 +13,9 @@ from mindspeed_rl.data.packing import (
     TrainSample,
     context_index,
     pack,
-    plan_micro_batches,
     split_context,
 )
+from mindspeed_rl.data.placement import plan_micro_batches
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 

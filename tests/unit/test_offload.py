@@ -156,6 +156,91 @@ def test_a_failing_copy_changes_nothing() -> None:
     assert torch.equal(tensor, torch.arange(5.0))
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float64]),
+            st.integers(1, 40),
+        ),
+        min_size=2,
+        max_size=7,
+    )
+)
+@settings(deadline=None)
+def test_packed_tensors_come_back_as_one_storage_without_a_gap(
+    kinds: list[tuple[torch.dtype, int]],
+) -> None:
+    """R27. Shapes, strides, views of a shared storage and bytes stay; elements stay aligned."""
+    tensors = [torch.arange(2 * n).to(dtype).view(2, n).t() for dtype, n in kinds]
+    tensors.append(tensors[0][1:])
+    expected = [(t.clone(), t.shape, t.stride(), t.dtype) for t in tensors]
+    group = StorageGroup("optimizer", lambda: tensors, PLATFORM, HostPool(PLATFORM), packs=True)
+    total = group.num_bytes()
+    for _ in range(3):
+        group.release()
+        assert group.num_bytes() == 0
+        group.restore()
+        assert [s.nbytes() for s in storages_of(tensors)] == [total]
+        for tensor, (content, *form) in zip(tensors, expected, strict=True):
+            assert [tensor.shape, tensor.stride(), tensor.dtype] == form
+            assert torch.equal(tensor, content)
+            assert tensor.data_ptr() % tensor.element_size() == 0
+    tensors[0].fill_(3)
+    assert bool((tensors[-1] == 3).all()), "a view of it still is"
+
+
+def test_packing_an_optimizer_keeps_its_numbers() -> None:
+    """State is replaced inside the tensors that AdamW holds."""
+    found = []
+    for packs in (False, True):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n)) for n in (64, 3, 16)]
+        adam = torch.optim.AdamW(params, lr=0.1)
+
+        def state(adam: torch.optim.AdamW = adam) -> list[torch.Tensor]:
+            kept = [v for s in adam.state.values() for v in s.values() if v.dim()]
+            return [*adam.param_groups[0]["params"], *kept]
+
+        group = StorageGroup("optimizer", state, PLATFORM, HostPool(PLATFORM), packs=packs)
+        for _ in range(4):
+            adam.zero_grad()
+            torch.stack([(p**2).sum() for p in params]).sum().backward()
+            group.release()
+            group.restore()
+            adam.step()
+        found.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class CountedCopies(CpuPlatform):
+    """Counts the calls that copy."""
+
+    num_copies = 0
+
+    def copies(self):  # type: ignore[no-untyped-def]
+        self.num_copies += 1
+        return super().copies()
+
+
+def test_what_is_only_read_is_copied_to_the_host_once() -> None:
+    """R27: a reference leaves by being freed, until somebody writes it."""
+    platform, tensor, writes = CountedCopies(), torch.arange(6.0), [1]
+    pool = HostPool(platform)
+    find = lambda: [tensor]  # noqa: E731
+    group = StorageGroup("reference", find, platform, pool, num_writes=lambda: writes[0])
+    for _ in range(3):
+        group.release()
+        group.restore()
+        assert torch.equal(tensor, torch.arange(6.0))
+    assert platform.num_copies == 1 + 3
+    tensor += 1
+    writes[0] += 1
+    group.release()
+    group.restore()
+    assert torch.equal(tensor, torch.arange(6.0) + 1)
+    assert platform.num_copies == 1 + 3 + 2
+
+
 def test_tensors_are_told_apart_by_storage() -> None:
     buffer = torch.zeros(8)
     own = torch.zeros(2)

@@ -32,22 +32,30 @@ MODES = (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
 LEAVES_IN_TRAIN: dict[OffloadMode, set[Owner]] = {
     OffloadMode.NONE: set(),
     OffloadMode.OPTIMIZER: set(),
-    OffloadMode.ALL: {Owner.REFERENCE},
+    OffloadMode.ALL: {Owner.REFERENCE, Owner.REWARD_MODEL},
 }
+UPDATE = {
+    Owner.GRAD_BUFFERS,
+    Owner.OPTIMIZER,
+    Owner.CRITIC_GRAD_BUFFERS,
+    Owner.CRITIC_OPTIMIZER,
+}
+DROPPED = {Owner.GRAD_BUFFERS, Owner.CRITIC_GRAD_BUFFERS}
 LEAVES_IN_ROLLOUT = {
     OffloadMode.NONE: set(),
-    OffloadMode.OPTIMIZER: {Owner.GRAD_BUFFERS, Owner.OPTIMIZER},
+    OffloadMode.OPTIMIZER: UPDATE,
     OffloadMode.ALL: {
-        Owner.GRAD_BUFFERS,
-        Owner.OPTIMIZER,
+        *UPDATE,
         Owner.PARAMETERS,
+        Owner.CRITIC,
         Owner.REFERENCE,
+        Owner.REWARD_MODEL,
     },
 }
 
 
 class Machine:
-    """A state machine around a table engine and a trainer of four tensors."""
+    """A state machine around a table engine and a trainer of a tensor per owner."""
 
     def __init__(
         self,
@@ -63,6 +71,10 @@ class Machine:
             Owner.GRAD_BUFFERS: torch.zeros(64),
             Owner.OPTIMIZER: torch.arange(128.0),
             Owner.REFERENCE: first_table() - 7,
+            Owner.CRITIC: torch.arange(32.0) + 1,
+            Owner.CRITIC_GRAD_BUFFERS: torch.zeros(32),
+            Owner.CRITIC_OPTIMIZER: torch.arange(96.0) - 3,
+            Owner.REWARD_MODEL: torch.arange(16.0) + 5,
         }
         self.expected = {owner: tensor.clone() for owner, tensor in self.tensors.items()}
         self.named: list[str] = []
@@ -76,7 +88,7 @@ class Machine:
                 owner,
                 lambda tensor=tensor: [tensor],  # type: ignore[misc]
                 platform,
-                None if owner is Owner.GRAD_BUFFERS else pool,
+                None if owner in DROPPED else pool,
             )
             for owner, tensor in self.tensors.items()
         }
@@ -126,7 +138,7 @@ class Machine:
             gone -= {Owner.PARAMETERS}
         for owner, tensor in self.tensors.items():
             assert (tensor.untyped_storage().nbytes() == 0) == (owner in gone), (state, owner)
-            if owner not in (*gone, Owner.GRAD_BUFFERS):
+            if owner not in (gone | DROPPED):
                 assert torch.equal(tensor, self.expected[owner]), (state, owner)
         asleep = EngineState.ASLEEP if self.free_weights else EngineState.WEIGHTS
         assert (
@@ -194,6 +206,20 @@ def test_the_reference_comes_for_its_pass_only() -> None:
     ):
         pass
     machine.check()
+
+
+def test_a_critic_leaves_with_the_optimizer_and_is_back_before_the_trainer_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parameters are not resharded; what reads them next waits for their arrival."""
+    machine = Machine(mode=OffloadMode.ALL)
+    seen = fail_at(monkeypatch, 0)
+    machine.phases.to_rollout(1)
+    machine.phases.to_train()
+    assert seen.index("offload critic") < seen.index("reshard") < seen.index("offload parameters")
+    last = seen[-6:]
+    assert last[:2] == ["onload critic", "arrival"]
+    assert set(last[2:]) == {f"onload {owner}" for owner in UPDATE}
 
 
 def test_weights_move_only_when_their_version_changed() -> None:

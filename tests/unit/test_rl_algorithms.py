@@ -83,8 +83,8 @@ def by_hand(name: str) -> list[float]:
     if name == "grpo":
         spread = [statistics.stdev(rewards[g : g + 3]) + 1e-4 for g in (0, 3)]
         return [c / spread[i // 3] for i, c in enumerate(centred)]
-    if name.startswith("reinforce"):
-        values = rewards if name == "reinforce_plus_plus" else centred
+    if name.startswith("reinforce") or name == "gae":  # of a critic that says 0 everywhere
+        values = centred if name.endswith("baseline") else rewards
         tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
         return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
     assert name in ("dr_grpo", "gpg"), name
@@ -228,7 +228,9 @@ def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path
     assert len(batch.micro_batches) == 3
     chosen = rl_batch.select_tokens(run, batch, first_update=True)
     logp = first_table()
-    rows = [(float(logp[t]), a) for i, a in enumerate(by_hand("dr_grpo")) for t in response_of(i)]
+    of_sample = by_hand("dr_grpo")
+    order = [i for m in batch.micro_batches for i in m.batch.sample_ids]
+    rows = [(float(logp[t]), of_sample[i]) for i in order for t in response_of(i)]
     mean, advantage = (statistics.fmean(column) for column in zip(*rows, strict=True))
     covariances = [(p - mean) * (a - advantage) for p, a in rows]
     best = {i for i, c in enumerate(covariances) if c == max(covariances)}

@@ -130,6 +130,7 @@ def make_run(
         prompts=prompts, eval_sets={"": prompts},
         environment=None, rewards=InlinePool(rewards),
         reward_names=tuple(r.partition("=")[0] for r in rewards),
+        part_names=tuple(r.partition("=")[0] for r in rewards),
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", 1, True),
         ledger=SimpleNamespace(metrics=MetricSet),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mindspeed_rl.models.expert_rules import ExpertRow
+from mindspeed_rl.models.module_names import LOCAL, ModuleNames
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.rules import Row, Share
 from mindspeed_rl.parallel.layout import ParallelLayout
@@ -30,12 +31,14 @@ class MegatronLayout(TableLayout):
     """Tensor, pipeline, expert, context and data parallel layout of the trainer.
 
     Local parameter names count layers and experts from 0 on every rank, as megatron-core does;
-    chunks of an interleaved pipeline have a prefix. With tied embeddings and several stages the
+    chunks of an interleaved pipeline have a prefix. ``modules`` says after which implementation of
+    the layers they are named. With tied embeddings and several stages the
     last one keeps a mirror of the embedding.
     """
 
     parallel: ParallelLayout
     vocab_divisor: int = 128
+    modules: ModuleNames = LOCAL
 
     def __post_init__(self) -> None:
         rows, parallel = self.rows, self.parallel
@@ -84,7 +87,8 @@ class MegatronLayout(TableLayout):
         parallel = self.parallel
         place = self._place_of(row, layer)
         prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
-        name = prefix + layer_name(row.param, place.local)
+        pattern = self.modules.param(row.param, self.spec, layer)
+        name = prefix + layer_name(pattern, place.local)
         if isinstance(row, ExpertRow):
             per_rank = self.spec.num_experts // parallel.ep
             ep, local = divmod(expert, per_rank)

@@ -18,6 +18,8 @@ from mindspeed_rl.resharding.layouts.base import (
     layer_name,
 )
 
+# Where the tables of the models have the experts: vLLM 0.32.
+EXPERT_MODULE = "mlp.experts.routed_experts"
 # vLLM pads the vocabulary to this many rows (DEFAULT_VOCAB_PADDING_SIZE).
 VOCAB_PADDING = 64
 
@@ -38,6 +40,7 @@ class VllmLayout(TableLayout):
         transposed_experts: expert matrices are stored as [columns, rows], as by vLLM-Ascend.
         whole_shared_experts: where experts are spread over tensor and data parallelism, every rank
             keeps the shared experts whole, as by vLLM but not by vLLM-Ascend.
+        expert_module: path of the module with the experts, below a layer.
     """
 
     engine: EngineLayout
@@ -45,6 +48,7 @@ class VllmLayout(TableLayout):
     physical_experts: tuple[int, ...] = ()
     transposed_experts: bool = False
     whole_shared_experts: bool = False
+    expert_module: str = EXPERT_MODULE
 
     def __post_init__(self) -> None:
         rows, engine = self.rows, self.engine
@@ -82,10 +86,14 @@ class VllmLayout(TableLayout):
     def rows(self) -> tuple[Row, ...]:
         """The engine's rows of the model."""
         rows = weight_table(self.spec.family).engine_rows(self.spec)
-        if not self.transposed_experts:
-            return rows
         return tuple(
-            replace(row, transposed=True) if isinstance(row, StackedExperts) else row
+            replace(
+                row,
+                transposed=self.transposed_experts,
+                param=row.param.replace(EXPERT_MODULE, self.expert_module),
+            )
+            if isinstance(row, StackedExperts)
+            else row
             for row in rows
         )
 

@@ -8,7 +8,7 @@ parameters are plain ``[experts, rows, columns]``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class DerivedState:
     def packs_experts(self) -> bool:
         """Whether expert parameters are readable between updates only through :meth:`read`."""
         return bool(self._packed)
+
+    def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Within an update every parameter is plain."""
+        return params
 
     def begin(self) -> None:
         """Expert parameters become plain; what they held is gone (all of it will be written)."""

@@ -3,7 +3,8 @@
 Why: ``moe_utils`` reads ``te_general_gemm`` in every router call and never defines it without
 Transformer Engine (NameError); ``multi_latent_attention`` accepts only linear classes that it knows
 for the down projections, and its ``TELinear`` is no class then (isinstance raises), so our
-replicated layer takes that place.
+replicated layer takes that place; also where Transformer Engine, or MindSpeed in its place, is
+installed and local modules are asked for.
 Upstream: megatron/core/transformer/moe/moe_utils.py, megatron/core/transformer/
 multi_latent_attention.py.
 Versions: megatron-core 0.16.1.
@@ -16,7 +17,7 @@ from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
 
 
 def apply() -> None:
-    """Define what is missing; nothing changes where Transformer Engine is installed. Idempotent.
+    """Define what is missing for local modules. Idempotent.
 
     Raises:
         RuntimeError: the modules are not as this patch knows them.
@@ -32,5 +33,4 @@ def apply() -> None:
             )
     if not moe_utils.HAVE_TE and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.TELinear = DuplicatedLinear
+    multi_latent_attention.TELinear = DuplicatedLinear

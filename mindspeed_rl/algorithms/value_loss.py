@@ -1,0 +1,91 @@
+"""The loss of a critic, and how well its values foretell the returns.
+
+Shapes: N trained tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.algorithms.aggregation import token_weights
+from mindspeed_rl.algorithms.types import Denominators, LossOutputs, MeanTerm, ValueInputs
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLossSettings:
+    """Settings of :func:`value_loss`.
+
+    Attributes:
+        clip: how far a value may move from its old one and still lower its loss; 0: any distance.
+        aggregation: weights of the tokens, see :func:`token_weights`.
+        longest: limit on the length of a response, in tokens.
+    """
+
+    clip: float = 0.5
+    aggregation: str = "token-mean"
+    longest: int = 1
+
+
+def value_loss(
+    inputs: ValueInputs, settings: ValueLossSettings, denominators: Denominators
+) -> LossOutputs:
+    """1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped within ``clip`` of the old value.
+
+    The clip is that of the reference code of PPO (Engstrom et al. 2020, arXiv:2005.12729, section
+    3). Tokens without a target add nothing and stay in the denominators. ``value/loss`` is the
+    aggregated loss, averaged over optimizer steps; the other means are over tokens with a target.
+    """
+    values = inputs.values
+    known = ~inputs.returns.isnan()
+    returns = torch.where(known, inputs.returns, values.detach())
+    loss = (values - returns).square()
+    outside = torch.zeros_like(known)
+    if settings.clip:
+        low, high = inputs.old_values - settings.clip, inputs.old_values + settings.clip
+        held = (torch.minimum(torch.maximum(values, low), high) - returns).square()
+        outside = (held > loss) & known
+        loss = torch.maximum(loss, held)
+    weights = token_weights(
+        settings.aggregation, inputs.sequences, denominators, settings.longest
+    ).to(values.dtype)
+    total = (0.5 * loss * known * weights).sum()
+    count = values.new_tensor(float(values.numel()))
+    with_target = known.sum().to(values.dtype)
+    return LossOutputs(
+        total,
+        {
+            "value/loss": MeanTerm(total.detach(), count / max(1, denominators.tokens)),
+            "value/clip_fraction": MeanTerm(outside.sum().to(values.dtype), with_target),
+            "value/mean": MeanTerm((values.detach() * known).sum(), with_target),
+            "value/return_mean": MeanTerm((returns * known).sum(), with_target),
+        },
+    )
+
+
+def explained_variance(
+    returns: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> float:
+    """1 - Var(R - V) / Var(R) over all tokens with a target: 1 is a perfect critic.
+
+    0 is one that foretells no more than the mean; negative is worse. 0 where all returns are equal.
+    Collective as ``reduce``: two calls.
+
+    Args:
+        returns: [N] of each micro-batch of this rank, NaN where there is no target.
+        values: [N] of the same tokens.
+        reduce: sums a tensor over the ranks that hold the other tokens.
+    """
+    known = [~r.isnan() for r in returns]
+    targets = torch.cat([r[k] for r, k in zip(returns, known, strict=True)])
+    errors = targets - torch.cat([v[k] for v, k in zip(values, known, strict=True)])
+    count = targets.new_tensor(float(targets.numel()))
+    sums = reduce(torch.stack([targets.sum(), errors.sum(), count]))
+    mean, bias = (sums[:2] / sums[2].clamp(min=1)).unbind()
+    squares = reduce(torch.stack([(targets - mean).square().sum(), (errors - bias).square().sum()]))
+    spread, rest = squares.tolist()
+    return 1.0 - rest / spread if spread > 0 else 0.0

@@ -1,0 +1,93 @@
+"""The architecture of the models of a run, and what the flags of a script say about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rl.config import ModelConfig, RLRunConfig
+from mindspeed_rl.config.layouts import layer_numbers, training_layout
+from mindspeed_rl.models.registry import value_spec_from_hf_config
+from mindspeed_rl.models.rules import round_up
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+
+
+def model_config(checkpoint: str, flag: str, *, files: bool) -> dict[str, Any]:
+    """The ``config.json`` of a checkpoint, which ``flag`` names.
+
+    Without ``files`` nothing but the architecture counts: it may be the file itself, and of a
+    quantised checkpoint (the published DeepSeek) the numbers of its bfloat16 form are taken.
+    """
+    config = read_hf_config(checkpoint, or_file=not files, flag=flag)
+    return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
+
+
+def value_layout(
+    config: RLRunConfig, policy: ModelSpec, world: int, source: tuple[str, str], *, files: bool
+) -> MegatronLayout:
+    """The layout of a critic or reward model: the parallel sizes of the policy.
+
+    Args:
+        config: of the run.
+        policy: its spec.
+        world: ranks.
+        source: directory of the checkpoint (empty: the policy's), and the flag that names it.
+        files: whether weights are read later.
+
+    Raises:
+        ValueError: the model cannot be cut like the policy, or has another vocabulary.
+    """
+    checkpoint, flag = source
+    model = config.model
+    spec = value_spec_from_hf_config(
+        model_config(checkpoint or model.hf_checkpoint, flag, files=files)
+    )
+    if spec.vocab_size < policy.vocab_size:
+        raise ValueError(
+            f"{flag} {checkpoint}: a vocabulary of {spec.vocab_size}, the policy has "
+            f"{policy.vocab_size} and its token ids are read by both; give a model with the "
+            "tokenizer of the policy"
+        )
+    parallel = training_layout(model, config.parallel, spec, world)
+    return MegatronLayout(spec, parallel, model.make_vocab_size_divisible_by)
+
+
+def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
+    """Compare the architecture flags of a script with the model (R51).
+
+    Raises:
+        ValueError: every contradicting flag, its value and the model's.
+    """
+    num_noop = len(layer_numbers("--noop-layers", model.noop_layers))
+    num_layers = None if model.num_layers is None else model.num_layers - num_noop
+    num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
+    padded = round_up(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
+    pairs = (
+        (num_layers_flag, num_layers, spec.num_layers),
+        ("--hidden-size", model.hidden_size, spec.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
+        ("--num-attention-heads", model.num_attention_heads, spec.num_heads),
+        ("--num-query-groups", model.num_query_groups, spec.num_kv_heads),
+        # megatron-core does not read it with latent attention
+        ("--kv-channels", None if spec.latent else model.kv_channels, spec.head_dim),
+        ("--vocab-size", model.vocab_size, spec.vocab_size),
+        ("--padded-vocab-size", model.padded_vocab_size, padded),
+        ("--rotary-base", model.rotary_base, spec.rope.theta),
+        ("--norm-epsilon", model.norm_epsilon, spec.norm_eps),
+        (
+            "--untie-embeddings-and-output-weights",
+            True if model.untie_embeddings_and_output_weights else None,
+            not spec.tie_embeddings,
+        ),
+        ("--add-qkv-bias", True if model.add_qkv_bias else None, spec.qkv_bias),
+    )
+    wrong = [
+        f"{name} {given} but the model has {real}"
+        for name, given, real in pairs
+        if given is not None and given != real
+    ]
+    if wrong:
+        raise ValueError(
+            f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
+            "remove the flags or point --hf-checkpoint at the right model"
+        )

@@ -1,0 +1,20 @@
+"""Which modules the trainer's layers are made of: flags and what is installed."""
+
+from __future__ import annotations
+
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ModuleNames
+from mindspeed_rl.platforms.installed import has_transformer_engine, resolve_platform
+
+
+def module_names(model: ModelConfig, platform: str) -> ModuleNames:
+    """The modules of ``--transformer-impl`` and ``--moe-grouped-gemm`` on ``--platform``.
+
+    A script may ask for Transformer Engine where there is none; it then gets local modules.
+    """
+    asked = model.transformer_impl
+    if asked == "auto" and resolve_platform(platform) == "npu":
+        asked = "transformer_engine"
+    if asked != "transformer_engine" or not has_transformer_engine(platform):
+        return LOCAL
+    return GROUPED if model.moe_grouped_gemm else TRANSFORMER_ENGINE

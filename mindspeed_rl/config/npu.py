@@ -1,0 +1,207 @@
+"""Flags that have a meaning on Ascend NPUs only: features of MindSpeed and buffers of HCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from mindspeed_rl.config.flag import flag
+from mindspeed_rl.config.memory import MemoryConfig
+from mindspeed_rl.config.model import ParallelConfig
+from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.memory.owners import OffloadMode
+from mindspeed_rl.platforms.installed import has_mindspeed
+
+
+@dataclass(frozen=True, slots=True)
+class NpuConfig:
+    """Ascend NPU.
+
+    MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
+    group. On other platforms they are accepted and do nothing. Fused attention, norms and
+    activations are always on where MindSpeed is installed.
+
+    Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
+    """
+
+    use_fused_rotary_pos_emb: bool = flag(False, "Rotate queries and keys in one kernel.")
+    use_fused_moe_token_permute_and_unpermute: bool = flag(
+        False,
+        "Sort tokens by expert, and back, in one kernel each.",
+        names=("--use-fused-moe-token-permute-and-unpermute", "--moe-permute-fusion"),
+    )
+    recompute_activation_function: bool = flag(
+        False, "Compute the activation of MLPs again in the backward pass."
+    )
+    recompute_activation_function_num_layers: int | None = flag(
+        None, "Layers of each stage whose activation is computed again; unset: all.", minimum=0
+    )
+    recompute_norm: bool = flag(False, "Compute the norms of layers again in the backward pass.")
+    recompute_norm_num_layers: int | None = flag(
+        None, "Layers of each stage whose norms are computed again; unset: all.", minimum=0
+    )
+    swap_optimizer: bool = flag(
+        False,
+        "Keep the optimizer state on the host and bring it to the device in parts at every update; "
+        "needs --use-distributed-optimizer, and --rl-offload none, because there is nothing left "
+        "to offload.",
+    )
+    swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
+    reuse_fp32_param: bool = flag(
+        False,
+        "Keep bf16 weights in the memory of the fp32 master weights; needs --bf16, and "
+        "--rl-offload none, because the two cannot leave the device apart.",
+    )
+    npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")
+    hccl_group_buffer: str = flag(
+        "",
+        "MiB of each of the two HCCL buffers of megatron-core's groups, like 'dp:64;tp:200'; the "
+        "others have HCCL_BUFFSIZE (200). Names: tp, dp, dp_cp, cp, pp, mp, ep, ep_tp, ep_dp, ...",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NpuSetup:
+    """What the bootstrap of an NPU process is told.
+
+    Attributes:
+        features: MindSpeed's arguments by name; empty without MindSpeed.
+        group_buffers_mb: MiB of HCCL buffers by megatron-core's name of a group.
+        deterministic: kernels and collectives that give the same bits again.
+    """
+
+    features: Mapping[str, object] = field(default_factory=dict)
+    group_buffers_mb: Mapping[str, int] = field(default_factory=dict)
+    deterministic: bool = False
+
+
+# Handled by this project, not by MindSpeed.
+_OWN = ("npu_deterministic", "hccl_group_buffer")
+# What would make RL results wrong, or fail late, on an NPU; elsewhere these flags do nothing.
+REFUSED: Mapping[str, str] = {
+    "--smart-swap": "its allocator and the engine's memory pool exclude each other",
+    "--virtual-optimizer": "its memory cannot leave the device while the engine samples; use "
+    "--swap-optimizer",
+    "--swap-attention": "it keeps activations across the phases that give memory to the engine; "
+    "use --recompute-granularity",
+    "--moe-alltoall-overlap-comm": "it replaces the expert layer, whose weights then have other "
+    "names and shapes than the reshard plan knows",
+    "--moe-allgather-overlap-comm": "it replaces the expert layer, whose weights then have other "
+    "names and shapes than the reshard plan knows",
+    "--moe-fb-overlap": "it replaces the expert layer and needs megatron.training",
+    "--moe-zero-memory": "it belongs to the overlaps of expert communication, which are refused",
+    "--use-ascend-mc2": "it replaces the linear layers by kernels that were never run with RL",
+    "--use-ascend-coc": "it replaces the linear layers by kernels that were never run with RL",
+    "--disable-gloo-group": "objects and host tensors travel through gloo",
+}
+
+
+def check_npu(
+    npu: NpuConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    memory: MemoryConfig | None,
+    ignored: Sequence[str],
+) -> None:
+    """Refuse what does not work on an NPU.
+
+    Args:
+        npu: the features.
+        parallel: the training layout.
+        train: precision.
+        memory: what leaves the device; ``None`` for entries without phases.
+        ignored: accepted foreign flags as typed.
+
+    Raises:
+        ValueError: naming the flag and the fix.
+    """
+    for typed in ignored:
+        if reason := REFUSED.get(typed.split(" ")[0]):
+            raise ValueError(f"{typed} on an NPU: {reason}; remove the flag")
+    if npu.swap_optimizer and not parallel.use_distributed_optimizer:
+        raise ValueError("--swap-optimizer needs --use-distributed-optimizer; add it")
+    if npu.swap_optimizer and npu.reuse_fp32_param:
+        raise ValueError("--swap-optimizer and --reuse-fp32-param exclude each other; remove one")
+    if npu.reuse_fp32_param and not train.bf16:
+        raise ValueError("--reuse-fp32-param needs --bf16: add it, or remove the flag")
+    for name, on in (
+        ("--swap-optimizer", npu.swap_optimizer),
+        ("--reuse-fp32-param", npu.reuse_fp32_param),
+    ):
+        if on and memory and memory.rl_offload != OffloadMode.NONE.value:
+            raise ValueError(
+                f"{name} with --rl-offload {memory.rl_offload}; allowed: none, because MindSpeed "
+                "moves the optimizer state itself"
+            )
+    group_buffers(npu.hccl_group_buffer)
+
+
+def group_buffers(text: str) -> dict[str, int]:
+    """``--hccl-group-buffer`` as MiB by megatron-core's name of a group.
+
+    Raises:
+        ValueError: not pairs of a name and a positive whole number.
+    """
+    sizes: dict[str, int] = {}
+    for pair in filter(None, (part.strip() for part in text.split(";"))):
+        name, colon, size = (part.strip() for part in pair.partition(":"))
+        if not (name and colon and size.isdecimal() and int(size) > 0) or name in sizes:
+            raise ValueError(
+                f"--hccl-group-buffer {text!r}: {pair!r} is not a new group:MiB; write it like "
+                "dp:64;tp:200"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def npu_setup(
+    npu: NpuConfig, parallel: ParallelConfig, train: TrainConfig, *, grouped: bool
+) -> NpuSetup:
+    """What a run's flags ask of an NPU process.
+
+    Args:
+        npu: the features.
+        parallel: the training layout.
+        train: precision and recomputation.
+        grouped: experts are computed in grouped GEMMs.
+
+    Raises:
+        ValueError: features of MindSpeed were asked for, and it is not installed.
+    """
+    given = {
+        f.name: getattr(npu, f.name)
+        for f in fields(npu)
+        if f.name not in _OWN and getattr(npu, f.name) != f.default
+    }
+    buffers = group_buffers(npu.hccl_group_buffer)
+    if not has_mindspeed():
+        if given:
+            raise ValueError(
+                f"--{min(given).replace('_', '-')} is a feature of MindSpeed, which is not "
+                "installed; install its branch core_r0.16.0, or remove the flag"
+            )
+        return NpuSetup({}, buffers, npu.npu_deterministic)
+    return NpuSetup(_features(given, parallel, train, grouped), buffers, npu.npu_deterministic)
+
+
+def _features(
+    given: Mapping[str, object], parallel: ParallelConfig, train: TrainConfig, grouped: bool
+) -> dict[str, object]:
+    """MindSpeed's arguments: what differs from its defaults, and what its own checks read."""
+    features: dict[str, object] = {
+        "use_flash_attn": True,
+        "use_fused_rmsnorm": True,
+        "use_fused_swiglu": True,
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "bf16": train.bf16,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        **given,
+    }
+    if "use_fused_moe_token_permute_and_unpermute" in given:
+        features["moe_permute_fusion"] = True
+    if grouped:
+        features["moe_grouped_gemm"] = True
+    if train.recompute_granularity == "full":
+        features["recompute_method"] = train.recompute_method
+    return features

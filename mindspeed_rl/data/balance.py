@@ -1,0 +1,140 @@
+"""Which sequences go together: rows that are full, ranks that have equal work.
+
+Pure functions of lengths: every rank computes the same placement for itself, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Tries to find the shortest row into which everything fits.
+_ROW_SEARCH_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """Work of one sequence of n tokens: ``linear n + quadratic n^2``, in FLOPs or any unit.
+
+    Attributes:
+        linear: per token.
+        quadratic: of attention, per squared token.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def of(self, length: int) -> float:
+        """Of one sequence."""
+        return length * (self.linear + self.quadratic * length)
+
+
+def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Split items into parts of nearly equal cost; their numbers of items differ by at most one.
+
+    The largest differencing method (Karmarkar and Karp 1982, "The differencing method of set
+    partitioning", UCB/CSD 82/113), with parts of equal number (Michiels et al. 2012): items are
+    dealt in sorted blocks of ``num_parts``; again and again the two least even splits are merged,
+    the heaviest part of one with the lightest of the other.
+
+    Args:
+        costs: of each item, not negative.
+        num_parts: at least 1.
+
+    Returns:
+        [num_parts] lists of indices in ascending order, the parts with more items first; among
+        those of equal number the one with the smallest index first.
+    """
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    splits: list[_Split] = []
+    for start in range(0, len(order), num_parts):
+        block = order[start : start + num_parts]
+        parts = [(costs[i], [i]) for i in block]
+        parts += [(0.0, [])] * (num_parts - len(block))
+        splits.append(_Split.of(parts, start))
+    heapq.heapify(splits)
+    while len(splits) > 1:
+        first, second = heapq.heappop(splits), heapq.heappop(splits)
+        merged = [
+            (a + b, mine + other)
+            for (a, mine), (b, other) in zip(first.parts, reversed(second.parts), strict=True)
+        ]
+        heapq.heappush(splits, _Split.of(merged, min(first.number, second.number)))
+    found = [sorted(items) for _, items in splits[0].parts] if splits else [[]] * num_parts
+    return sorted(found, key=lambda items: (-len(items), items))
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Parts by falling cost; the least even split comes first, then the earlier."""
+
+    parts: list[tuple[float, list[int]]]
+    number: int
+
+    @classmethod
+    def of(cls, parts: list[tuple[float, list[int]]], number: int) -> _Split:
+        return cls(sorted(parts, key=lambda part: -part[0]), number)
+
+    def __lt__(self, other: _Split) -> bool:
+        mine, theirs = self.parts[0][0] - self.parts[-1][0], other.parts[0][0] - other.parts[-1][0]
+        return (-mine, self.number) < (-theirs, other.number)
+
+
+def fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put sequences into as few rows as best-fit decreasing finds.
+
+    It needs at most 11/9 of the least number of rows, plus one (Johnson 1974), and much less
+    where lengths vary.
+
+    Args:
+        lengths: tokens of each sequence, none above ``capacity``.
+        capacity: tokens of a row.
+
+    Returns:
+        Indices of each row in ascending order, rows by their smallest index.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect_left(room, (lengths[i], 0))
+        if place == len(room):
+            rows.append([i])
+            insort(room, (capacity - lengths[i], len(rows) - 1))
+        else:
+            left, row = room.pop(place)
+            rows[row].append(i)
+            insort(room, (left - lengths[i], row))
+    return sorted(sorted(row) for row in rows)
+
+
+def rows_for_ranks(lengths: Sequence[int], max_tokens: int, multiple: int) -> list[list[int]]:
+    """Rows of at most ``max_tokens``, as short as a number of them that ranks can share allows.
+
+    Packing all sequences of a step at once and dealing rows to ranks afterwards wastes less than
+    packing on every rank. Rows travel through the model at the length of the longest, so a number
+    of rows that must be rounded up anyway is used to shorten it.
+
+    Args:
+        lengths: tokens of each sequence, none above ``max_tokens``.
+        max_tokens: tokens of a row.
+        multiple: the number of rows is a multiple of this.
+
+    Returns:
+        Indices of each row; empty rows at the end.
+    """
+    best = fill_rows(lengths, max_tokens)
+    count = max(1, -(-len(best) // multiple)) * multiple
+    low = max(max(lengths, default=0), -(-sum(lengths) // count)) - 1  # not shown to suffice
+    high = max((sum(lengths[i] for i in row) for row in best), default=0)
+    for _ in range(_ROW_SEARCH_STEPS):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        rows = fill_rows(lengths, middle)
+        if len(rows) <= count:
+            best, high = rows, middle
+        else:
+            low = middle
+    return best + [[] for _ in range(count - len(best))]

@@ -1,0 +1,91 @@
+"""Which samples form which micro-batch on which data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindspeed_rl.data.balance import SequenceCost, partition, rows_for_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """Which samples form which micro-batch on each data-parallel rank.
+
+    The same plan serves the reference, old-policy and update passes (R11). Every rank has the same
+    number of micro-batches, of the same padded length (R31).
+
+    Attributes:
+        assignment: [dp][micro-batch] -> positions in the list of samples.
+        padded_length: T of every micro-batch, in tokens.
+    """
+
+    assignment: tuple[tuple[tuple[int, ...], ...], ...]
+    padded_length: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of each data-parallel rank."""
+        return len(self.assignment[0])
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    *,
+    dp: int,
+    micro_batch_size: int,
+    max_tokens: int,
+    multiple: int,
+    sequence_multiple: int = 1,
+    count_multiple: int = 1,
+    cost: SequenceCost | None = None,
+) -> MicroBatchPlan:
+    """Pack samples into micro-batches and deal them to ranks of equal work. Pure.
+
+    Equal on all ranks, from lengths alone.
+
+    Args:
+        lengths: tokens of each sample.
+        dp: data-parallel size.
+        micro_batch_size: sequences per micro-batch, used when ``max_tokens`` is 0.
+        max_tokens: tokens per micro-batch.
+        multiple: T is rounded up to a multiple of this.
+        sequence_multiple: each sample is padded to a multiple of this.
+        count_multiple: the number of micro-batches is rounded up to a multiple of this, with empty
+            ones.
+        cost: of a sequence, what ranks get equal shares of; its tokens when not given.
+
+    Raises:
+        ValueError: a sample is longer than ``max_tokens``.
+    """
+    cost = cost or SequenceCost()
+    if max_tokens and max(lengths, default=0) > max_tokens:
+        raise ValueError(
+            f"--max-tokens-per-micro-batch {max_tokens} is smaller than a sample of "
+            f"{max(lengths)} tokens; raise it to at least the longest sequence"
+        )
+    lengths = [padded(length, sequence_multiple) for length in lengths]
+    work = [cost.of(length) for length in lengths]
+    if max_tokens:
+        # a sample that is padded beyond the limit has a row of its own
+        capacity = max(max_tokens, max(lengths, default=0))
+        rows = rows_for_ranks(lengths, capacity, dp * count_multiple)
+    else:
+        rows = _rows_by_count(work, micro_batch_size, dp * count_multiple)
+    longest = max((sum(lengths[i] for i in row) for row in rows), default=1)
+    of_rank = partition([sum(work[i] for i in row) for row in rows], dp)
+    return MicroBatchPlan(
+        tuple(tuple(tuple(rows[r]) for r in mine) for mine in of_rank),
+        padded(max(1, longest), multiple),
+    )
+
+
+def _rows_by_count(work: Sequence[float], size: int, multiple: int) -> list[list[int]]:
+    """Micro-batches of at most ``size`` samples and nearly equal work."""
+    count = padded(max(1, -(-len(work) // size)), multiple)
+    return partition(work, count)
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple

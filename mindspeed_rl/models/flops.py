@@ -1,0 +1,57 @@
+"""Floating-point operations of a model's forward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+from mindspeed_rl.models.expert_rules import ExpertRow
+from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.models.tensors import tensor_groups
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Weights that one token is multiplied with: ``top_k`` experts of each layer."""
+    return sum(active_by_part(spec).values())
+
+
+def active_by_part(spec: ModelSpec) -> Counter[str]:
+    """Active parameters by the part of a layer that recomputation names; the rest is ``other``."""
+    experts = {
+        row.param
+        for row in weight_table(spec.family).trainer_rows(spec)
+        if isinstance(row, ExpertRow)
+    }
+    top_k = spec.moe.top_k if spec.moe else 0
+    active: Counter[str] = Counter()
+    for group in tensor_groups(spec):
+        count = group.num_parameters
+        if group.row in experts:
+            active["moe"] += count * top_k // spec.num_experts
+        elif ".shared_experts." in group.row or ".router." in group.row:
+            active["moe"] += count
+        else:
+            active["mlp" if ".mlp." in group.row else "other"] += count
+    if not spec.tie_embeddings:  # a tied one is the head as well
+        active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
+    return active
+
+
+def attention_flops(spec: ModelSpec, mean_length: float) -> float:
+    """Of scores and values of one token, forward: half of the sequence is before it on average."""
+    latent = spec.latent
+    query = latent.nope_head_dim + latent.rope_head_dim if latent else spec.head_dim
+    value = latent.v_head_dim if latent else spec.head_dim
+    return 2 * spec.num_layers * spec.num_heads * (query + value) * mean_length / 2
+
+
+def forward_flops(spec: ModelSpec, mean_length: float) -> float:
+    """Of one token's forward pass: two per active parameter, and attention."""
+    return 2 * active_parameters(spec) + attention_flops(spec, mean_length)
+
+
+@cache
+def sequence_flops(spec: ModelSpec) -> tuple[float, float]:
+    """Of a sequence's forward pass: per token, and per squared token (attention)."""
+    return 2.0 * active_parameters(spec), attention_flops(spec, 1.0)

@@ -1,0 +1,82 @@
+"""Ascend NPUs with HCCL, through torch_npu."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.npu import NpuSetup
+from mindspeed_rl.platforms.base import DeviceMemory
+
+
+class NpuPlatform:
+    """One NPU per process; gloo beside HCCL for host tensors and objects."""
+
+    name = "npu"
+    backend = "cpu:gloo,npu:hccl"
+    shares_host_memory = False
+
+    def __init__(self) -> None:
+        import torch_npu
+
+        self._npu: Any = torch_npu.npu
+        self.device = torch.device("npu", int(os.environ.get("LOCAL_RANK", "0")))
+        self._copy_stream: Any = None
+
+    def set_device(self) -> None:
+        """Bind to ``LOCAL_RANK``."""
+        self._npu.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        self._npu.synchronize()
+
+    def rng_state(self) -> torch.Tensor | None:
+        """NPU generator state."""
+        state: torch.Tensor = self._npu.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        """Restore the NPU generator."""
+        if state is not None:
+            self._npu.set_rng_state(state)
+
+    def install(self, setup: NpuSetup | None = None) -> None:
+        """Apply MindSpeed, or torch_npu's own stand-in for CUDA where it is not installed."""
+        from mindspeed_rl.platforms import npu_install
+
+        npu_install.install(setup or NpuSetup())
+
+    def memory(self) -> DeviceMemory:
+        """Used is what torch's allocator has reserved; buffers of HCCL are outside of it."""
+        free, total = self._npu.mem_get_info(self.device)
+        return DeviceMemory(self._npu.memory_reserved(self.device), free, total)
+
+    def release_cached_memory(self) -> None:
+        """Wait, then empty the caching allocator: a block in use by a stream cannot leave (R18)."""
+        gc.collect()
+        self._npu.synchronize()
+        self._npu.empty_cache()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Pinned."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """A stream for copies alone, made at first use."""
+        if self._copy_stream is None:
+            self._copy_stream = self._npu.Stream(self.device)
+        self._copy_stream.wait_stream(self._npu.current_stream())
+        with self._npu.stream(self._copy_stream):
+            yield
+
+    def wait_for_copies(self) -> None:
+        """The present stream waits for the copy stream."""
+        if self._copy_stream is not None:
+            self._npu.current_stream().wait_stream(self._copy_stream)

@@ -1,0 +1,235 @@
+"""Makes megatron-core usable on an NPU: MindSpeed's adaptor, and torch as it was for others.
+
+With MindSpeed its adaptor is imported with a clean command line, because it reads ``sys.argv`` and
+takes flags of any program for its own; its features are set through its ``repatch`` alone, once,
+before the first process group of megatron-core exists. Without it torch_npu's ``transfer_to_npu``
+answers for CUDA and megatron-core's own modules run.
+
+Both change what vLLM and transformers in the same process see. What they need is put back:
+
+- ``torch.compile`` and ``torch.jit.script``, which the adaptor replaces by nothing. megatron-core
+  keeps the replacement: its fused functions are bound while it is in force;
+- modules that the adaptor makes up. ``find_spec("flash_attn")`` succeeds on them, and vLLM then
+  imports what is not there;
+- the answer of each Triton driver to "is your device here?": CUDA that is answered for is none.
+
+What stays changed: ``torch.cuda``, ``torch.distributed.all_reduce`` (its tensor must be positional,
+and float64 is reduced as float32), ``torch.Tensor.view`` (copies what is not contiguous) and
+``torch.Tensor.type``. tests/unit/test_npu_calls.py keeps our calls within that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.npu import NpuSetup
+from mindspeed_rl.patching import Patch, apply_patch
+from mindspeed_rl.platforms.installed import has_mindspeed
+
+ADAPTOR = "mindspeed.megatron_adaptor"
+# Made up by the adaptor and looked for by vLLM or transformers; megatron-core needs the others.
+PURGED = ("flash_attn", "fla", "fast_hadamard_transform")
+# Their attributes are imported when they are asked for.
+LAZY = ("transformers",)
+_DUMMY_FILE = "mindspeed.dummy_module.py"
+_INSTALLED: list[NpuSetup] = []
+
+
+def install(setup: NpuSetup) -> None:
+    """Adapt this process, once. Local.
+
+    Raises:
+        RuntimeError: a second call with another set-up, or megatron-core was imported before
+            MindSpeed could be applied.
+    """
+    if _INSTALLED:
+        if _INSTALLED[0] != setup:
+            raise RuntimeError(f"an NPU process is set up once: {_INSTALLED[0]}, now {setup}")
+        return
+    with_mindspeed = has_mindspeed()
+    loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
+    if with_mindspeed and loaded:
+        raise RuntimeError(f"MindSpeed must be applied before {loaded[0]} is imported")
+    with _kept_functions(), _kept_triton_drivers():
+        if with_mindspeed:
+            _apply_adaptor(setup.features)
+        else:
+            _answer_for_cuda()
+        importlib.import_module("megatron.core.jit")
+    purge_dummies()
+    set_group_buffers(setup.group_buffers_mb)
+    if setup.deterministic:
+        _be_deterministic()
+    _INSTALLED.append(setup)
+
+
+def _be_deterministic() -> None:
+    """MindSpeed's own switch acts on megatron.training alone. HCCL reads its own at first use."""
+    os.environ["HCCL_DETERMINISTIC"] = "true"
+    os.environ["LCCL_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True)
+
+
+def _apply_adaptor(features: Mapping[str, Any]) -> None:
+    patcher: Any = importlib.import_module("mindspeed.patch_utils")
+    patcher.sys = types.SimpleNamespace(modules=_SeenModules())
+    with clean_argv():
+        adaptor: Any = importlib.import_module(ADAPTOR)
+        adaptor.repatch(dict(features))
+    _check_applied()
+
+
+def _check_applied() -> None:
+    """MindSpeed's patches are in force (R53).
+
+    Raises:
+        RuntimeError: a part of megatron-core is as it was, so that later errors would mislead.
+    """
+    config: Any = importlib.import_module("megatron.core.transformer.transformer_config")
+    if not config.TransformerConfig.__init__.__globals__["__name__"].startswith("mindspeed."):
+        megatron, mindspeed = sys.modules["megatron.core"], sys.modules["mindspeed"]
+        raise RuntimeError(
+            f"MindSpeed ({mindspeed.__path__}) was imported, but its patches of megatron-core "
+            f"({megatron.__path__}) are not in force; install the branches of the matrix"
+        )
+
+
+class _SeenModules:
+    """``sys.modules`` as MindSpeed sees it: without packages that import what they are asked for.
+
+    To place a patch it asks every module for an attribute, again for every patch. transformers
+    answers by importing its models: a minute, and an error where an optional package is missing.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules, name)
+
+    def __getitem__(self, name: str) -> types.ModuleType:
+        return sys.modules[name]
+
+    def __setitem__(self, name: str, module: types.ModuleType) -> None:
+        sys.modules[name] = module
+
+    def __contains__(self, name: str) -> bool:
+        return name in sys.modules
+
+    def copy(self) -> dict[str, types.ModuleType]:
+        """What is looked at."""
+        return {n: m for n, m in sys.modules.items() if n.split(".")[0] not in LAZY}
+
+
+def _answer_for_cuda() -> None:
+    """torch_npu's own replacement of CUDA, and no compilation of megatron-core's functions."""
+    importlib.import_module("torch_npu.contrib.transfer_to_npu")
+    replaced: Any = torch
+    replaced.compile = replaced.jit.script = _uncompiled
+    real_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(answer, str) and caller.startswith("megatron.core"):
+            return answer.replace(".npu.", ".cuda.")  # it compares names of types
+        return answer
+
+    replaced.Tensor.type = type_
+
+
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    return model if model is not None else lambda function: function
+
+
+@contextmanager
+def clean_argv() -> Iterator[None]:
+    """Hide the command line: ``--help`` would end the process, ``--lr`` would become a feature."""
+    given = sys.argv
+    sys.argv = given[:1]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
+@contextmanager
+def _kept_functions() -> Iterator[None]:
+    compile_, script = torch.compile, torch.jit.script
+    yield
+    changed: Any = torch
+    changed.compile, changed.jit.script = compile_, script
+
+
+@contextmanager
+def _kept_triton_drivers() -> Iterator[None]:
+    """vLLM uses Triton only where exactly one driver is active."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    backends = importlib.import_module("triton.backends").backends
+    drivers = [backend.driver for backend in backends.values() if backend.driver]
+    before = [bool(driver.is_active()) for driver in drivers]
+    yield
+    for driver, active in zip(drivers, before, strict=True):
+        if bool(driver.is_active()) != active:
+            driver.is_active = staticmethod(lambda active=active: active)
+
+
+def purge_dummies() -> list[str]:
+    """Forget made-up modules that vLLM or transformers look for; their names."""
+    names = [
+        name
+        for name, module in sys.modules.items()
+        if name.split(".")[0] in PURGED and getattr(module, "__file__", None) == _DUMMY_FILE
+    ]
+    for name in names:
+        del sys.modules[name]
+    return sorted(names)
+
+
+def set_group_buffers(sizes_mb: Mapping[str, int]) -> None:
+    """Give megatron-core's groups HCCL buffers of a size of their own, before they are made.
+
+    Args:
+        sizes_mb: MiB by megatron-core's name of a group (``tp``, ``dp``, ``pp``, ``ep``, ...);
+            the others keep ``HCCL_BUFFSIZE``. A communicator holds two buffers.
+    """
+    if sizes_mb:
+        apply_patch(_group_options(dict(sizes_mb)))
+
+
+def _group_options(sizes_mb: Mapping[str, int]) -> Patch:
+    def make(original: Any) -> Any:
+        def options_of(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
+            if pg_name not in sizes_mb:
+                return original(pg_name, nccl_comm_cfgs)
+            return hccl_options(pg_name, sizes_mb[pg_name])
+
+        return options_of
+
+    return Patch(
+        target="megatron.core.parallel_state:get_nccl_options",
+        parameters=("pg_name", "nccl_comm_cfgs"),
+        make=make,
+        why="megatron-core has no names for options of HCCL, and MindSpeed's --hccl-group-buffer "
+        "needs megatron.training",
+        upstream="megatron/core/parallel_state.py",
+        versions="megatron-core 0.16.1, torch_npu 2.10.0.post4 and 2.13.0",
+        remove_when="MindSpeed's feature works with megatron-core alone",
+    )
+
+
+def hccl_options(name: str, buffer_mb: int) -> Any:
+    """Options of an HCCL group with a buffer size of its own."""
+    import torch_npu
+
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": buffer_mb, "group_name": name}
+    return options

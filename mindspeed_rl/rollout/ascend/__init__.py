@@ -1,0 +1,1 @@
+"""vLLM-Ascend behind the engine interface: versions, expert layouts, memory."""

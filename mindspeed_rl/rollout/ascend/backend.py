@@ -1,0 +1,215 @@
+"""vLLM-Ascend in the training process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.ascend.behaviour import behaviour_of
+from mindspeed_rl.rollout.ascend.memory import PoolMemory
+from mindspeed_rl.rollout.ascend.weights import AscendWeights
+from mindspeed_rl.rollout.ascend_versions import ascend_arguments, installed_ascend_version
+from mindspeed_rl.rollout.backend import EngineParts
+from mindspeed_rl.rollout.engine_memory import kv_tensors
+from mindspeed_rl.rollout.step_loop import RankAgreement
+from mindspeed_rl.rollout.vllm_requests import model_settings
+
+# Tokens of one block of the cache: vLLM-Ascend's default, and the only size of its MLA kernels.
+_BLOCK_TOKENS = 128
+_ADDITIONAL = "additional_config"
+# Keys of config.json of models whose attention cannot be updated.
+_SPARSE_KEYS = ("index_topk", "index_head_dim", "compress_ratios")
+
+
+class AscendBackend:
+    """How an engine is built on NPUs.
+
+    Args:
+        platform: the device.
+        layout: where vLLM-Ascend keeps each weight.
+        model_dir: Hugging Face directory; its configuration is read.
+        tuning: flags of the engine's execution.
+        graph_sizes: what ``--rollout-graph-sizes`` came to.
+        version: of vLLM-Ascend; ``None`` asks for the installed one.
+        modules: a module of vLLM or vLLM-Ascend by its name.
+
+    Raises:
+        ValueError: a version or model that cannot be updated, or a flag the version has nothing
+            for.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        layout: VllmLayout,
+        model_dir: str,
+        tuning: EngineTuningConfig,
+        graph_sizes: tuple[int, ...],
+        version: str | None = None,
+        modules: Callable[[str], Any] = importlib.import_module,
+    ) -> None:
+        self._modules = modules
+        self._platform, self._layout, self._tuning = platform, layout, tuning
+        self.version = version or installed_ascend_version()
+        self.behaviour = behaviour_of(self.version)
+        sizes = graph_sizes if tuning.rollout_graph_mode != "eager" else ()
+        self._arguments = ascend_arguments(tuning, self.version, sizes)
+        check_updatable(Path(model_dir), self.version)
+        if (
+            layout.spec.latent
+            and self.behaviour.latent_rebinds
+            and tuning.rollout_graph_mode != "eager"
+        ):
+            raise ValueError(
+                f"--rollout-graph-mode {tuning.rollout_graph_mode}: vLLM-Ascend {self.version} "
+                "moves the products of latent attention with every update, captured graphs would "
+                "read the old ones; use eager"
+            )
+
+    def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """Ours, then the user's; see :class:`~mindspeed_rl.rollout.backend.Backend`."""
+        own: dict[str, Any] = {
+            **model_settings(self._layout, "npu"),
+            **self._arguments.arguments,
+            "enable_sleep_mode": True,
+            "disable_custom_all_reduce": True,
+        }
+        if "enforce_eager" in options:
+            raise ValueError("--vllm-enforce-eager: use --rollout-graph-mode")
+        return _merged(own, options, "--vllm")
+
+    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
+        """The size of the key/value cache as the version takes it."""
+        if self.behaviour.cache_bytes:
+            return {"kv_cache_memory_bytes": kv_cache_bytes}
+        spec, tp = self._layout.spec, self._layout.engine.tp
+        token = spec.num_layers * spec.cached_values(tp) * (4 if dtype == "float32" else 2)
+        blocks = kv_cache_bytes // (token * _BLOCK_TOKENS)
+        if not blocks:
+            raise ValueError(
+                f"--rollout-kv-cache-gb {kv_cache_bytes / 2**30:g}: one block of {_BLOCK_TOKENS} "
+                f"tokens needs {token * _BLOCK_TOKENS / 2**30:.3g} GiB; raise it"
+            )
+        return {"num_gpu_blocks_override": blocks}
+
+    def prepare(self) -> RankAgreement | None:
+        """Environment and patches; expandable segments are off while the pool is filled."""
+        from mindspeed_rl.rollout.patches import step_sync
+
+        os.environ.update(self._arguments.environment)
+        if swaps_segments():
+            set_expandable_segments(False)
+        packed = _packs(self._arguments.arguments) and self._tuning.rollout_dp_sync != "engine"
+        return step_sync.apply("npu") if packed and self._layout.engine.dp > 1 else None
+
+    def parts(self, llm: Any) -> EngineParts:
+        """The worker's model, with sleep mode's pool as its memory.
+
+        Raises:
+            RuntimeError: the engine keeps weights in the NZ format.
+        """
+        engine = llm.llm_engine
+        worker = engine.model_executor.driver_worker.worker
+        model = worker.get_model()
+        self._refuse_nz()
+        process = self._processing(model, engine.vllm_config)
+        camem = self._modules("vllm_ascend.device_allocator.camem")
+        swap = swaps_segments()
+
+        def pool_in_use(in_use: bool) -> None:
+            if swap:
+                set_expandable_segments(not in_use)
+
+        weights = PoolMemory(
+            camem, "weights", worker.wake_up, self._platform, save=True, pool_in_use=pool_in_use
+        )
+        cache = PoolMemory(
+            camem,
+            "kv_cache",
+            worker.wake_up,
+            self._platform,
+            save=False,
+            zero=kv_tensors(worker.model_runner),
+        )
+        derived = AscendWeights(model, self.behaviour, process)
+        return EngineParts(model, derived, weights, cache, stable_addresses=True)
+
+    def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
+        configs = self._modules("vllm.config")
+        utils = self._modules("vllm.model_executor.model_loader.utils")
+
+        def process() -> None:
+            with configs.set_current_vllm_config(vllm_config):
+                # looked up at every call: vLLM-Ascend puts its own in this place
+                utils.process_weights_after_loading(
+                    model, vllm_config.model_config, self._platform.device
+                )
+
+        return process
+
+    def _refuse_nz(self) -> None:
+        """Fail when the engine keeps weights in the NZ format, whatever we asked for (R2).
+
+        Raises:
+            RuntimeError: it does, by its configuration or by the variable that updates ask.
+        """
+        configured = self._modules("vllm_ascend.ascend_config").get_ascend_config()
+        variables = self._modules("vllm_ascend.envs")
+        modes = {
+            "weight_nz_mode": getattr(configured, "weight_nz_mode", 0),
+            "VLLM_ASCEND_ENABLE_NZ": getattr(variables, "VLLM_ASCEND_ENABLE_NZ", 0),
+            "enable_fused_mc2": getattr(configured, "enable_fused_mc2", 0),
+        }
+        if switched_on := [name for name, mode in modes.items() if mode]:
+            raise RuntimeError(
+                f"vLLM-Ascend {self.version} keeps weights in the NZ format ({switched_on[0]} = "
+                f"{modes[switched_on[0]]}): updates would be written in another format than read"
+            )
+
+
+def _packs(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments[_ADDITIONAL].get("dp_allreduce_on_npu"))
+
+
+def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
+    """Nested dictionaries are merged; a value that both set is refused."""
+    merged = dict(own)
+    for name, value in options.items():
+        flag = f"{prefix}-{name.replace('_', '-')}" if prefix == "--vllm" else f"{prefix}.{name}"
+        if name not in merged:
+            merged[name] = value
+        elif isinstance(merged[name], dict) and isinstance(value, dict):
+            merged[name] = _merged(merged[name], value, flag)
+        elif merged[name] != value:
+            raise ValueError(
+                f"{flag}: training and updates need {merged[name]!r}, or a flag of ours sets it; "
+                "remove it"
+            )
+    return merged
+
+
+def check_updatable(model_dir: Path, version: str) -> None:
+    """Refuse models whose attention vLLM-Ascend cannot be given new weights for.
+
+    Raises:
+        ValueError: a model with sparse attention (SFA, DSA).
+    """
+    config = json.loads((model_dir / "config.json").read_text())
+    config = config.get("text_config", config)
+    if found := [key for key in _SPARSE_KEYS if config.get(key)]:
+        raise ValueError(
+            f"--hf-checkpoint {model_dir}: sparse attention ({found[0]} in config.json); "
+            f"vLLM-Ascend {version} throws the key/value up projection away once it has derived "
+            "its products, so that no update can be written; allowed: models with dense or latent "
+            "attention"
+        )

@@ -1,0 +1,152 @@
+"""Which way round the experts of vLLM-Ascend are, and the only code that turns them (R2).
+
+Its kernels want ``w13 [experts, hidden, 2 x ffn]`` and ``w2 [experts, ffn, hidden]`` (kernel
+layout), its loaders the transposes of both (loader layout). Loading turns them once; waking turns
+them back in some versions and not in others; and a turned parameter has lost its loader. Here every
+parameter has a known layout, which is read off its strides after every call of the engine, and an
+update turns each of them to loader layout and back exactly once. Both layouts are views of the same
+memory, so addresses stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+EXPERT_PARAMS = ("w13_weight", "w2_weight")
+
+
+@dataclass(slots=True)
+class ExpertParam:
+    """One stacked expert parameter.
+
+    Attributes:
+        name: in the model.
+        module: its owner.
+        shape: in kernel layout.
+        address: of its memory.
+        conversions: turns to kernel layout by the engine in the present update.
+    """
+
+    name: str
+    module: torch.nn.Module
+    shape: torch.Size
+    address: int
+    conversions: int = 0
+
+    @property
+    def attribute(self) -> str:
+        """Its name in its owner."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The parameter as it is now."""
+        return getattr(self.module, self.attribute).data  # type: ignore[no-any-return]
+
+    @property
+    def loadable(self) -> bool:
+        """Whether it is in loader layout: the transpose of the kernel's, by strides.
+
+        Shapes do not tell: with equal sizes both layouts have the same.
+
+        Raises:
+            RuntimeError: neither of the two layouts, or other memory.
+        """
+        now = self.value
+        kernel = torch.empty(self.shape, device="meta")
+        for loadable, expected in ((False, kernel), (True, kernel.transpose(1, 2))):
+            same = now.shape == expected.shape and _strides(now) == _strides(expected)
+            if same and now.data_ptr() == self.address:
+                return loadable
+        raise RuntimeError(
+            f"{self.name}: shape {tuple(now.shape)}, strides {now.stride()} at {now.data_ptr():#x} "
+            f"is neither the kernel layout {tuple(self.shape)} at {self.address:#x} nor its "
+            "transpose: the engine turned or moved it behind our back"
+        )
+
+    @property
+    def kernel(self) -> torch.Tensor:
+        """The same memory in kernel layout, contiguous."""
+        return self.value.transpose(1, 2) if self.loadable else self.value
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of the dimensions that have several elements; others mean nothing."""
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
+class ExpertLayouts:
+    """The experts of a built model on this rank.
+
+    Args:
+        model: after loading and processing, so that all of them are in kernel layout.
+        once: processing turns experts the first time only (0.11), by a mark in their method.
+    """
+
+    def __init__(self, model: torch.nn.Module, once: bool) -> None:
+        self._once = once
+        self.params = [
+            ExpertParam(name, module, value.shape, value.data_ptr())
+            for name, module in _experts(model)
+            if (value := getattr(module, name.rpartition(".")[2]).data).is_contiguous()
+        ]
+        assert len(self.params) == len(list(_experts(model))), "experts are not in kernel layout"
+
+    def open(self) -> None:
+        """Every expert is in loader layout, with a loader, from now on."""
+        for param in self.params:
+            param.conversions = 0
+            if not param.loadable:
+                self._put(param, param.value.transpose(1, 2))
+            getattr(param.module, param.attribute).weight_loader = _loader(param)
+
+    def close(self, process: Callable[[], None]) -> None:
+        """Let the engine process its model, which turns every expert to kernel layout once.
+
+        Raises:
+            RuntimeError: it did not, or moved one.
+        """
+        for param in self.params:
+            assert param.loadable, f"{param.name}: closed without open"
+            if self._once:
+                _method(param).transpose = True
+        process()
+        for param in self.params:
+            if param.loadable:
+                raise RuntimeError(f"{param.name}: processing left it in loader layout")
+            param.conversions += 1
+
+    def views(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters, experts in kernel layout whatever they are in now."""
+        return {**params, **{param.name: param.kernel for param in self.params}}
+
+    def _put(self, param: ExpertParam, value: torch.Tensor) -> None:
+        setattr(param.module, param.attribute, torch.nn.Parameter(value, requires_grad=False))
+
+
+def _experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for prefix, module in model.named_modules():
+        if all(isinstance(getattr(module, name, None), torch.Tensor) for name in EXPERT_PARAMS):
+            for name in EXPERT_PARAMS:
+                yield (f"{prefix}.{name}" if prefix else name), module
+
+
+def _loader(param: ExpertParam) -> Any:
+    loader = getattr(param.module, "weight_loader", None)
+    if loader is None:
+        raise RuntimeError(f"{param.name}: its module has no weight_loader to attach")
+    return loader
+
+
+def _method(param: ExpertParam) -> Any:
+    method = getattr(param.module, "quant_method", None)
+    if not hasattr(method, "transpose"):
+        raise RuntimeError(
+            f"{param.name}: its method has no mark 'transpose'; this is not the version that turns "
+            "experts once"
+        )
+    return method

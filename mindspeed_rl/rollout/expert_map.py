@@ -1,0 +1,48 @@
+"""The file that says which expert is where, as vLLM-Ascend reads it (layer 0)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
+    """The expert in each physical slot, slots in order over the ranks that share a layer.
+
+    The layout of the weights has one placement for all layers, so the layers of the file must
+    agree.
+
+    Args:
+        path: JSON with ``layer_list[].device_list[].device_expert``.
+        num_experts: of a layer of the model.
+        ep: ranks that share the experts of a layer.
+
+    Raises:
+        ValueError: not such a file, layers that differ, or not for this model and ``ep``.
+    """
+    name = f"--rollout-expert-map {path}"
+    try:
+        layers = json.loads(path.read_text())["layer_list"]
+        placements = {
+            tuple(tuple(int(e) for e in device["device_expert"]) for device in layer["device_list"])
+            for layer in layers
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name}: not a map of experts ({type(error).__name__}: {error}); it needs "
+            "layer_list, and device_list with device_expert in every layer"
+        ) from error
+    if len(placements) != 1:
+        raise ValueError(
+            f"{name}: its layers place experts in {len(placements)} ways; allowed is one way for "
+            "all layers, because a reshard has one layout of the experts"
+        )
+    (devices,) = placements
+    slots = tuple(expert for device in devices for expert in device)
+    uneven = len({len(device) for device in devices}) > 1
+    if len(devices) != ep or uneven or set(slots) != set(range(num_experts)):
+        raise ValueError(
+            f"{name}: {len(devices)} devices with {len(slots)} experts; needed are --rollout-ep "
+            f"{ep} devices with equally many, among them each of the model's {num_experts} experts"
+        )
+    return slots

@@ -1,0 +1,151 @@
+"""Which batch sizes to capture decode graphs for (layer 0).
+
+A decode step with ``r`` running sequences is padded to the next captured size. What was run is a
+histogram: running sequences -> decode steps. Steps above the largest size run without a graph, so
+the largest batch is always captured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+
+HISTORY_FILE = "decode_batches.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Captured sizes and what they cost on a histogram.
+
+    Attributes:
+        sizes: ascending.
+        rows: sequences that were run, over all decode steps.
+        padded_rows: what the captured sizes make of them.
+    """
+
+    sizes: tuple[int, ...]
+    rows: int
+    padded_rows: int
+
+    @property
+    def waste(self) -> float:
+        """Share of the padded rows that is padding."""
+        return 1 - self.rows / self.padded_rows if self.padded_rows else 0.0
+
+
+def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counter[int]:
+    """The histogram of responses that are started in order: running sequences -> decode steps.
+
+    The first token of a response comes from its prefill, so ``n`` tokens are ``n - 1`` decode
+    steps.
+
+    Args:
+        response_lengths: in tokens, in the order of their start.
+        capacity: sequences that run at once; the next starts where one ends. 0 is no limit.
+    """
+    waiting = [length - 1 for length in response_lengths if length > 1]
+    capacity = capacity or len(waiting)
+    ends = waiting[:capacity]
+    heapify(ends)
+    found: Counter[int] = Counter()
+    now, following = 0, iter(waiting[capacity:])
+    while ends:
+        end = ends[0]
+        if end > now:
+            found[len(ends)] += end - now
+            now = end
+        heappop(ends)
+        if (length := next(following, None)) is not None:
+            heappush(ends, now + length)
+    return found
+
+
+def padded_rows(histogram: Mapping[int, int], sizes: Sequence[int]) -> int:
+    """Rows of all decode steps when each is padded to the next of ``sizes`` (ascending)."""
+    return sum(
+        steps * next((size for size in sizes if size >= running), running)
+        for running, steps in histogram.items()
+    )
+
+
+def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1) -> GraphSizes:
+    """At most ``count`` sizes with the least padding; of equal ones, the fewest.
+
+    Dynamic programming over the sizes that occur, O(sizes^2 x count): an optimal size is always
+    one that occurs, rounded up to ``multiple``.
+
+    Args:
+        histogram: running sequences -> decode steps; both positive.
+        count: graphs that may be captured.
+        multiple: every size is a multiple of this (sequence parallelism shares the rows).
+
+    Raises:
+        ValueError: an empty histogram or a count below 1.
+    """
+    rounded: Counter[int] = Counter()
+    for running, steps in histogram.items():
+        rounded[-(-running // multiple) * multiple] += steps
+    candidates = sorted(size for size, steps in rounded.items() if steps)
+    if not candidates or count < 1:
+        raise ValueError("best_graph_sizes: needs a decode step and a count of at least 1")
+    num = len(candidates)
+    steps_below = [0]
+    for size in candidates:
+        steps_below.append(steps_below[-1] + rounded[size])
+    # cost[i]: rows of the steps up to candidate i, with the sizes chosen so far, the last being i
+    cost = [candidates[i] * steps_below[i + 1] for i in range(num)]
+    choices: list[list[int]] = [[-1] * num]
+    best = (cost[-1], 1)
+    for graphs in range(2, min(count, num) + 1):
+        previous, chosen, cost = cost, [-1] * num, list(cost)
+        for i in range(1, num):
+            for j in range(i):
+                rows = previous[j] + candidates[i] * (steps_below[i + 1] - steps_below[j + 1])
+                if rows < cost[i]:
+                    cost[i], chosen[i] = rows, j
+        choices.append(chosen)
+        best = min(best, (cost[-1], graphs))
+    sizes, i = [], num - 1
+    for chosen in reversed(choices[: best[1]]):
+        sizes.append(candidates[i])
+        if chosen[i] < 0:
+            break
+        i = chosen[i]
+    rows = sum(running * steps for running, steps in histogram.items())
+    return GraphSizes(tuple(reversed(sizes)), rows, best[0])
+
+
+def read_history(output_dir: Path) -> Counter[int]:
+    """The histogram of earlier steps of a run; empty when there is none.
+
+    Raises:
+        ValueError: the file is not one of ours.
+    """
+    path = output_dir / HISTORY_FILE
+    if not path.is_file():
+        return Counter()
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] != _FORMAT:
+            raise ValueError(f"format {found['format']}")
+        return Counter({int(running): int(steps) for running, steps in found["steps"].items()})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a histogram of decode steps ({error}); remove it and "
+            "--rollout-graph-sizes auto starts anew"
+        ) from error
+
+
+def write_history(output_dir: Path, histogram: Mapping[int, int]) -> None:
+    """Write the histogram beside the metrics of a run, as a whole or not at all."""
+    path = output_dir / HISTORY_FILE
+    steps = {str(running): histogram[running] for running in sorted(histogram)}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps({"format": _FORMAT, "steps": steps}) + "\n")
+    draft.replace(path)

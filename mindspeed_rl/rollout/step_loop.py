@@ -1,0 +1,102 @@
+"""The step loop of an engine: ours, so that ranks without prompts keep stepping with their peers.
+
+The ranks of an engine with data parallelism exchange tokens in every layer, so all of them run the
+same number of steps; one that has nothing to do runs a batch of one dummy token (R29).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mindspeed_rl.rollout.graph_sizes import decode_batches
+
+
+class RankAgreement(Protocol):
+    """What the ranks of an engine tell each other in the reduction of a step."""
+
+    seconds: float
+    reductions: int
+
+    def offer(self, unfinished: int) -> None:
+        """What this rank puts into the next reduction."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether no rank had a request before the last step; reads the device."""
+        ...
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What a call of the engine ran on this rank.
+
+    Attributes:
+        steps: of the engine, dummy ones included.
+        dummy_steps: without a request of this rank.
+        seconds: of all of them.
+        sync_seconds: of them, waiting for the other ranks to agree; 0 where it is not our code.
+        reductions: of that agreement; 0 where it is not our code.
+        running: sequences in a decode step -> steps.
+    """
+
+    steps: int = 0
+    dummy_steps: int = 0
+    seconds: float = 0.0
+    sync_seconds: float = 0.0
+    reductions: int = 0
+    running: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds; 0 without a step."""
+        return 1e3 * self.seconds / self.steps if self.steps else 0.0
+
+
+def run_steps(
+    engine: Any,
+    agreement: RankAgreement | None,
+    interval: int,
+    max_num_seqs: int,
+    stats: StepStats,
+) -> Iterator[dict[int, Any]]:
+    """Step until no rank of the engine has a request. Collective: the ranks of the engine.
+
+    Args:
+        engine: vLLM's ``LLMEngine`` with its requests.
+        agreement: our packed reduction; ``None`` leaves it to the engine.
+        interval: with ``agreement``, steps between looks at who is done.
+        max_num_seqs: sequences that run at once on a rank.
+        stats: what was run is added to it; without the time that the caller spends between steps.
+
+    Yields:
+        What each step has finished, by the number of the request.
+    """
+    steps, lengths = 0, dict[int, int]()
+    waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
+    while True:
+        start = time.perf_counter()
+        mine = engine.get_num_unfinished_requests()
+        if agreement is None:
+            if not engine.has_unfinished_requests():
+                break
+        else:
+            agreement.offer(mine)
+            engine.should_execute_dummy_batch = not mine
+        finished = {int(o.request_id): o for o in engine.step() if o.finished}
+        steps += 1
+        stats.dummy_steps += not mine
+        lengths |= {key: len(o.outputs[0].token_ids) for key, o in finished.items()}
+        done = agreement is not None and steps % interval == 0 and agreement.finished()
+        stats.seconds += time.perf_counter() - start
+        yield finished
+        if done:
+            break
+    stats.steps += steps
+    if agreement is not None:
+        stats.sync_seconds += agreement.seconds - waited
+        stats.reductions += agreement.reductions - reduced
+    stats.running += decode_batches([lengths[key] for key in sorted(lengths)], max_num_seqs)

@@ -1,0 +1,117 @@
+"""What a model makes of its last hidden states: log-probs and entropies, or values.
+
+Shapes: T packed tokens of a micro-batch on this context-parallel rank, N trained tokens in it, h
+hidden size. A head works on the rows that predict the trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from mindspeed_rl.algorithms.types import LossInputs, ValueInputs
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.trainer.logprobs import selected_logprobs
+from mindspeed_rl.trainer.prepared import PreparedBatch
+
+Outputs = tuple[torch.Tensor, ...]
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Head(Protocol):
+    """The end of a model."""
+
+    def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
+        """Hidden states [T, 1, h] or, with sequence parallelism, this rank's share -> [N] each."""
+        ...
+
+    def loss_inputs(self, prepared: PreparedBatch, outputs: Outputs, reduce: Reduce) -> Any:
+        """What a loss gets of a micro-batch; ``reduce`` sums over context-parallel ranks."""
+        ...
+
+
+class LogProbHead:
+    """log p and entropy of the trained tokens, each [N] fp32. Collective: the TP group.
+
+    Args:
+        module: the last chunk of the model.
+        spec: its architecture.
+        temperature: logits are divided by it (R9).
+        chunk: positions whose logits exist at a time.
+    """
+
+    def __init__(self, module: Any, spec: ModelSpec, temperature: float, chunk: int) -> None:
+        self._module = module
+        self._spec = spec
+        self._temperature = temperature
+        self._chunk = chunk
+
+    def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
+        """Hidden states -> (log-probs, entropies)."""
+        rows = hidden[0]
+        if self._module.config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(rows)
+        else:
+            rows = copy_to_tensor_model_parallel_region(rows)
+        batch = prepared.batch
+        group = parallel_state.get_tensor_model_parallel_group()
+        return selected_logprobs(
+            rows[batch.loss_mask],
+            self._weight(),
+            batch.targets[batch.loss_mask],
+            temperature=self._temperature,
+            vocab_size=self._spec.vocab_size,
+            tp_rank=group.rank(),
+            group=group if group.size() > 1 else None,
+            chunk=self._chunk,
+        )
+
+    def _weight(self) -> torch.Tensor:
+        if self._module.share_embeddings_and_output_weights:
+            return self._module.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return self._module.output_layer.weight  # type: ignore[no-any-return]
+
+    def loss_inputs(self, prepared: PreparedBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
+        """Of a policy loss."""
+        logprobs, entropy = outputs
+        return prepared.loss_inputs(logprobs, entropy, reduce)
+
+
+class ValueOutputHead:
+    """The value before each trained token, [N] fp32. Collective: the TP group.
+
+    Every tensor-parallel rank computes all of it with its copy of the head, so the gradient of a
+    row is whole on each of them: it is cut to the rank's share, not summed.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
+        """Hidden states -> (values,)."""
+        rows = hidden[0]
+        if self._module.config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
+        weight = self._module.output_layer.weight
+        rows = rows[prepared.batch.loss_mask]
+        return (F.linear(rows.float(), weight.float())[:, 0],)
+
+    def loss_inputs(self, prepared: PreparedBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
+        """Of a value loss."""
+        (values,) = outputs
+        return prepared.value_inputs(values, reduce)
+
+
+def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:
+    """The head of ``spec.head``. Local."""
+    if spec.value_head:
+        return ValueOutputHead(module)
+    return LogProbHead(module, spec, temperature, chunk)

@@ -1,0 +1,119 @@
+/* The part of the CANN runtime that must do something: memory, devices, events.
+ *
+ * "Device" memory is host memory, work is done at once, and there are eight devices. Every other
+ * symbol that torch_npu needs is generated (build.py): it returns 0, which is success, and does
+ * nothing. Signatures: acl/acl_rt.h of CANN. Types are reduced to what the calling convention sees.
+ */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef int status; /* aclError; 0 is success */
+enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001 };
+enum { DEVICES = 8, ALIGNMENT = 512 };
+static const size_t TOTAL_BYTES = (size_t)64 << 30;
+
+/* ---- devices ---- */
+static __thread int current_device = 0;
+static char contexts[DEVICES];
+
+status aclrtGetDeviceCount(uint32_t *count) { *count = DEVICES; return 0; }
+status aclrtSetDevice(int device) { current_device = device; return 0; }
+status aclrtGetDevice(int *device) { *device = current_device; return 0; }
+status aclrtGetCurrentContext(void **context) { *context = &contexts[current_device]; return 0; }
+status aclrtSetCurrentContext(void *context) { current_device = (char *)context - contexts; return 0; }
+status aclrtGetPrimaryCtxState(int device, uint32_t *flags, int *active) { *active = 1; return 0; }
+status aclrtDeviceCanAccessPeer(int *can, int device, int peer) { *can = 0; return 0; }
+const char *aclrtGetSocName(void) { return "Ascend910B2"; }
+const char *aclGetRecentErrMsg(void) { return "emulated CANN"; }
+
+/* ---- memory: sizes are counted per device, so that what the driver reports is true ---- */
+struct header { size_t bytes; int device; };
+static size_t used_bytes[DEVICES];
+
+static status take(void **pointer, size_t bytes, int device) {
+    if (device >= 0 && used_bytes[device] + bytes > TOTAL_BYTES) return OUT_OF_MEMORY;
+    size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    char *block = aligned_alloc(ALIGNMENT, rounded + ALIGNMENT);
+    if (!block) return OUT_OF_MEMORY;
+    struct header *header = (struct header *)block;
+    header->bytes = bytes;
+    header->device = device;
+    if (device >= 0) __atomic_add_fetch(&used_bytes[device], bytes, __ATOMIC_RELAXED);
+    *pointer = block + ALIGNMENT;
+    return 0;
+}
+
+static status give(void *pointer) {
+    if (!pointer) return 0;
+    struct header *header = (struct header *)((char *)pointer - ALIGNMENT);
+    if (header->device >= 0)
+        __atomic_sub_fetch(&used_bytes[header->device], header->bytes, __ATOMIC_RELAXED);
+    free(header);
+    return 0;
+}
+
+status aclrtMalloc(void **p, size_t n, int policy) { return take(p, n, current_device); }
+status aclrtMallocAlign32(void **p, size_t n, int policy) { return take(p, n, current_device); }
+status aclrtMallocHost(void **p, size_t n) { return take(p, n, -1); }
+status aclrtFree(void *p) { return give(p); }
+status aclrtFreeHost(void *p) { return give(p); }
+status aclrtGetMemInfo(int attribute, size_t *free_bytes, size_t *total) {
+    *free_bytes = TOTAL_BYTES - used_bytes[current_device];
+    *total = TOTAL_BYTES;
+    return 0;
+}
+status aclrtMemcpy(void *to, size_t limit, const void *from, size_t n, int kind) {
+    memcpy(to, from, n);
+    return 0;
+}
+status aclrtMemcpyAsync(void *to, size_t limit, const void *from, size_t n, int kind, void *stream) {
+    memcpy(to, from, n);
+    return 0;
+}
+status aclrtMemset(void *to, size_t limit, int value, size_t n) { memset(to, value, n); return 0; }
+status aclrtMemsetAsync(void *to, size_t limit, int value, size_t n, void *stream) {
+    memset(to, value, n);
+    return 0;
+}
+/* Mapping physical memory (expandable segments, vLLM-Ascend's camem) is not emulated. */
+status aclrtReserveMemAddress(void **p, size_t n, size_t a, void *at, uint64_t f) { return UNSUPPORTED; }
+status aclrtMallocPhysical(void **p, size_t n, const void *property, uint64_t f) { return UNSUPPORTED; }
+
+/* ---- streams and events: everything has happened when it is asked for ---- */
+struct event { struct timespec at; };
+
+static status make(void **object) { *object = calloc(1, sizeof(struct event)); return *object ? 0 : OUT_OF_MEMORY; }
+status aclrtCreateStream(void **stream) { return make(stream); }
+status aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flags) { return make(stream); }
+status aclrtDestroyStream(void *stream) { free(stream); return 0; }
+status aclrtDestroyStreamForce(void *stream) { free(stream); return 0; }
+status aclrtStreamQuery(void *stream, int *done) { *done = 1; return 0; }
+status aclrtCreateEventWithFlag(void **event, uint32_t flag) { return make(event); }
+status aclrtCreateEventExWithFlag(void **event, uint32_t flag) { return make(event); }
+status aclrtDestroyEvent(void *event) { free(event); return 0; }
+status aclrtRecordEvent(void *event, void *stream) {
+    clock_gettime(CLOCK_MONOTONIC, &((struct event *)event)->at);
+    return 0;
+}
+status aclrtQueryEventStatus(void *event, int *done) { *done = 1; return 0; }
+status aclrtQueryEventWaitStatus(void *event, int *done) { *done = 1; return 0; }
+status aclrtEventElapsedTime(float *ms, void *start, void *end) {
+    struct timespec a = ((struct event *)start)->at, b = ((struct event *)end)->at;
+    *ms = (b.tv_sec - a.tv_sec) * 1e3f + (b.tv_nsec - a.tv_nsec) * 1e-6f;
+    return 0;
+}
+
+/* ---- options of the operator compiler ---- */
+size_t aclGetCompileoptSize(int option) { return 64; }
+status aclGetCompileopt(int option, char *value, size_t length) {
+    memset(value, 0, length);
+    value[0] = '0';
+    return 0;
+}
+
+/* Kernels of the old operator interface: one that is not emulated must fail, not do nothing. */
+status aclopCompileAndExecute() { return UNSUPPORTED; }
+status aclopCompileAndExecuteV2() { return UNSUPPORTED; }

@@ -1,0 +1,145 @@
+"""Computes on ``npu`` tensors with the kernels of the CPU.
+
+Under the emulated CANN (``cann.c``) the memory of an ``npu`` tensor is host memory. So each
+operator is run by the CPU on tensors that alias that memory, and its results are put into new
+``npu`` tensors. Allocation, views, storages, streams and copies stay with the real torch_npu.
+Collectives on such aliases go to gloo, the CPU half of a ``cpu:gloo,npu:hccl`` group. Operators of
+torch_npu itself need a reference (``operators.py``); one without fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ascend.emulator.operators import REFERENCES
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+# Where a process leaves the number of calls of each operator when it ends.
+COUNTS_VARIABLE = "MINDSPEED_RL_ASCEND_COUNTS"
+# torch_npu does these itself: they allocate or describe memory and compute nothing.
+_NATIVE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_with_format",
+    "set_", "resize_", "record_stream", "_pin_memory", "is_pinned", "lift_fresh", "detach",
+}  # fmt: skip
+
+
+def is_npu(value: object) -> bool:
+    """Whether a value is a tensor on an emulated device."""
+    return isinstance(value, torch.Tensor) and value.device.type == "npu"
+
+
+def as_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a CPU tensor, which keeps that memory alive."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * size).from_address(storage.data_ptr())
+    memory.owner = storage
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def as_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a CPU tensor on an emulated device, with its strides."""
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    as_cpu(new).copy_(tensor)
+    return new
+
+
+class EmulatedNpu(TorchDispatchMode):
+    """While it is entered, operators on ``npu`` tensors compute. ``counts`` says which ones did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        values, _ = tree_flatten((args, kwargs))
+        asked = kwargs.get("device")
+        on_npu = [value for value in values if is_npu(value)]
+        if not on_npu and (asked is None or torch.device(asked).type != "npu"):
+            return func(*args, **kwargs)
+        namespace, _, name = func._schema.name.partition("::")
+        self.counts[func._schema.name] += 1
+        if namespace == "aten" and (name in _NATIVE or _is_view(func)):
+            return func(*args, **kwargs)
+        if namespace not in ("aten", "c10d") and func._schema.name not in REFERENCES:
+            raise NotImplementedError(f"the emulator has no reference of {func._schema.name}")
+        target = torch.device(asked) if asked is not None else on_npu[0].device
+        return self._on_cpu(func, args, kwargs, target)
+
+    def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any], target: torch.device) -> Any:
+        """Run an operator on aliases; what it returns is on ``target``."""
+        aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def down(value: Any) -> Any:
+            if is_npu(value):
+                known = [alias for tensor, alias in aliases if tensor is value]
+                if not known:
+                    known = [as_cpu(value)]
+                    aliases.append((value, known[0]))
+                return known[0]
+            is_device = isinstance(value, torch.device) and value.type == "npu"
+            return torch.device("cpu") if is_device else value
+
+        def up(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+                return value
+            for tensor, alias in aliases:
+                if alias is value:
+                    return tensor
+            return as_npu(value, target) if target.type == "npu" else value
+
+        args, kwargs = tree_map(down, (args, kwargs))
+        kwargs.pop("pin_memory", None)
+        reference = REFERENCES.get(func._schema.name)
+        if reference is None:
+            return tree_map(up, func(*args, **kwargs))
+        names = [argument.name for argument in func._schema.arguments]
+        return tree_map(up, reference(**dict(zip(names, args, strict=False)), **kwargs))
+
+    def write_counts(self) -> None:
+        """Leave the counts in the folder that the environment names, if it does."""
+        folder = os.environ.get(COUNTS_VARIABLE)
+        if folder:
+            path = Path(folder) / f"{uuid.uuid4().hex}.json"
+            path.write_text(json.dumps(self.counts))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator returns another view of its argument."""
+    infos = [result.alias_info for result in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _one_by_one(operations: Sequence[Any]) -> list[Any]:
+    """``batch_isend_irecv`` without torch_npu's fused operator, which asks HCCL itself."""
+    works = [p2p.op(p2p.tensor, p2p.peer, p2p.group, p2p.tag) for p2p in operations]
+    return [work for work in works if work is not None]
+
+
+_MODE: list[EmulatedNpu] = []
+
+
+def emulate() -> EmulatedNpu:
+    """Switch the emulation on for the rest of this process. Idempotent."""
+    if not _MODE:
+        _MODE.append(EmulatedNpu())
+        _MODE[0].__enter__()
+        dist.batch_isend_irecv = _one_by_one
+    return _MODE[0]

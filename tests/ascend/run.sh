@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Runs the tests of the NPU path on the emulator, building it where needed.
+#
+# usage: tests/ascend/run.sh [PYTEST ARGUMENTS]
+#   PYTHON=...          interpreter with torch 2.13.0 and the test requirements (default: .venv's)
+#   MINDSPEED_PATH=...  a checkout of MindSpeed's branch core_r0.16.0: its adaptor is run as well
+#   MINDSPEED_RL_ASCEND_CACHE=...  where the wheels are unpacked (default: the user's cache)
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+PYTHON="${PYTHON:-$ROOT/.venv/bin/python}"
+cd "$ROOT"
+SETTINGS="$("$PYTHON" tests/ascend/emulator/build.py)"
+eval "$SETTINGS"
+export PYTHONPATH="$ROOT:$ROOT/tests:$PYTHONPATH" OMP_NUM_THREADS=1
+[[ " $*" == *" tests/"* ]] || set -- tests/ascend "$@"
+exec "$PYTHON" -m pytest --disable-warnings "$@"

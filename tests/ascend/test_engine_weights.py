@@ -1,0 +1,277 @@
+"""The real classes of vLLM-Ascend 0.23.0 through sleep, wake, load and process, driven by our engine (R2).
+
+Real: its unquantized experts, its worker's ``wake_up``, its allocator's bookkeeping, vLLM's latent
+attention with Ascend's implementation below it, its processing of a model. Ours: the engine and its
+backend. Emulated: virtual memory, which loses what was not saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.fake_ascend import GARBAGE, FakeExperts, submodule
+from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
+
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.ascend.backend import AscendBackend
+from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.ascend_emul
+
+VERSION = "0.23.0"
+# Packages that vLLM imports and nothing here uses.
+NOT_INSTALLED = ("acl", "torchvision", "triton", "gguf", "cv2", "torchaudio", "ijson", "numba",
+                 "mistral_common")  # fmt: skip
+CASES = {
+    "dense": GQA,
+    "experts": MOE,
+    "square w2": replace(MOE, hidden=16, expert_ffn=16),
+    "square w13": replace(MOE, hidden=16, expert_ffn=8),
+    "latent": LATENT,
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> SimpleNamespace:
+    """What of vLLM and vLLM-Ascend runs here, on emulated virtual memory."""
+    from ascend.emulator import stand_ins
+    from ascend.emulator.device import emulate
+
+    emulate()
+    stand_ins.install(*NOT_INSTALLED)
+    os.environ.update({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_VERSION": VERSION})
+    import vllm_ascend.ascend_config as config
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm_ascend.attention.mla_v1 import AscendMLAImpl
+    from vllm_ascend.device_allocator import camem
+    from vllm_ascend.ops.fused_moe.fused_moe import AscendUnquantizedFusedMoEMethod
+    from vllm_ascend.worker.worker import NPUWorker
+
+    config._ASCEND_CONFIG = SimpleNamespace(
+        weight_nz_mode=0, enable_fused_mc2=0, ascend_compilation_config=None, eplb_config=None
+    )
+    camem.python_unmap_and_release = lambda _, size, ptr, __: ctypes.memset(ptr, GARBAGE, size)
+    camem.python_create_and_map = lambda *handle: None
+    camem.memcpy = lambda to, limit, source, size, kind: ctypes.memmove(to, source, size)
+    return SimpleNamespace(
+        camem=camem,
+        MLAAttention=MLAAttention,
+        AscendMLAImpl=AscendMLAImpl,
+        ExpertsMethod=AscendUnquantizedFusedMoEMethod,
+        LinearMethod=UnquantizedLinearMethod,
+        NPUWorker=NPUWorker,
+    )
+
+
+class RealEngine(VllmEngine):
+    """The product's engine around a model of real methods in the engine's module tree.
+
+    Attributes:
+        model: its parameters are those of the layout.
+        stray: a plain tensor in the pool of the weights.
+        cache: the key/value cache.
+    """
+
+    def __init__(self, real: SimpleNamespace, layout: VllmLayout, model_dir: str) -> None:
+        from mindspeed_rl.platforms.npu import NpuPlatform
+
+        self._real = real
+        self._layout = layout
+        self.pool = real.camem.CaMemAllocator.get_instance()
+        self.pool.pointer_to_data.clear()
+        self._kept: list[torch.Tensor] = []
+        self.cache = self._placed(torch.ones(4, 64), "kv_cache")
+        self.stray = self._placed(torch.arange(5.0), "weights")
+        self.model = self._loaded_model()
+        super().__init__(
+            model_dir=model_dir, layout=layout, rank=0, platform=NpuPlatform(), dtype="bfloat16",
+            max_model_len=16, kv_cache_bytes=1 << 20, seed=0, options={},
+        )  # fmt: skip
+
+    def _placed(self, tensor: torch.Tensor, tag: str) -> torch.Tensor:
+        """A copy on the device, known to the real allocator."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="npu")
+        copy.copy_(tensor)
+        self._kept.append(copy)
+        data = self._real.camem.AllocationData(
+            (0, copy.numel() * copy.element_size(), copy.data_ptr(), 0), tag
+        )
+        self.pool.pointer_to_data[copy.data_ptr()] = data
+        return copy
+
+    def _loaded_model(self) -> torch.nn.Module:
+        """As after the first loading: in loader layout, then processed by the engine."""
+        model = torch.nn.Module()
+        for name, shape in self._layout.local_shapes(0).items():
+            path, _, attribute = name.rpartition(".")
+            expert = attribute in ("w13_weight", "w2_weight")
+            owner = submodule(model, path, FakeExperts if expert else torch.nn.Module)
+            value = torch.randn(shape, dtype=torch.bfloat16)
+            if expert:
+                method = object.__new__(self._real.ExpertsMethod)
+                torch.nn.Module.__init__(method)
+                owner.quant_method = method
+                value = value.transpose(1, 2).contiguous()
+            elif attribute == "weight":
+                owner.quant_method = object.__new__(self._real.LinearMethod)
+            owner.register_parameter(
+                attribute, torch.nn.Parameter(self._placed(value, "weights"), requires_grad=False)
+            )
+            if name.endswith("kv_b_proj.weight"):
+                parent = model.get_submodule(path.rpartition(".")[0])
+                parent.add_module("mla_attn", self._latent(owner))
+        self._process(model)
+        for module in model.modules():
+            for attribute in ("w13_weight", "w2_weight"):
+                if hasattr(module, attribute):  # the processed copy is what the pool holds
+                    placed = self._placed(getattr(module, attribute).data, "weights")
+                    getattr(module, attribute).data = placed
+            impl = getattr(module, "impl", None)
+            if impl is not None:
+                impl.W_UV = self._placed(impl.W_UV, "weights")
+                impl.W_UK_T = self._placed(impl.W_UK_T, "weights")
+        model.load_weights = self._load  # type: ignore[assignment]
+        return model
+
+    def _latent(self, kv_b_proj: torch.nn.Module) -> torch.nn.Module:
+        from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+        latent = self._layout.spec.latent
+        assert latent is not None
+        shared = {
+            "kv_b_proj": kv_b_proj,
+            "kv_lora_rank": latent.kv_lora_rank,
+            "num_heads": self._layout.spec.num_heads,
+            "qk_nope_head_dim": latent.nope_head_dim,
+            "v_head_dim": latent.v_head_dim,
+        }
+        attention = object.__new__(self._real.MLAAttention)
+        torch.nn.Module.__init__(attention)
+        impl = object.__new__(self._real.AscendMLAImpl)
+        impl.__dict__.update(
+            shared, enable_mlapo=False, fa_quant_layer=False, layer_sharding_kwargs=[]
+        )
+        attention.__dict__.update(
+            {name: value for name, value in shared.items() if name != "kv_b_proj"},
+            kv_b_proj=kv_b_proj, impl=impl, quant_config=None,
+            is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False,
+        )  # fmt: skip
+        set_default_quant_scales(attention, register_buffer=True)
+        original = attention.process_weights_after_loading
+
+        def wrapped(act_dtype: torch.dtype) -> None:
+            """As AscendMultiHeadLatentAttention puts it around the layer's own."""
+            original(act_dtype)
+            impl.process_weights_after_loading(act_dtype)
+
+        attention.process_weights_after_loading = wrapped
+        return attention
+
+    def _process(self, model: torch.nn.Module) -> None:
+        from vllm.model_executor.model_loader import utils
+
+        config = SimpleNamespace(dtype=torch.bfloat16, quantization=None)
+        utils.process_weights_after_loading(model, config, torch.device("npu:0"))
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, value in weights:
+            param = self.model.get_parameter(name)
+            if name.endswith(("w13_weight", "w2_weight")):
+                param.weight_loader(param, value.transpose(1, 2))
+            else:
+                param.data.copy_(value)
+
+    def _backend(self, *about: Any) -> AscendBackend:
+        return AscendBackend(*about, version=VERSION)
+
+    def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
+        hidden = SimpleNamespace(hidden_size=self._layout.spec.hidden_size)
+        model_config = SimpleNamespace(
+            dtype=torch.bfloat16, quantization=None, hf_text_config=hidden
+        )
+        worker = object.__new__(self._real.NPUWorker)
+        worker._sleep_saved_buffers = {}
+        worker.vllm_config = SimpleNamespace(quant_config=None, model_config=model_config)
+        layer = SimpleNamespace(kv_cache=[self.cache])
+        worker.model_runner = SimpleNamespace(
+            model=self.model,
+            get_model=lambda: self.model,
+            kv_caches=[self.cache],
+            compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        )
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+        engine = SimpleNamespace(model_executor=executor, vllm_config=worker.vllm_config)
+        return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True)
+
+
+def check(engine: RealEngine, expected: dict[str, torch.Tensor]) -> None:
+    """What the kernels read."""
+    for name, param in engine.model.named_parameters():
+        assert torch.equal(param.data.cpu(), expected[name]), name
+        assert param.is_contiguous(), name
+    latent = engine._layout.spec.latent
+    for module in engine.model.modules():
+        impl = getattr(module, "impl", None)
+        if impl is None or latent is None:
+            continue
+        wide = latent.nope_head_dim + latent.v_head_dim
+        heads = impl.kv_b_proj.weight.data.cpu().view(-1, wide, latent.kv_lora_rank)
+        keys, values = heads.split([latent.nope_head_dim, latent.v_head_dim], 1)
+        assert torch.equal(impl.W_UK_T.cpu(), keys)
+        assert torch.equal(impl.W_UV.cpu(), values.transpose(1, 2))
+    assert torch.equal(engine.stray.cpu(), torch.arange(5.0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_cycles_of_its_own_classes(
+    name: str, real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sleep, wake, sync: twice by rectangles, once through its loaders; nothing moves."""
+    case: Case = CASES[name]
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
+    layout = VllmLayout(
+        spec_of(case), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
+    )
+    engine = RealEngine(real, layout, str(tmp_path))
+    addresses = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
+    if case.experts:
+        assert len(engine._derived.experts.params) == 2 * sum(case.moe_layers)
+    for update in (1, 2, 3):
+        engine.free_cache()
+        engine.free_weights()
+        first = next(iter(engine.model.parameters())).data
+        assert int(first.cpu().view(torch.uint8).flatten()[0]) == GARBAGE
+        engine.wake(["weights"])
+        if case.experts:
+            assert all(p.loadable for p in engine._derived.experts.params), "0.23 turns them"
+        engine.begin_update()
+        generator = torch.Generator().manual_seed(update)
+        weights = {
+            key: torch.randn(view.shape, generator=generator).bfloat16()
+            for key, view in engine.weight_views().items()
+        }
+        if update == 2:
+            for key, value in weights.items():
+                engine.load_tensor(key, value.to("npu"))
+        else:
+            for key, view in engine.weight_views().items():
+                view.copy_(weights[key])
+        engine.finish_update(update)
+        engine.wake(["kv_cache"])
+        assert engine.state is EngineState.AWAKE
+        assert torch.count_nonzero(engine.cache.cpu()) == 0
+        check(engine, weights)
+        assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
+        assert all(p.conversions == 1 for p in engine._derived.experts.params)

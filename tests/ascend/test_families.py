@@ -1,0 +1,125 @@
+"""Every family on an emulated NPU: built as its table says, loaded to the bit, trained as on CPU.
+
+With ``MINDSPEED_PATH`` the same through MindSpeed's real adaptor, with megatron-core's own modules
+and with those that MindSpeed puts in Transformer Engine's place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ascend.npu_ranks import run_npu_ranks
+from support.family_models import FAMILY_CASES, VOCAB, write_family_model
+from support.training_worlds import relative_errors
+
+if TYPE_CHECKING:
+    from ascend.worlds import FamilyFacts
+
+pytestmark = pytest.mark.ascend_emul
+
+MINDSPEED = os.environ.get("MINDSPEED_PATH", "")
+needs_mindspeed = pytest.mark.skipif(
+    not MINDSPEED, reason="MINDSPEED_PATH is not set: no checkout of MindSpeed core_r0.16.0"
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the trainer is run.
+
+    Attributes:
+        platform: npu, or cpu for what the others are compared with.
+        flags: of the trainer.
+        features: of MindSpeed; ``None`` where its adaptor is not there.
+        fused_norms: norms are inside the linear layers.
+        grouped: experts are in one module.
+        tolerance: of gradients, relative, measured beside it.
+    """
+
+    platform: str = "npu"
+    flags: tuple[str, ...] = ()
+    features: Mapping[str, Any] | None = field(default=None, hash=False)
+    fused_norms: bool = False
+    grouped: bool = False
+    tolerance: float = 2e-5
+
+
+WAYS = {
+    "cpu": Way("cpu"),
+    "torch_npu": Way(),
+    "mindspeed local": Way(flags=("--transformer-impl", "local"), features={}),
+    "mindspeed": Way(features={"use_fused_rmsnorm": True}, fused_norms=True),
+    "mindspeed grouped": Way(
+        flags=("--moe-grouped-gemm",), features={"moe_grouped_gemm": True}, fused_norms=True,
+        grouped=True,
+    ),
+}  # fmt: skip
+COMPARED = [
+    pytest.param(way, marks=needs_mindspeed if "mindspeed" in way else ())
+    for way in WAYS
+    if way != "cpu"
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, FamilyFacts]]:
+    """Name of a way -> facts of every family; each way runs once."""
+    root = tmp_path_factory.mktemp("families")
+    models = {n: str(write_family_model(c, root / n)) for n, c in FAMILY_CASES.items()}
+
+    @cache
+    def run(name: str) -> dict[str, FamilyFacts]:
+        from ascend.worlds import family_world
+
+        way = WAYS[name]
+        results = run_npu_ranks(
+            family_world, 1, work_dir=root / name.replace(" ", "-"),
+            args=(models, VOCAB, way.flags), platform=way.platform, features=way.features,
+            pythonpath=() if way.features is None else (MINDSPEED,),
+        )  # fmt: skip
+        facts: dict[str, FamilyFacts] = results[0]
+        return facts
+
+    return run
+
+
+@pytest.mark.parametrize("way", COMPARED)
+@pytest.mark.parametrize("model", FAMILY_CASES)
+def test_checkpoint_to_npu_and_back_is_bit_identical(
+    model: str, way: str, ran: Callable[[str], dict[str, FamilyFacts]]
+) -> None:
+    assert ran(way)[model].changed == []
+
+
+@pytest.mark.parametrize("way", COMPARED)
+@pytest.mark.parametrize("model", FAMILY_CASES)
+def test_family_trains_as_on_cpu(
+    model: str, way: str, ran: Callable[[str], dict[str, FamilyFacts]]
+) -> None:
+    found, expected = ran(way)[model].run, ran("cpu")[model].run
+    errors = relative_errors(found.gradients, expected.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= WAYS[way].tolerance, (worst, errors[worst])
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=WAYS[way].tolerance)
+    moved = relative_errors(found.weights, expected.weights)
+    assert max(moved.values()) <= 1e-4
+
+
+@pytest.mark.parametrize("way", COMPARED)
+@pytest.mark.parametrize("model", FAMILY_CASES)
+def test_modules_are_the_ones_asked_for(
+    model: str, way: str, ran: Callable[[str], dict[str, FamilyFacts]]
+) -> None:
+    """Their names and shapes were compared with the table when they were built."""
+    facts = ran(way)[model]
+    fused = [name for name in facts.names if name.endswith("layer_norm_weight")]
+    assert bool(fused) == WAYS[way].fused_norms
+    grouped = [name for name in facts.names if ".experts.linear_fc1.weight" in name]
+    assert bool(grouped) == (WAYS[way].grouped and FAMILY_CASES[model].experts)
+    assert facts.modules["self_attention.core_attention"] == "PackedSelfAttention"

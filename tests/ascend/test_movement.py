@@ -1,0 +1,63 @@
+"""What moves between emulated NPUs, and between an NPU and its host: weights, samples, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ascend.npu_ranks import run_npu_ranks
+from support.family_models import FAMILY_CASES, write_family_model
+from support.family_reshard import Rollout, family_reshard_world
+
+pytestmark = pytest.mark.ascend_emul
+
+ROLLOUTS = (
+    Rollout(tp=2, whole_experts=True, transposed=True),  # as vLLM-Ascend stores experts
+    Rollout(tp=1, transport="p2p"),
+)
+LAYOUT = (
+    *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--make-vocab-size-divisible-by", "8"),
+    *("--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"),
+)
+
+
+def test_two_npus_reshard_every_bit(tmp_path: Path) -> None:
+    """Three syncs by all-to-all and by single messages; the trainer's weights double in between."""
+    names = ("qwen3-moe", "deepseek")
+    models = {n: str(write_family_model(FAMILY_CASES[n], tmp_path / n)) for n in names}
+    ranks = run_npu_ranks(
+        family_reshard_world, 2, work_dir=tmp_path / "ranks", args=(models, LAYOUT, ROLLOUTS)
+    )
+    for rank in ranks:
+        assert rank.keys() == models.keys()
+        for moved in (m for several in rank.values() for m in several):
+            assert moved.wrong == [[], [], []] and moved.num_params > 10 and moved.num_rounds > 1
+
+
+def test_two_npus_exchange_samples(tmp_path: Path) -> None:
+    from ascend.worlds import exchange_world
+
+    ranks = run_npu_ranks(exchange_world, 2, work_dir=tmp_path, args=(7,))
+    assert ranks[0] == ranks[1]
+    assert [sample[0] for sample in ranks[0]] == list(range(7))
+    for i, prompt, response, logprobs, reward, parts in ranks[0]:
+        assert (prompt, len(response), reward, parts) == (7 * i, i, 0.5 * i, (1.0,))
+        assert response == list(range(2**40, 2**40 + i))
+        assert logprobs == [-0.25 * n for n in range(i)]
+
+
+def test_memory_leaves_the_npu_and_comes_back(tmp_path: Path, tiny_model: Path) -> None:
+    """The driver sees it go; training goes on to the bit."""
+    from ascend.worlds import memory_world
+
+    facts = run_npu_ranks(memory_world, 1, work_dir=tmp_path, args=(str(tiny_model), 3))[0]
+    assert facts.owned.keys() == {"parameters", "grad_buffers", "optimizer", "reference"}
+    total = sum(facts.owned.values())
+    assert total > 4 << 20 and min(facts.owned.values()) > 1 << 18
+    # the allocator holds blocks of 2 MiB and more, and gives back whole ones
+    assert facts.freed >= 0.8 * total, (facts.freed, facts.owned)
+    assert 0 <= facts.back <= 4 << 20
+    for kept, moved in zip(facts.weights["none"], facts.weights["all"], strict=True):
+        assert torch.equal(kept, moved)

@@ -1,0 +1,149 @@
+"""Rank functions that run on emulated NPUs and, for comparison, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from support.training_worlds import (
+    Case,
+    CaseResult,
+    in_hf_coordinates,
+    make_job,
+    make_loss,
+    make_samples,
+    run_case,
+)
+
+from mindspeed_rl.bootstrap import World
+
+SMALL = ("--micro-batch-size", "3", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3")
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyFacts:
+    """One model that was built, filled from its checkpoint, read back and trained.
+
+    Attributes:
+        names: parameters of the rank, which ``TrainEngine`` compares with the table.
+        modules: classes of the modules of the last layer, by their names.
+        changed: HF tensors that are not bit-identical after checkpoint -> device -> host.
+        run: a forward and backward pass, and an update.
+    """
+
+    names: list[str]
+    modules: dict[str, str]
+    changed: list[str]
+    run: CaseResult
+
+
+def family_world(
+    world: World, models: Mapping[str, str], vocab_size: int, flags: Sequence[str]
+) -> dict[str, FamilyFacts]:
+    """Every model in one layout; results are on rank 0."""
+    from mindspeed_rl.orchestration import training
+
+    facts: dict[str, FamilyFacts] = {}
+    for name, folder in models.items():
+        job = make_job(world, folder, [*SMALL, *flags])
+        if not facts:
+            training.initialize_parallel(job)
+        engine = training.build_engine(job, "policy", 1)
+        layer = engine.modules[0].decoder.layers[-1]
+        # what was loaded: the checkpoint itself, not what the step below makes of it
+        back = in_hf_coordinates(job, engine.named_parameters())
+        source = load_file(Path(folder) / "model.safetensors")
+        changed = [n for n, t in back.items() if world.rank == 0 and not torch.equal(t, source[n])]
+        case = Case(name, (), "sft", num_steps=1)
+        facts[name] = FamilyFacts(
+            sorted(engine.named_parameters()),
+            {part: type(module).__qualname__ for part, module in layer.named_modules()},
+            changed,
+            run_case(job, engine, case, make_samples(vocab_size)),
+        )
+    return facts
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """A trainer whose memory left the device between its steps.
+
+    Attributes:
+        weights: after the last step, on the host, by what left.
+        owned: bytes of what left, by owner.
+        freed: bytes by which the driver's free memory grew when it left.
+        back: bytes of the device that are in use after it came back, less those before it left.
+    """
+
+    weights: dict[str, list[torch.Tensor]]
+    owned: dict[str, int]
+    freed: int
+    back: int
+
+
+def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
+    """The same steps with everything resident, and with everything away in between."""
+    from mindspeed_rl.memory.owners import OffloadMode
+    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.trainer.resident_memory import trainer_memory
+
+    facts = MemoryFacts({}, {}, 0, 0)
+    for mode in (OffloadMode.NONE, OffloadMode.ALL):
+        job = make_job(world, model, [*SMALL, "--use-distributed-optimizer"])
+        if not facts.weights:
+            training.initialize_parallel(job)
+        policy = training.build_engine(job, "policy", num_steps)
+        reference = training.build_engine(job, "reference", 0)
+        platform = job.platform
+        sharing = Sharing(
+            trainer_memory(policy, reference),
+            mode,
+            release_cached_memory=platform.release_cached_memory,
+            wait_for_copies=platform.wait_for_copies,
+        )
+        samples = make_samples(policy.spec.vocab_size)
+        batches = training.local_batches(job, policy, samples)
+        loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+        owned: dict[str, int] = {}
+        freed = back = 0
+        for _ in range(num_steps):
+            policy.forward_backward(batches, loss)
+            policy.step()
+            reference.logprobs(batches)
+            policy.let_go()
+            platform.release_cached_memory()
+            before = platform.memory()
+            owned = {owner.value: g.num_bytes() for owner, g in sharing.groups.items()}
+            sharing.leave_all()
+            platform.release_cached_memory()
+            freed = platform.memory().free_bytes - before.free_bytes
+            for group in sharing.groups.values():
+                group.restore()
+            platform.synchronize()
+            back = before.free_bytes - platform.memory().free_bytes
+        weights = [p.detach().cpu() for p in policy.named_parameters().values()]
+        facts = MemoryFacts(facts.weights | {mode.value: weights}, owned, freed, back)
+    return facts
+
+
+def exchange_world(world: World, num_samples: int) -> list[tuple[object, ...]]:
+    """Ragged rollouts of every rank, as all ranks know them afterwards."""
+    from mindspeed_rl.experience.exchange import exchange_rollouts
+    from mindspeed_rl.types import Completion, Prompt, Rollout
+
+    mine = []
+    for i in range(world.rank, num_samples, world.size):
+        tokens = tuple(range(2**40, 2**40 + i))
+        done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3)
+        mine.append(
+            Rollout(i, Prompt(7 * i, (1, 2), "text", "answer"), done, 0.5 * i, {"math": 1.0})
+        )
+    found = exchange_rollouts(mine, ("math",), num_samples)
+    return [
+        (s.sample_id, s.prompt_index, s.response.tolist(), s.logprobs.tolist(), s.reward, s.parts)
+        for s in found
+    ]

@@ -1,0 +1,302 @@
+"""Critic and reward model on real ranks: values, scores, memory, checkpoints (R16, R46, R50)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from support.family_models import FAMILY_CASES, VOCAB, FamilyCase, write_family_model
+from support.spawn import run_ranks
+from support.training_worlds import make_job, make_samples
+
+from mindspeed_rl.bootstrap import World
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.packing import TrainSample
+    from mindspeed_rl.trainer.prepared import PreparedBatch
+    from mindspeed_rl.trainer.train_engine import TrainEngine
+
+pytestmark = pytest.mark.distributed
+
+SHARDED = ("--use-distributed-optimizer",)
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP2 = ("--pipeline-model-parallel-size", "2")
+EP2 = ("--expert-model-parallel-size", "2")
+WORLDS = {
+    "dp2": (2, SHARDED, "qwen2-tied"),
+    "tp2-pp2": (4, (*TP2, *PP2, *SHARDED), "qwen2-tied"),
+    "cp2": (2, ("--context-parallel-size", "2"), "qwen3"),
+    "ep2": (2, (*EP2, *SHARDED), "qwen3-moe"),
+    "tp2-ep2": (2, (*TP2, *EP2, "--expert-tensor-parallel-size", "1"), "deepseek"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one rank saw.
+
+    Attributes:
+        values: by sample, the critic's at the places and in the order that this rank holds.
+        scores: of the reward model, of every sample.
+        bytes_at_start: by owner, measured before the first update.
+        predicted_at_start: the same.
+        bytes_after: by owner, after it.
+        predicted_after: the same.
+        whole: local weights of critic and policy after two updates without an interruption.
+        resumed: the same with offload, a save and a restart in between.
+        updates: position of the critic's schedule after the restart.
+    """
+
+    values: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    scores: list[float]
+    bytes_at_start: dict[str, int]
+    predicted_at_start: dict[str, int]
+    bytes_after: dict[str, int]
+    predicted_after: dict[str, int]
+    whole: list[torch.Tensor]
+    resumed: list[torch.Tensor]
+    updates: int
+
+
+def value_world(world: World, flags: Sequence[str], model: str, scorer: str, save: str) -> Facts:
+    """Rank function."""
+    from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+    from mindspeed_rl.memory.prediction import predict
+    from mindspeed_rl.orchestration import checkpoints, training
+    from mindspeed_rl.orchestration.rl_reward_model import last_token_values
+    from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
+    from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.trainer.resident_memory import trainer_memory
+
+    own = ("--rl-advantage-estimator", "gae", "--critic-hf-checkpoint", scorer)
+    own += ("--critic-lr", "1e-2", "--reward-model-hf-checkpoint", scorer, "--lr", "1e-2")
+    own += ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "3", "--save", save)
+    job = make_job(world, model, [*flags, *own])
+    training.initialize_parallel(job)
+    samples = make_samples(VOCAB)
+
+    def build() -> tuple[TrainEngine, TrainEngine]:
+        critic = build_critic(job)
+        assert critic is not None
+        return training.build_engine(job, "policy", 4), critic
+
+    policy, critic = build()
+    scores_by = build_reward_model(job)
+    assert scores_by is not None
+    batches = training.local_batches(job, policy, samples)
+    values = _by_sample(critic, batches)
+    scores = last_token_values(cast(Any, SimpleNamespace(job=job)), scores_by, samples)
+
+    groups = trainer_memory(policy, None, critic, scores_by)
+    prediction = predict(job.config, job.plan)
+
+    def measured() -> dict[str, int]:
+        return {owner.value: group.num_bytes() for owner, group in groups.items()}
+
+    def predicted(phase: MemoryPhase) -> dict[str, int]:
+        table = prediction.rank_table(world.rank)[phase]
+        return {owner.value: table.get(owner, 0) for owner in groups}
+
+    at_start = measured()
+    _train(policy, critic, batches, samples)
+    after = measured()
+    _train(policy, critic, batches, samples)
+    whole = _weights(policy, critic)
+
+    policy, critic = build()
+    groups = trainer_memory(policy, None, critic, scores_by)
+    sharing = Sharing(groups, OffloadMode.ALL, wait_for_copies=job.platform.wait_for_copies)
+    _train(policy, critic, batches, samples)
+    sharing.leave_all()
+    assert sum(measured().values()) == 0
+    for owner in Owner:
+        if owner in groups:
+            groups[owner].restore()
+    checkpoints.save(job, policy, 1, {"version": 1}, {"critic": critic})
+    policy, critic = build()
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint
+
+    load_checkpoint(save, policy, job.config.checkpoint, {"critic": critic})
+    updates = critic.schedule.num_updates
+    _train(policy, critic, batches, samples)
+    return Facts(
+        values,
+        scores,
+        at_start,
+        predicted(MemoryPhase.LOAD),
+        after,
+        predicted(MemoryPhase.TRAIN_IDLE),
+        whole,
+        _weights(policy, critic),
+        updates,
+    )
+
+
+def _by_sample(
+    critic: TrainEngine, batches: Sequence[PreparedBatch]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Sample -> (which of its trained tokens, their values), on the last stage."""
+    found = {}
+    for prepared, values in zip(batches, critic.values(batches), strict=True):
+        if values is None:
+            continue
+        batch = prepared.batch
+        starts = torch.tensor([0, *batch.num_trained]).cumsum(0)
+        for i, sample_id in enumerate(batch.sample_ids):
+            mine = batch.sequence_of == i
+            found[sample_id] = (batch.trained_index[mine] - starts[i], values[mine])
+    return found
+
+
+def _train(
+    policy: TrainEngine,
+    critic: TrainEngine,
+    batches: Sequence[PreparedBatch],
+    samples: Sequence[TrainSample],
+) -> None:
+    """One update of both, on targets that are a function of the token."""
+    from dataclasses import replace
+
+    from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.algorithms.types import Denominators
+    from mindspeed_rl.algorithms.value_loss import ValueLossSettings
+    from mindspeed_rl.orchestration.rl_critic import value_loss_function
+
+    counts = Denominators.of(s.num_trained for s in samples)
+    given = []
+    for prepared, values in zip(batches, critic.values(batches), strict=True):
+        places = prepared.batch.positions[prepared.batch.loss_mask].float()
+        targets = {} if values is None else {"old_values": values, "returns": places.cos()}
+        given.append(replace(prepared, **targets))
+    critic.forward_backward(given, value_loss_function(ValueLossSettings(0.5), counts))
+    critic.step()
+    policy.forward_backward(given, lambda inputs: supervised_loss(inputs, counts.tokens))
+    policy.step()
+
+
+def _weights(*engines: TrainEngine) -> list[torch.Tensor]:
+    return [p.detach().clone() for e in engines for p in e.named_parameters().values()]
+
+
+def write_scorer(model: Path, folder: Path) -> Any:
+    """A sequence classifier with one label on the body of a model; returns it as well."""
+    from transformers import AutoModelForSequenceClassification
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, dtype=torch.float32
+    )
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(3)
+        scorer.score.weight.normal_(0.0, 0.2, generator=generator)
+    scorer.save_pretrained(folder)
+    return scorer.eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("dp2", "tp2-pp2") else pytest.mark.slow) for n in WORLDS],
+)
+def test_value_models(name: str, tmp_path: Path) -> None:
+    """Values are transformers', bytes are those predicted, a resumed run is the whole one."""
+    ranks, flags, family = WORLDS[name]
+    model = write_family_model(FAMILY_CASES[family], tmp_path / "model")
+    scorer = write_scorer(model, tmp_path / "scorer")
+    args = (flags, str(model), str(tmp_path / "scorer"), str(tmp_path / "save"))
+    facts: list[Facts] = run_ranks(value_world, ranks, work_dir=tmp_path, args=args)
+    samples = make_samples(VOCAB)
+    with torch.no_grad():
+        pooled = [float(scorer(s.token_ids[None]).logits[0, 0]) for s in samples]
+        body = [scorer.model(s.token_ids[None]).last_hidden_state[0] for s in samples]
+        values = [
+            scorer.score(h[s.num_prompt_tokens - 1 : -1])[:, 0]
+            for s, h in zip(samples, body, strict=True)
+        ]
+    seen = [torch.zeros(len(v)) for v in values]
+    for fact in facts:
+        assert fact.scores == pytest.approx(pooled, abs=2e-5)
+        for i, (places, found) in fact.values.items():
+            torch.testing.assert_close(found, values[i][places], rtol=0, atol=2e-5)
+            seen[i][places] += 1
+        assert fact.bytes_at_start == fact.predicted_at_start
+        assert fact.bytes_after == fact.predicted_after
+        assert min(fact.bytes_after.values()) > 0 and fact.updates == 1
+        for whole, resumed in zip(fact.whole, fact.resumed, strict=True):
+            assert torch.equal(whole, resumed)
+    assert min(float(s.min()) for s in seen) >= 1, "every token has a value on some rank"
+
+
+def critic_moments(world: World, model: str, cases: Sequence[Sequence[str]]) -> list[Moment]:
+    """Rank function: the largest moment of a critic's forward and backward passes."""
+    from dataclasses import replace
+
+    from support.memory_worlds import LENGTH, NUM_SAMPLES, _workload
+
+    from mindspeed_rl.algorithms.types import Denominators
+    from mindspeed_rl.algorithms.value_loss import ValueLossSettings
+    from mindspeed_rl.data.packing import TrainSample
+    from mindspeed_rl.memory.prediction import predict
+    from mindspeed_rl.observability.tensor_tracker import TensorTracker
+    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.orchestration.rl_critic import value_loss_function
+    from mindspeed_rl.orchestration.value_models import build_critic
+
+    result: list[Moment] = []
+    for flags in cases:
+        own = ("--rl-advantage-estimator", "gae", "--make-vocab-size-divisible-by", "8")
+        job = make_job(world, model, [*own, *flags])
+        if not result:
+            training.initialize_parallel(job)
+        critic = build_critic(job)
+        assert critic is not None and job.plan.critic is not None
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(5, job.plan.spec.vocab_size, (NUM_SAMPLES, LENGTH), generator=generator)
+        samples = [TrainSample(i, row, 1) for i, row in enumerate(ids)]
+        batches = training.local_batches(job, critic, samples)
+        given = [
+            replace(b, old_values=v, returns=v + 1.0)
+            for b, v in zip(batches, critic.values(batches), strict=True)
+            if v is not None
+        ]
+        counts = Denominators.of(s.num_trained for s in samples)
+        with TensorTracker() as tracker:
+            critic.forward_backward(given, value_loss_function(ValueLossSettings(0.5), counts))
+        prediction = predict(job.config, job.plan, work=_workload(job, batches))
+        memory = replace(prediction.training, layout=job.plan.critic)
+        result.append(Moment(tracker.peak_bytes, memory.peak(0, prediction.workload).in_step))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes of the largest moment of a step."""
+
+    measured: int
+    predicted: int
+
+
+MOMENTS = {
+    "fp32": ("--micro-batch-size", "4"),
+    "bf16": ("--micro-batch-size", "1", "--bf16"),
+    "recomputed": (
+        *("--micro-batch-size", "4", "--recompute-granularity", "full"),
+        *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
+}
+
+
+def test_the_largest_moment_of_a_critics_update(tmp_path: Path) -> None:
+    """R16; measured: within 2 %."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 136}
+    case = FAMILY_CASES["qwen2-tied"]
+    model = write_family_model(
+        FamilyCase(case.name, case.family, {**case.changes, **sizes}), tmp_path / "model"
+    )
+    args = (str(model), list(MOMENTS.values()))
+    (found,) = run_ranks(critic_moments, 1, work_dir=tmp_path, args=args)
+    for name, moment in zip(MOMENTS, found, strict=True):
+        assert moment.predicted == pytest.approx(moment.measured, rel=0.05), name

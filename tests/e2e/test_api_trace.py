@@ -1,0 +1,66 @@
+"""What a real run reaches on objects of vLLM and Megatron is in the snapshot of interfaces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.ascend_api import snapshot
+from support.attribute_trace import collected
+from support.jobs import ROOT, TorchrunJob, free_port
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+ENTRY = str(ROOT / "tests" / "support" / "attribute_trace.py")
+PACKAGE_OF = {"vllm": "vllm 0.32.0", "megatron": "megatron-core 0.16.1"}
+LIMIT_S = 300.0
+FLAGS = [
+    "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
+    "--train-iters", "2", "--use-distributed-optimizer", "--prompt-data", "train.jsonl",
+    "--grpo-prompts-per-step", "2", "--grpo-group-size", "4", "--micro-batch-size", "4",
+    "--max-prompt-length", "24", "--rollout-max-response-length", "6",
+    "--vllm-max-num-seqs", "16", "--output-dir", "out", "--save", "out/save",
+    "--expert-model-parallel-size", "2", "--rollout-dp", "2", "--rollout-ep", "2",
+    "--rollout-graph-sizes", "auto", "--rl-offload", "optimizer", "--rollout-sleep", "all",
+]  # fmt: skip
+
+
+def test_attributes_of_objects_are_in_the_snapshot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts, data-parallel ranks, offload and a save; also what the engine measured."""
+    write_tiny_model(tmp_path / "model", family="qwen3_moe")
+    write_jsonl(tmp_path / "train.jsonl", generate_task("digit_sort", 8, seed=0))
+    target = [ENTRY, str(tmp_path / "trace"), "mindspeed_rl.train_rl"]
+    with TorchrunJob(tmp_path, target, FLAGS, port=free_port()) as job:
+        ended = job.end(LIMIT_S)
+    assert ended.returncodes == (0,), ended.output
+    traced = collected(tmp_path / "trace")
+    known, local, lost = snapshot()["packages"], [], []
+    for owner, names in traced.items():
+        package = PACKAGE_OF[owner.partition(".")[0]]
+        for name in names:
+            if "<locals>" in owner:
+                local.append(f"{owner}.{name}")
+            elif f"{owner}.{name}" not in known[package]:
+                lost.append(f"{owner}.{name}")
+    with capsys.disabled():
+        print(
+            f"\n{sum(map(len, traced.values()))} attributes traced, {len(lost + local)} unresolved"
+        )
+    assert lost == [], "run tools/ascend_api_snapshot.py --trace"
+    assert {
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        "megatron.core.models.gpt.gpt_model:GPTModel",
+    } < set(traced)
+    steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        assert step["rollout/dp_reductions_per_step"] == 1.0
+        assert step["throughput/engine_ms_per_step"] > step["throughput/dp_sync_ms_per_step"] > 0
+    history = json.loads((tmp_path / "out/decode_batches.json").read_text())["steps"]
+    assert history and all(1 <= int(running) <= 8 for running in history)
+    assert "graph sizes: no earlier decode steps in out" in ended.output

@@ -1,0 +1,117 @@
+"""Records which attributes our code reaches on objects of other packages, in a real run.
+
+``torchrun tests/support/attribute_trace.py FOLDER ENTRY ARGUMENTS`` runs an entry with every
+attribute access of mindspeed_rl rewritten, when its modules are imported, to note the class of the
+object. Each process writes one JSON file. What is reached through values has no name in the source
+that says whose it is; this is how it gets into the snapshot.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import importlib.machinery
+import json
+import os
+import runpy
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+TOPS = ("vllm", "vllm_ascend", "torch_npu", "megatron", "mindspeed")
+_HELPER = "traced_attribute_"
+_SEEN: dict[str, set[str]] = defaultdict(set)
+
+
+def traced_attribute_(value: Any, name: str) -> Any:
+    """``value.name``, noted where the object is of another package."""
+    kind = type(value)
+    if kind is not ModuleType and kind is not type:
+        for owner in kind.__mro__:
+            module = owner.__module__
+            if module.partition(".")[0] in TOPS:
+                _SEEN[f"{module}:{owner.__qualname__}"].add(name)
+                break
+    return getattr(value, name)
+
+
+class _Rewrite(ast.NodeTransformer):
+    """``x.name`` becomes a call where it is read; names that python mangles stay."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        mangled = node.attr.startswith("__") and not node.attr.endswith("__")
+        if not isinstance(node.ctx, ast.Load) or mangled:
+            return node
+        call = ast.Call(
+            ast.Name(_HELPER, ast.Load()), [node.value, ast.Constant(node.attr)], keywords=[]
+        )
+        return ast.copy_location(call, node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return node
+
+    def visit_match_case(self, node: ast.match_case) -> ast.match_case:
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        tree = ast.parse(Path(self.path).read_text(), self.path)
+        return compile(ast.fix_missing_locations(_Rewrite().visit(tree)), self.path, "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)[_HELPER] = traced_attribute_
+        super().exec_module(module)
+
+
+class _Finder:
+    """In front of python's own, for our package only."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "mindspeed_rl":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install(folder: Path) -> None:
+    """Rewrite modules of ours from now on; write what was seen when the process ends."""
+    assert not any(name.partition(".")[0] == "mindspeed_rl" for name in sys.modules), "too late"
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+    atexit.register(write, folder)
+
+
+def write(folder: Path) -> None:
+    """What this process has seen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    seen = {owner: sorted(names) for owner, names in sorted(_SEEN.items())}
+    (folder / f"{os.getpid()}.json").write_text(json.dumps(seen))
+
+
+def collected(folder: Path) -> dict[str, list[str]]:
+    """Class -> attributes, of all processes."""
+    seen: dict[str, set[str]] = defaultdict(set)
+    for file in folder.glob("*.json"):
+        for owner, names in json.loads(file.read_text()).items():
+            seen[owner] |= set(names)
+    return {owner: sorted(names) for owner, names in sorted(seen.items())}
+
+
+if __name__ == "__main__":
+    out, entry, *rest = sys.argv[1:]
+    install(Path(out))
+    sys.argv = [entry, *rest]
+    runpy.run_module(entry, run_name="__main__", alter_sys=False)

@@ -1,0 +1,296 @@
+"""vLLM-Ascend as its sources say, keyed by version: memory pool, worker, experts, latent attention.
+
+Written from a reading of the releases; ``tests/ascend`` runs 0.23.0's own classes. Memory is real:
+what the pool unmaps is overwritten, so that whatever was not saved is lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.ascend.backend import AscendBackend
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+GARBAGE = 0xC7
+VERSIONS = {"0.11.0": "0.11", "0.13.0": "0.13", "0.18.0": "0.18", "0.23.0": "0.23",
+            "0.26.0.dev1": "main"}  # fmt: skip
+WAKE_TRANSPOSES = ("0.13", "0.18", "0.23")
+LATENT_REBINDS = ("0.11", "0.13")
+
+
+class FakeNpu(CpuPlatform):
+    """A CPU by the name of an NPU."""
+
+    name = "npu"
+
+
+@dataclass
+class Allocation:
+    """One mapping of the pool; ``keeps`` holds the memory itself."""
+
+    handle: tuple[int, int, int, int]
+    tag: str
+    keeps: torch.Tensor
+    cpu_backup_tensor: torch.Tensor | None = None
+    mapped: bool = True
+
+
+class FakePool:
+    """The module ``camem`` and its allocator in one."""
+
+    def __init__(self) -> None:
+        self.pointer_to_data: dict[int, Allocation] = {}
+        self.CaMemAllocator = SimpleNamespace(get_instance=lambda: self)
+
+    def place(self, tensor: torch.Tensor, tag: str) -> torch.Tensor:
+        """A contiguous copy in the pool."""
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        handle = (0, copy.numel() * copy.element_size(), copy.data_ptr(), 0)
+        self.pointer_to_data[copy.data_ptr()] = Allocation(handle, tag, copy)
+        return copy
+
+    def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
+        """The contents are gone."""
+        data = self.pointer_to_data[handle[2]]
+        assert data.mapped, "unmapped twice"
+        ctypes.memset(handle[2], GARBAGE, handle[1])
+        data.mapped = False
+
+    def memcpy(self, to: int, limit: int, source: int, size: int, kind: int) -> None:
+        """From the device to the host."""
+        assert size <= limit and kind == 2
+        ctypes.memmove(to, source, size)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Map, restore what was saved."""
+        for ptr, data in self.pointer_to_data.items():
+            if data.tag in tags:
+                assert not data.mapped, "mapped twice"
+                data.mapped = True
+                if (saved := data.cpu_backup_tensor) is not None:
+                    ctypes.memmove(ptr, saved.data_ptr(), data.handle[1])
+                    data.cpu_backup_tensor = None
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+class FakeMethod:
+    """Processing of experts: a turn, with a new parameter that has no loader."""
+
+    def __init__(self, column: str, pool: FakePool) -> None:
+        self._column, self._pool = column, pool
+        self.turns = 0
+        if column == "0.11":
+            self.transpose = True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Loader layout to kernel layout, in the same memory where it is the transpose."""
+        if self._column == "0.11":
+            if not self.transpose:
+                return
+            self.transpose = False
+        self.turns += 1
+        for name in ("w13_weight", "w2_weight"):
+            turned = getattr(layer, name).data.transpose(1, 2)
+            if not turned.is_contiguous():
+                turned = self._pool.place(turned, "weights")
+            layer.register_parameter(name, _parameter(turned))
+
+
+class FakeExperts(torch.nn.Module):
+    """The owner of the experts, with the loader that its parameters lose."""
+
+    def weight_loader(self, param: torch.nn.Parameter, loaded: torch.Tensor) -> None:
+        """Copy a whole stack in loader layout."""
+        param.data.copy_(loaded)
+
+
+class FakeLatent(torch.nn.Module):
+    """The implementation of latent attention: two products of its up projection."""
+
+    def __init__(self, column: str, kv_b_proj: torch.nn.Module, pool: FakePool) -> None:
+        super().__init__()
+        self._column, self._pool = column, pool
+        self.source = [kv_b_proj]
+
+    def products(self) -> list[torch.Tensor]:
+        """What the two must be."""
+        first, second = self.source[0].weight.data.chunk(2)  # type: ignore[union-attr,operator]
+        return [first.t().contiguous(), second.clone()]
+
+    def process_weights_after_loading(self) -> None:
+        """New tensors, or in place."""
+        products = self.products()
+        if not hasattr(self, "W_UV"):
+            self.W_UV, self.W_UK_T = (self._pool.place(p, "weights") for p in products)
+        elif self._column in LATENT_REBINDS:
+            self.W_UV, self.W_UK_T = products
+        else:
+            self.W_UV.copy_(products[0])
+            self.W_UK_T.copy_(products[1])
+
+
+def submodule(
+    root: torch.nn.Module, path: str, kind: type[torch.nn.Module] = torch.nn.Module
+) -> Any:
+    """The module at a path, made where it is missing."""
+    at = root
+    *parents, last = path.split(".")
+    for name in parents:
+        if not hasattr(at, name):
+            at.add_module(name, torch.nn.Module())
+        at = getattr(at, name)
+    if not hasattr(at, last):
+        at.add_module(last, kind())
+    return getattr(at, last)
+
+
+class FakeModel(torch.nn.Module):
+    """Parameters of a layout, in the engine's own module tree, loaded once."""
+
+    def __init__(self, layout: VllmLayout, column: str, pool: FakePool) -> None:
+        super().__init__()
+        self.methods: list[FakeMethod] = []
+        self.latent: list[FakeLatent] = []
+        self.stray = [pool.place(torch.arange(5.0), "weights")]
+        for name, shape in layout.local_shapes(0).items():
+            expert = name.endswith(("w13_weight", "w2_weight"))
+            kind = FakeExperts if expert else torch.nn.Module
+            owner = submodule(self, name.rpartition(".")[0], kind)
+            value = torch.randn(shape)
+            if expert:
+                value = value.transpose(1, 2)  # as its loader wants it
+                if not hasattr(owner, "quant_method"):
+                    owner.quant_method = FakeMethod(column, pool)
+                    self.methods.append(owner.quant_method)
+            owner.register_parameter(
+                name.rpartition(".")[2], _parameter(pool.place(value, "weights"))
+            )
+            if name.endswith("kv_b_proj.weight"):
+                self.latent.append(FakeLatent(column, owner, pool))
+        self.process()
+
+    def process(self) -> None:
+        """Of the whole model, after loading."""
+        for module in self.modules():
+            if isinstance(getattr(module, "quant_method", None), FakeMethod):
+                module.quant_method.process_weights_after_loading(module)
+        for latent in self.latent:
+            latent.process_weights_after_loading()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """By our names; experts go through their loader and fail where it is lost."""
+        for name, value in weights:
+            param = self.get_parameter(name)
+            if name.endswith(("w13_weight", "w2_weight")):
+                param.weight_loader(param, value.transpose(1, 2))
+            else:
+                param.data.copy_(value)
+
+
+class FakeWorker:
+    """Wakes as the version does."""
+
+    def __init__(self, model: FakeModel, pool: FakePool, column: str, hidden: int) -> None:
+        self._pool, self._column, self._hidden = pool, column, hidden
+        self.model = model
+        self.cache = pool.place(torch.ones(4, 64), "kv_cache")
+        layer = SimpleNamespace(kv_cache=[self.cache])
+        context = SimpleNamespace(static_forward_context={"layer": layer})
+        self.model_runner = SimpleNamespace(kv_caches=[self.cache], compilation_config=context)
+
+    def get_model(self) -> FakeModel:
+        """Unwrapped."""
+        return self.model
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Some versions turn experts by what their shape looks like."""
+        self._pool.wake_up(tags)
+        if "weights" not in tags or self._column not in WAKE_TRANSPOSES:
+            return
+        for module in self.model.modules():
+            for name, axis in (("w2_weight", 2), ("w13_weight", 1)):
+                param = getattr(module, name, None)
+                if param is not None and param.shape[axis] == self._hidden:
+                    module.register_parameter(name, _parameter(param.data.transpose(1, 2)))
+
+
+class AscendDouble(VllmEngine):
+    """The product's engine and backend around the fakes of one version.
+
+    Attributes:
+        worker: of the fakes.
+        pool: its memory.
+        configuration: what the engine says of itself.
+    """
+
+    def __init__(self, layout: VllmLayout, version: str, model_dir: str, **more: Any) -> None:
+        self._double_version = version
+        self.configuration = SimpleNamespace(weight_nz_mode=0)
+        self.pool = FakePool()
+        self.worker = FakeWorker(
+            FakeModel(layout, VERSIONS[version], self.pool),
+            self.pool,
+            VERSIONS[version],
+            layout.spec.hidden_size,
+        )
+        super().__init__(
+            model_dir=model_dir,
+            layout=layout,
+            rank=0,
+            platform=FakeNpu(),
+            dtype="float32",
+            max_model_len=16,
+            kv_cache_bytes=1 << 20,
+            seed=0,
+            options={},
+            **more,
+        )
+
+    def _modules(self, name: str) -> Any:
+        @contextmanager
+        def set_current_vllm_config(config: Any) -> Iterator[None]:
+            yield
+
+        def process(model: FakeModel, model_config: Any, device: torch.device) -> None:
+            model.process()
+
+        return {
+            "vllm_ascend.device_allocator.camem": self.pool,
+            "vllm_ascend.ascend_config": SimpleNamespace(
+                get_ascend_config=lambda: self.configuration
+            ),
+            "vllm_ascend.envs": SimpleNamespace(VLLM_ASCEND_ENABLE_NZ=0),
+            "vllm.config": SimpleNamespace(set_current_vllm_config=set_current_vllm_config),
+            "vllm.model_executor.model_loader.utils": SimpleNamespace(
+                process_weights_after_loading=process
+            ),
+        }[name]
+
+    def _backend(self, *about: Any) -> AscendBackend:
+        return AscendBackend(*about, version=self._double_version, modules=self._modules)
+
+    def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
+        self.settings = settings
+        engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=self.worker)),
+            vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
+        )
+        return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True)
+
+    def _run(
+        self, requests: Sequence[GenerationRequest], settings: SamplingSettings
+    ) -> dict[int, Any]:
+        raise AssertionError("nothing is generated here")

@@ -1,0 +1,77 @@
+"""Errors planted in the middle of switches of a real trainer's memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from typing import Any, cast
+
+import torch
+from support.line_faults import Planted, fault_before_line
+from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
+
+from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.offload import group, host_pool, packed, storages
+from mindspeed_rl.phases.machine import Phase, Phases, Sharing
+from mindspeed_rl.phases.weight_sync import WeightSync
+
+FILES = (group, host_pool, packed, storages)
+# Loops over tensors run the same lines again and again.
+STRIDE = 31
+
+
+def fail_everywhere(sharing: Sharing) -> tuple[int, list[str]]:
+    """Switch there and back again and again, each time with an error further on. Local.
+
+    The engine's side is a double. Afterwards the machine is led back to TRAIN.
+
+    Returns:
+        How many errors were planted, and what was not as before after one of them.
+    """
+    engine = TableEngine()
+    sync = WeightSync(
+        cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda: {"table": first_table()}, 0
+    )
+    sharing.leave_all()
+    phases = Phases(engine, sync, lambda name: nullcontext(), sharing)
+    phases.to_train()
+    expected, _ = _look(sharing)
+
+    def switch(number: int) -> list[str]:
+        with (
+            fault_before_line(number, FILES) as lines,
+            nullcontext() if not number else suppress(Planted),
+        ):
+            phases.to_rollout(number)
+            phases.to_train()
+        return lines
+
+    count, wrong = len(switch(0)), []
+    numbers = range(1, count, STRIDE)
+    for number in numbers:
+        line = switch(number)[-1]
+        at = f"{line} ({phases.state.value})"
+        if phases.state is not Phase.TRAIN:
+            phases.to_train()
+        contents, away = _look(sharing)
+        wrong += [f"{owner} is away after {at}" for owner in away]
+        for owner, tensors in contents.items():
+            pairs = zip(tensors, expected[owner], strict=True)
+            if not all(torch.equal(a, b) for a, b in pairs):
+                wrong.append(f"{owner} changed after {at}")
+    return len(numbers), wrong
+
+
+def _look(sharing: Sharing) -> tuple[dict[Owner, list[torch.Tensor]], list[Owner]]:
+    """Copies of what the owners hold in TRAIN, and those that are away although they should not."""
+    visitors = sharing.leaving(Owner.REFERENCE)
+    away = [o for o, g in sharing.groups.items() if not g.resident and g not in visitors]
+    for found in visitors:
+        found.restore()
+    contents = {
+        owner: [t.detach().clone() for t in found._find()]
+        for owner, found in sharing.groups.items()
+        if owner is not Owner.GRAD_BUFFERS
+    }
+    for found in visitors:
+        found.release()
+    return contents, away

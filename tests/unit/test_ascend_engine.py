@@ -1,0 +1,214 @@
+"""vLLM-Ascend's weights and memory through the product's engine, on fakes keyed by version (R2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_ascend import GARBAGE, VERSIONS, AscendDouble
+from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
+
+from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.ascend.backend import check_updatable
+from mindspeed_rl.rollout.engine import EngineState
+
+# Equal sizes, so that no shape tells one layout of the experts from the other.
+SQUARE = replace(MOE, hidden=16, expert_ffn=16)
+CASES = {
+    "dense": GQA,
+    "experts": MOE,
+    "square w2": SQUARE,
+    "square w13": replace(MOE, hidden=16, expert_ffn=8),
+    "latent": LATENT,
+}
+
+
+def make(
+    case: Case, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> AscendDouble:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+    layout = VllmLayout(
+        spec_of(case), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
+    )
+    return AscendDouble(layout, version, str(tmp_path), **more)
+
+
+def new_weights(engine: AscendDouble, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(view.shape, generator=generator)
+        for name, view in engine.weight_views().items()
+    }
+
+
+def check(engine: AscendDouble, expected: Mapping[str, torch.Tensor]) -> None:
+    """What kernels read, not what our views say."""
+    model = engine.worker.model
+    for name, param in model.named_parameters():
+        assert torch.equal(param.data, expected[name]), name
+        assert param.is_contiguous(), f"{name}: kernels read it in order"
+    for latent in model.latent:
+        assert torch.equal(latent.W_UV, latent.products()[0])
+        assert torch.equal(latent.W_UK_T, latent.products()[1])
+    assert torch.equal(model.stray[0], torch.arange(5.0)), "a plain tensor of the pool"
+
+
+def sleep(engine: AscendDouble) -> None:
+    engine.free_cache()
+    engine.free_weights()
+    weights = [d.keeps for d in engine.pool.pointer_to_data.values()]
+    assert all(int(t.view(torch.uint8).flatten()[0]) == GARBAGE for t in weights)
+
+
+@pytest.mark.parametrize("by_loader", [False, True], ids=["direct", "stream"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_three_cycles_of_sleep_wake_and_sync(
+    version: str, name: str, by_loader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are equal after each, every expert is turned once per update, nothing moves."""
+    engine = make(CASES[name], version, tmp_path, monkeypatch)
+    addresses = {n: p.data_ptr() for n, p in engine.worker.model.named_parameters()}
+    for update in (1, 2, 3):
+        sleep(engine)
+        engine.wake(["weights"])
+        engine.begin_update()
+        weights = new_weights(engine, update)
+        turns = [method.turns for method in engine.worker.model.methods]
+        if by_loader:
+            for key, value in weights.items():
+                engine.load_tensor(key, value)
+        else:
+            for key, view in engine.weight_views().items():
+                assert view.is_contiguous(), "a reshard writes rectangles of it"
+                view.copy_(weights[key])
+        engine.finish_update(update)
+        engine.wake(["kv_cache"])
+        assert engine.state is EngineState.AWAKE and engine.weights_version == update
+        assert torch.count_nonzero(engine.worker.cache) == 0
+        check(engine, weights)
+        assert [m.turns for m in engine.worker.model.methods] == [t + 1 for t in turns]
+        assert {p.conversions for p in engine._derived.experts.params} <= {1}
+        now = {n: p.data_ptr() for n, p in engine.worker.model.named_parameters()}
+        assert now == addresses
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_updates_without_sleep(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine keeps its memory; and one update is given up half-way by a sleep."""
+    engine = make(SQUARE, version, tmp_path, monkeypatch)
+    for update in (1, 2):
+        engine.begin_update()
+        weights = new_weights(engine, update)
+        for key, value in weights.items():
+            engine.load_tensor(key, value)
+        engine.finish_update(update)
+        check(engine, weights)
+    engine.begin_update()
+    sleep(engine)
+    engine.wake(["weights"])
+    engine.begin_update()
+    weights = new_weights(engine, 3)
+    for key, view in engine.weight_views().items():
+        view.copy_(weights[key])
+    engine.finish_update(3)
+    check(engine, weights)
+
+
+def test_only_the_cache_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(MOE, "0.23.0", tmp_path, monkeypatch)
+    engine.begin_update()
+    weights = new_weights(engine, 1)
+    for key, view in engine.weight_views().items():
+        view.copy_(weights[key])
+    engine.finish_update(1)
+    engine.free_cache()
+    check(engine, weights)
+    engine.wake(["kv_cache"])
+    assert torch.count_nonzero(engine.worker.cache) == 0
+    check(engine, weights)
+    assert engine.weights_version == 1
+
+
+def test_a_version_that_turns_behind_our_back_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processing that leaves experts as loaded, and one that moves them."""
+    engine = make(MOE, "0.23.0", tmp_path, monkeypatch)
+    for method in engine.worker.model.methods:
+        method.process_weights_after_loading = lambda layer: None
+    engine.begin_update()
+    with pytest.raises(RuntimeError, match="processing left it in loader layout"):
+        engine.finish_update(1)
+
+    def moves(layer: torch.nn.Module) -> None:
+        for name in ("w13_weight", "w2_weight"):
+            turned = getattr(layer, name).data.transpose(1, 2).clone()
+            layer.register_parameter(name, torch.nn.Parameter(turned))
+
+    for method in engine.worker.model.methods:
+        method.process_weights_after_loading = moves
+    engine.begin_update()
+    with pytest.raises(RuntimeError, match=r"is neither the kernel layout .* nor its transpose"):
+        engine.finish_update(1)
+
+
+def test_the_engine_is_built_for_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that training needs, in the terms of the version."""
+    new = make(MOE, "0.23.0", tmp_path, monkeypatch).settings
+    assert new["additional_config"] == {
+        "weight_nz_mode": 0,
+        "enable_cpu_binding": False,
+        "refresh": True,
+        "dp_allreduce_on_npu": True,
+    }
+    assert new["enable_sleep_mode"] and new["kv_cache_memory_bytes"] == 1 << 20
+    assert new["enforce_eager"] and new["load_format"] == "dummy"
+    import os
+
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0", "the other place that is asked"
+    old = make(MOE, "0.18.0", tmp_path, monkeypatch).settings
+    assert "kv_cache_memory_bytes" not in old, "0.18 would ignore it and take most of the device"
+    spec = spec_of(MOE)
+    block = 128 * spec.num_layers * spec.cached_values(1) * 4
+    assert old["num_gpu_blocks_override"] == (1 << 20) // block
+
+
+def test_an_engine_with_nz_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithNz(AscendDouble):
+        def _backend(self, *about: Any) -> Any:
+            self.configuration.weight_nz_mode = 1
+            return super()._backend(*about)
+
+    (tmp_path / "config.json").write_text("{}")
+    layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+    with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
+        WithNz(layout, "0.23.0", str(tmp_path))
+
+
+def test_models_that_cannot_be_updated_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"index_topk": 2048}))
+    with pytest.raises(ValueError, match=r"sparse attention \(index_topk in config.json\)"):
+        check_updatable(tmp_path, "0.23.0")
+
+
+def test_graphs_need_products_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
+    with pytest.raises(ValueError, match="moves the products of latent attention"):
+        make(LATENT, "0.13.0", tmp_path, monkeypatch, tuning=tuning)
+    settings = make(LATENT, "0.18.0", tmp_path, monkeypatch, tuning=tuning).settings
+    assert settings["compilation_config"] == {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert settings["enforce_eager"] is False

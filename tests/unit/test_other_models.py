@@ -1,0 +1,120 @@
+"""A reward model's scores and a refreshed reference in the steps of a run (R42, R43).
+
+Policy, reference and scorer are tables: see ``test_rl_step``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.rl_run import TableScorer, make_run
+from support.table_engine import VOCAB, first_table, response_of, single_rank
+
+from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.orchestration import rl_resume, rl_reward_model, rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+
+REWARDS: dict[int, float | None] = {0: 1.0, 1: 0.0, 2: None, 3: 1.0, 4: 0.5, 5: 0.0}
+TABLE = torch.linspace(-1.0, 2.0, VOCAB)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def with_scorer(folder: Path, flags: str = "") -> RLJob:
+    model = f"--reward-model-hf-checkpoint {folder} --reward-model-weight 0.5 --micro-batch-size 4 "
+    run = make_run(folder, model + flags, REWARDS)
+    run.reward_model = cast(Any, TableScorer(TABLE))
+    return run
+
+
+def collected(run: RLJob) -> rl_step.Collected:
+    run.phases.to_rollout(run.version)
+    found = rl_step.collect(run, 1)
+    run.phases.to_train()
+    return rl_reward_model.add_scores(run, found)
+
+
+def test_the_score_of_the_last_token_is_added(tmp_path: Path) -> None:
+    """Weighted, to every sample that is trained on and to every one that is reported."""
+    run = with_scorer(tmp_path)
+    found = collected(run)
+    for samples in (found.samples, found.drawn):
+        assert len(samples) == 6
+        for i, sample in enumerate(samples):
+            score = float(TABLE[response_of(i)[-1]])
+            reward = REWARDS[i]
+            if reward is None:  # an abstained reward stays one
+                assert math.isnan(sample.reward) and sample.parts[1] == pytest.approx(score)
+            else:
+                assert sample.reward == pytest.approx(reward + 0.5 * score)
+                assert sample.parts == pytest.approx((reward, score))
+    values = rl_step.sample_metrics(run, found.drawn)
+    scores = [float(TABLE[response_of(i)[-1]]) for i in range(6)]
+    assert values["reward/reward_model"] == pytest.approx(sum(scores) / 6)
+    assert run.part_names == ("format", "reward_model")
+
+
+def test_without_a_reward_model_nothing_changes(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "", REWARDS)
+    found = collected(run)
+    assert [len(s.parts) for s in found.samples] == [1] * 6 and run.part_names == ("format",)
+
+
+def test_the_policy_becomes_the_reference(tmp_path: Path) -> None:
+    """Every two steps, and a checkpoint keeps it then."""
+    run = make_run(tmp_path, "--grpo-kl-beta 0.1 --ref-update-interval 2")
+    policy, reference = cast(Any, run.policy), cast(Any, run.reference)
+    assert rl_resume.companions(run) == {"reference": reference}
+    with torch.no_grad():
+        policy.table += 1.0
+    rl_step.refresh_reference(run, 1)
+    assert torch.equal(reference.table, first_table())
+    rl_step.refresh_reference(run, 2)
+    assert torch.equal(reference.table, policy.table)
+    with torch.no_grad():
+        policy.table += 1.0
+    assert not torch.equal(reference.table, policy.table), "a copy, not the same memory"
+
+
+def test_the_first_reference_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "--grpo-kl-beta 0.1")
+    with torch.no_grad():
+        cast(Any, run.policy).table += 1.0
+    rl_step.refresh_reference(run, 2)
+    assert torch.equal(cast(Any, run.reference).table, first_table())
+    assert rl_resume.companions(run) == {}
+
+
+class Group:
+    """Memory that counts how often it leaves and comes back."""
+
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+
+    def restore(self) -> None:
+        self.moves.append("here")
+
+    def release(self) -> None:
+        self.moves.append("away")
+
+
+@pytest.mark.parametrize("flags", ["", "--grpo-kl-beta 0.1 --ref-update-interval 1"])
+def test_memory_comes_for_its_use_alone(tmp_path: Path, flags: str) -> None:
+    run = with_scorer(tmp_path, flags)
+    groups = {owner: Group() for owner in (Owner.REWARD_MODEL, Owner.REFERENCE)}
+    sharing = replace(run.phases._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL)
+    run.phases._sharing = sharing
+    collected(run)
+    assert groups[Owner.REWARD_MODEL].moves == ["here", "away"]
+    rl_step.refresh_reference(run, 1)
+    assert groups[Owner.REFERENCE].moves == (["here", "away"] if flags else [])

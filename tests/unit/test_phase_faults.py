@@ -1,0 +1,194 @@
+"""A fault in the middle of any action leaves the state before it or the one after (R16, R20)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import pytest
+import torch
+from support.engine_double import EngineDouble
+from support.line_faults import Planted, fault_before_line
+
+from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.offload import group as group_module
+from mindspeed_rl.offload import host_pool, packed, storages
+from mindspeed_rl.offload.group import StorageGroup
+from mindspeed_rl.offload.host_pool import HostPool
+from mindspeed_rl.offload.storages import num_bytes, storages_of
+from mindspeed_rl.phases import machine, weight_sync
+from mindspeed_rl.phases.machine import CHAIN, Phase, Phases, Sharing
+from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.resharding.sync_metrics import SyncTraffic
+from mindspeed_rl.rollout import engine_memory, vllm_engine
+from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
+
+FILES = (
+    group_module,
+    host_pool,
+    packed,
+    storages,
+    machine,
+    weight_sync,
+    engine_memory,
+    vllm_engine,
+)
+# Between two actions, or after the last: not inside one.
+AROUND = ("_go", "to_rollout", "to_train", "_onward", "_back", "resident", "_finish_release")
+DROPPED = (Owner.GRAD_BUFFERS,)
+
+
+class Fill:
+    """A weight path: every parameter of the engine gets the trainer's first number."""
+
+    name = "fill"
+
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
+        for view in engine.weight_views().values():
+            view.fill_(float(read["w"][0]))
+        return SyncTraffic(0, 0, 0)
+
+
+class NoProof:
+    """Compares nothing: the test does."""
+
+    def differing_tensors(self, read: Any, write: Any) -> list[str]:
+        return []
+
+
+class World:
+    """The product's phases, groups and engine around a trainer of a few tensors."""
+
+    def __init__(self, mode: OffloadMode, free_weights: bool) -> None:
+        self.mode, self.free_weights = mode, free_weights
+        self.engine = EngineDouble()
+        platform = CpuPlatform()
+        pool = HostPool(platform)
+        self.tensors: dict[Owner, list[torch.Tensor]] = {
+            Owner.PARAMETERS: [torch.arange(1.0, 41.0), torch.full((7,), 2.0)],
+            Owner.GRAD_BUFFERS: [torch.zeros(40), torch.zeros(7)],
+            Owner.OPTIMIZER: [torch.arange(n).float() for n in (32, 5, 16)],
+            Owner.REFERENCE: [torch.arange(9.0), torch.arange(3.0)],
+        }
+        self.expected = {o: [t.clone() for t in ts] for o, ts in self.tensors.items()}
+        groups = {
+            owner: StorageGroup(
+                owner,
+                lambda tensors=tensors: tensors,  # type: ignore[misc]
+                platform,
+                None if owner in DROPPED else pool,
+                packs=owner is Owner.OPTIMIZER,
+                num_writes=(lambda: 1) if owner is Owner.REFERENCE else None,
+            )
+            for owner, tensors in self.tensors.items()
+        }
+        sync = WeightSync(cast(Any, Fill()), cast(Any, NoProof()), self._read, 0)
+        sharing = Sharing(groups, mode, free_weights, release_cached_memory=lambda: None)
+        sharing.leave_all()
+        self.phases = Phases(self.engine, sync, lambda name: nullcontext(), sharing)
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        return {"w": self.tensors[Owner.PARAMETERS][0]}
+
+    def cycle(self, version: int) -> None:
+        self.phases.to_rollout(version)
+        self.phases.to_train()
+        with self.phases.resident(Owner.REFERENCE):
+            pass
+
+    def check(self) -> None:
+        """All memory is where the state says, with its content; a whole engine or none."""
+        state = self.phases.state
+        assert state in CHAIN
+        gone = set(self.mode.leave())
+        if state is Phase.TRAIN:
+            gone &= {Owner.REFERENCE}
+        elif state is not Phase.ROLLOUT:
+            gone -= {Owner.PARAMETERS}
+        for owner, tensors in self.tensors.items():
+            held = [s.nbytes() > 0 for s in storages_of(tensors)]
+            assert held == [owner not in gone] * len(held), (state, owner)
+            if owner not in gone and owner not in DROPPED:
+                pairs = zip(tensors, self.expected[owner], strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs), (state, owner)
+        asleep = self.free_weights and state in (Phase.TRAIN, Phase.IDLE)
+        awake = EngineState.AWAKE if state is Phase.ROLLOUT else EngineState.WEIGHTS
+        assert self.engine.state is (EngineState.ASLEEP if asleep else awake)
+        if not asleep:
+            sizes = num_bytes(storages_of(p for _, p in self.engine.toy.model.named_parameters()))
+            assert sizes == self.engine.weight_bytes
+        if state is Phase.ROLLOUT:
+            assert self.engine.toy.cache.untyped_storage().nbytes() == self.engine.cache_bytes
+
+
+def _fail(world: World, number: int, version: int) -> list[str]:
+    """A cycle with a fault before its ``number``-th line, then a whole one."""
+    with fault_before_line(number, FILES, AROUND) as lines:
+        try:
+            world.cycle(version)
+        except Planted:
+            world.check()
+    if world.phases.state is not Phase.TRAIN:
+        world.phases.to_train()
+    world.check()
+    world.tensors[Owner.PARAMETERS][0][0] = version
+    world.expected[Owner.PARAMETERS][0][0] = version
+    world.phases.to_rollout(version + 1)
+    world.check()
+    weights = [p for _, p in world.engine.toy.model.named_parameters()]
+    assert all(bool((w == version).all()) for w in weights), "stale weights would be sampled"
+    world.phases.to_train()
+    world.check()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("mode", "free_weights", "on_host"),
+    [
+        (OffloadMode.NONE, False, True),
+        (OffloadMode.OPTIMIZER, False, True),
+        (OffloadMode.ALL, True, True),
+        (OffloadMode.ALL, True, False),
+    ],
+)
+def test_a_fault_before_any_line_of_any_action(
+    mode: OffloadMode, free_weights: bool, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before every line of both ways, where it runs first and last; pages and storages."""
+    if not on_host:
+        monkeypatch.setattr(engine_memory, "discard_pages", lambda address, num_bytes: False)
+    world = World(mode, free_weights)
+    world.phases.to_train()
+    world.cycle(0)  # from now on optimizer and reference leave as they do at every later switch
+    whole = _fail(world, 0, 10)
+    first = {line: number for number, line in reversed(list(enumerate(whole, 1)))}
+    last = {line: number for number, line in enumerate(whole, 1)}
+    for number in sorted({*first.values(), *last.values()}):
+        _fail(world, number, 10 + 10 * number)
+    functions = {line.split(":")[0] for line in whole}
+    assert {"WeightSync.run", "VllmEngine.free_cache", "ZeroedMemory.free"} <= functions
+    if mode is OffloadMode.ALL:
+        assert {"StorageGroup.release", "StorageGroup._take_back", "HostPool.region"} <= functions
+        assert "VllmEngine.free_weights" in functions
+
+
+def test_a_fault_while_an_optimizer_is_packed() -> None:
+    """The first switch after the first update, when its tensors come back as one storage."""
+
+    def first_switch(number: int) -> list[str]:
+        world = World(OffloadMode.OPTIMIZER, False)
+        with fault_before_line(number, (group_module, packed)) as lines:
+            with nullcontext() if not number else pytest.raises(Planted):
+                world.phases.to_train()
+            world.check()
+        if world.phases.state is not Phase.TRAIN:
+            world.phases.to_train()
+        world.check()
+        return lines
+
+    lines = first_switch(0)
+    assert "StorageGroup._unpack" in {line.split(":")[0] for line in lines}
+    for number in range(1, len(lines) + 1):
+        first_switch(number)

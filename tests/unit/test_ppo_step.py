@@ -1,0 +1,208 @@
+"""A PPO step number by number: values, their targets, updates of the critic (R11, R37, R43).
+
+Policy and critic are tables: see ``test_rl_step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from support.rl_run import TableCritic, TablePolicy, make_run
+from support.table_engine import VOCAB, response_of, single_rank
+
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, OffloadMode, Owner
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
+from mindspeed_rl.orchestration import checkpoints, rl_batch, rl_resume, rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.trainer.checkpoint import LoadedState
+
+REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
+COUNTS = [len(response_of(i)) for i in range(6)]
+GAE = "--rl-advantage-estimator gae --gae-lambda 0.5 --rl-gamma 0.9 "
+TABLE = torch.linspace(-0.5, 0.8, VOCAB)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def make(folder: Path, flags: str = "", rewards: dict[int, float | None] | None = None) -> RLJob:
+    """A run whose critic says ``TABLE`` before each token."""
+    run = make_run(folder, GAE + flags, rewards or REWARDS)
+    run.critic = cast(Any, TableCritic(TABLE))
+    return run
+
+
+def prepared(run: RLJob) -> rl_batch.StepBatches:
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, 1)
+    run.phases.to_train()
+    batches = rl_batch.annotate(
+        run, rl_batch.build_batches(run, rollouts.samples), rollouts.samples
+    )
+    return rl_batch.with_advantages(run, batches, rollouts.samples, 1)
+
+
+def by_sample(batches: rl_batch.StepBatches, name: str) -> list[list[float]]:
+    found: dict[int, list[float]] = {i: [] for i in range(6)}
+    for m in batches.micro_batches:
+        tokens = m.batch.advantages if name == "advantages" else getattr(m, name)
+        for owner, x in zip(m.batch.sequence_of.tolist(), tokens.tolist(), strict=True):
+            found[m.batch.sample_ids[owner]].append(x)
+    return [found[i] for i in range(6)]
+
+
+def by_hand(rewards: dict[int, float | None]) -> tuple[list[list[float]], list[list[float]]]:
+    """Advantages before whitening and returns, from the definition, token by token."""
+    every, returns = [], []
+    for i in range(6):
+        values = [float(TABLE[t]) for t in response_of(i)] + [0.0]
+        last, row = 0.0, [0.0] * COUNTS[i]
+        for t in range(COUNTS[i] - 1, -1, -1):
+            reward = (rewards[i] or 0.0) if t == COUNTS[i] - 1 else 0.0
+            error = reward + 0.9 * values[t + 1] - values[t]
+            last = row[t] = error + 0.9 * 0.5 * last
+        every.append(row)
+        returns.append([a + v for a, v in zip(row, values, strict=False)])
+    return every, returns
+
+
+def approx(rows: list[list[float]]) -> list[Any]:
+    return [pytest.approx(row, rel=1e-4, abs=1e-6, nan_ok=True) for row in rows]
+
+
+def value(metrics: MetricSet, name: str) -> float:
+    metric = metrics[name]
+    assert isinstance(metric, (Mean, Max, Total))
+    return metric.value
+
+
+@pytest.mark.parametrize("flags", ["", "--global-batch-size 3", "--max-tokens-per-micro-batch 40"])
+def test_advantages_and_returns_of_every_token(tmp_path: Path, flags: str) -> None:
+    """One pass of the critic per optimizer step, over the policy's own micro-batches (R11, R31)."""
+    run = make(tmp_path, flags)
+    batches = prepared(run)
+    every, returns = by_hand(REWARDS)
+    flat = np.concatenate(every)
+    white = [((np.array(row) - flat.mean()) / flat.std(ddof=1)).tolist() for row in every]
+    assert by_sample(batches, "advantages") == approx(white)
+    assert by_sample(batches, "returns") == approx(returns)
+    assert cast(TableCritic, run.critic).num_passes == len(batches.updates)
+
+
+def test_a_sample_without_a_reward_has_no_target(tmp_path: Path) -> None:
+    """R43: neither the policy nor the critic learns from it."""
+    rewards = REWARDS | {2: None}
+    batches = prepared(make(tmp_path, rewards=rewards))
+    every, returns = by_hand(rewards)
+    flat = np.concatenate([row for i, row in enumerate(every) if i != 2])
+    white = [((np.array(row) - flat.mean()) / flat.std(ddof=1)).tolist() for row in every]
+    white[2], returns[2] = [0.0] * COUNTS[2], [float("nan")] * COUNTS[2]
+    assert by_sample(batches, "advantages") == approx(white)
+    assert by_sample(batches, "returns") == approx(returns)
+
+
+def test_the_kl_of_each_token_is_a_reward(tmp_path: Path) -> None:
+    flags = "--grpo-kl-beta 0.1 --rl-kl-in-reward --rl-kl-estimator k1"
+    run = make(tmp_path, flags)
+    cast(TablePolicy, run.reference).table = cast(TablePolicy, run.policy).table.detach() - 0.5
+    plain = prepared(make(tmp_path))
+    with_kl = prepared(run)
+    # a penalty of 0.05 on every token, discounted as the errors are
+    for i, (a, b) in enumerate(
+        zip(by_sample(plain, "returns"), by_sample(with_kl, "returns"), strict=True)
+    ):
+        less = [0.05 * sum(0.45**k for k in range(COUNTS[i] - t)) for t in range(COUNTS[i])]
+        assert [x - y for x, y in zip(a, b, strict=True)] == pytest.approx(less, rel=1e-4)
+
+
+def test_critic_and_policy_are_updated(tmp_path: Path) -> None:
+    """Two optimizer steps of three samples; the critic's gradient is (V - R) / tokens."""
+    run = make(tmp_path, "--global-batch-size 3 --value-clip 0")
+    batches = prepared(run)
+    metrics = rl_step.update(run, batches)
+    _, returns = by_hand(REWARDS)
+    table, critic = TABLE.clone(), cast(TableCritic, run.critic)
+    for step, samples in enumerate((range(3), range(3, 6))):
+        gradient, count = torch.zeros(VOCAB), sum(COUNTS[i] for i in samples)
+        for i in samples:
+            for token, target in zip(response_of(i), returns[i], strict=True):
+                gradient[token] += (float(table[token]) - target) / count
+        torch.testing.assert_close(critic.gradients[step], gradient, rtol=1e-4, atol=1e-6)
+        table -= gradient
+    assert len(cast(TablePolicy, run.policy).gradients) == 2 == run.version
+    values = np.concatenate([[float(TABLE[t]) for t in response_of(i)] for i in range(6)])
+    targets = np.concatenate(returns)
+    assert value(metrics, "value/explained_variance") == pytest.approx(
+        1 - (targets - values).var() / targets.var(), rel=1e-4
+    )
+    assert value(metrics, "value/return_mean") == pytest.approx(targets.mean(), rel=1e-4)
+    assert value(metrics, "optimizer/skipped") == 0.0
+
+
+def test_a_critic_alone(tmp_path: Path) -> None:
+    """--critic-warmup-steps: the policy keeps its weights and its version, nothing is skipped."""
+    run = make(tmp_path)
+    batches = prepared(run)
+    before = cast(TablePolicy, run.policy).table.detach().clone()
+    metrics = rl_step.update(run, batches, critic_only=True)
+    assert torch.equal(cast(TablePolicy, run.policy).table, before) and run.version == 0
+    assert len(cast(TableCritic, run.critic).gradients) == 1
+    assert value(metrics, "optimizer/skipped") == 0.0 and value(metrics, "value/loss") > 0.0
+
+
+def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    run.phases.to_rollout(run.version)
+    run.phases.to_train()
+    metrics = rl_step.update(run, rl_batch.StepBatches([]))
+    assert cast(TableCritic, run.critic).gradients == []
+    assert value(metrics, "optimizer/skipped") == 1.0
+    assert "value/loss" in metrics and "value/lr" in metrics
+
+
+def test_the_critic_is_saved_and_loaded_with_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of its memory on the device, and only then (R46)."""
+    run = make(tmp_path, f"--save {tmp_path}/save --save-interval 1")
+    moves: list[object] = []
+
+    class Group:
+        def __init__(self, owner: Owner) -> None:
+            self.owner = owner
+
+        def restore(self) -> None:
+            moves.append(self.owner)
+
+        def release(self) -> None:
+            moves.append(f"{self.owner} away")
+
+    groups = {owner: Group(owner) for owner in CRITIC_OWNERS}
+    run.phases._sharing = replace(
+        run.phases._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL
+    )
+
+    def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
+        moves.append(("save", engine is run.policy, companions == {"critic": run.critic}))
+
+    def load(job: Any, engine: Any, companions: Any) -> LoadedState:
+        moves.append(("load", engine is run.policy, companions == {"critic": run.critic}))
+        return LoadedState(0, {})
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    monkeypatch.setattr(checkpoints, "load", load)
+    here, away = list(CRITIC_OWNERS), [f"{owner} away" for owner in CRITIC_OWNERS]
+    report = rl_resume.start(run)
+    assert moves == [*here, ("load", True, True), *away]
+    moves.clear()
+    rl_resume.save_if_due(run, report, 1)
+    assert moves == [*here, ("save", True, True), *away]

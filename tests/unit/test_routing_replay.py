@@ -1,0 +1,162 @@
+"""Replayed routing in megatron-core's own top-k: first experts, weights of now (R12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_rl.observability.metrics import Mean
+from mindspeed_rl.trainer.routing_replay import AGREEMENT, Routes, RoutingReplay
+
+TOKENS, EXPERTS, TOP_K = 12, 8, 2
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax-before": {"use_pre_softmax": True},
+    "sigmoid-with-bias": {"score_function": "sigmoid", "expert_bias": torch.linspace(-1, 1, 8)},
+    "groups": {
+        "score_function": "sigmoid",
+        "expert_bias": torch.linspace(1, -1, 8),
+        "num_groups": 4,
+        "group_topk": 1,
+        "scaling_factor": 2.5,
+    },
+}
+
+
+class Router(torch.nn.Module):
+    """The part of megatron-core's router that chooses experts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(EXPERTS, 6))
+        self.router_replay: Any = None
+        self.kind = kind
+
+    def routing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+        result: tuple[torch.Tensor, torch.Tensor] = topk_routing_with_score_function(
+            logits, TOP_K, router_replay=self.router_replay, **KINDS[self.kind]
+        )
+        return result
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.routing(x @ self.weight.t())
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def routes() -> Routes:
+    return Routes(torch.ones(TOKENS, dtype=torch.bool))
+
+
+def agreement(replay: RoutingReplay) -> float:
+    metric = replay.metrics()[AGREEMENT]
+    assert isinstance(metric, Mean)
+    return metric.value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_the_first_pass_with_the_weights_of_now(kind: str) -> None:
+    router = Router(kind)
+    plain = Router(kind)
+    plain.load_state_dict(router.state_dict())
+    replay = RoutingReplay([torch.nn.ModuleList([router])])
+    x = torch.randn(TOKENS, 6)
+    replay.current = kept = routes()
+    with torch.no_grad():
+        probs, chosen = router(x)
+    assert torch.equal(probs, plain(x)[0]) and torch.equal(chosen, plain(x)[1])
+    assert kept.experts[0].dtype == torch.uint8
+    with torch.no_grad():
+        router.weight += torch.randn_like(router.weight)
+        plain.load_state_dict(router.state_dict())
+    present = plain(x)[1]
+    assert not torch.equal(present, chosen), "the drift must change the choice"
+    with replay.update():
+        probs, again = router(x)
+        (probs.square().sum()).backward()
+    assert torch.equal(again, chosen)
+    gradient = router.weight.grad
+    assert gradient is not None and float(gradient.abs().sum()) > 0
+    expected = (present & chosen).sum() / chosen.sum()
+    assert agreement(replay) == pytest.approx(float(expected))
+    # the weights of these experts are those that scores of now give them, and nobody else's
+    scores = (x @ router.weight.t()).detach()
+    if kind == "softmax":
+        masked = scores.masked_fill(~chosen, float("-inf")).softmax(-1)
+        torch.testing.assert_close(probs.detach(), masked)
+    if kind == "groups":
+        weight = scores.sigmoid() * chosen
+        torch.testing.assert_close(probs.detach(), 2.5 * weight / weight.sum(-1, keepdim=True))
+
+
+def test_recomputed_layers_take_the_experts_of_their_own_micro_batch() -> None:
+    """One forward, one backward, with a forward of the next micro-batch in between."""
+    router = Router("softmax")
+    replay = RoutingReplay([torch.nn.ModuleList([router])])
+    batches = [torch.randn(TOKENS, 6, requires_grad=True) for _ in range(3)]
+    kept = [routes() for _ in batches]
+    wanted = []
+    for x, route in zip(batches, kept, strict=True):
+        replay.current = route
+        with torch.no_grad():
+            wanted.append(router(x)[1])
+    assert not torch.equal(wanted[0], wanted[1])
+    with torch.no_grad():
+        router.weight += torch.randn_like(router.weight)
+    seen: list[torch.Tensor] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        probs, chosen = router(x)
+        seen.append(chosen)
+        return probs
+
+    def forward(i: int) -> torch.Tensor:
+        replay.current = kept[i]
+        result: Callable[..., Any] = checkpoint
+        out: torch.Tensor = result(layer, batches[i], use_reentrant=True)
+        return out.square().sum()
+
+    with replay.update():
+        first, second = forward(0), forward(1)
+        first.backward()  # type: ignore[no-untyped-call]
+        third = forward(2)
+        second.backward()  # type: ignore[no-untyped-call]
+        third.backward()  # type: ignore[no-untyped-call]
+    for chosen, i in zip(seen, (0, 1, 0, 2, 1, 2), strict=True):
+        assert torch.equal(chosen, wanted[i])
+    assert 0 < agreement(replay) < 1
+    assert agreement(replay) != agreement(replay), "counted anew after every look"
+
+
+def test_the_first_update_records_for_those_after_it() -> None:
+    """On-policy there is no pass before the first update; its recomputation replays already."""
+    router = Router("softmax")
+    replay = RoutingReplay([torch.nn.ModuleList([router])])
+    x, kept = torch.randn(TOKENS, 6, requires_grad=True), routes()
+    for drift in (0.0, 1.0):
+        with torch.no_grad():
+            router.weight += drift * torch.randn_like(router.weight)
+        replay.current = kept
+        with replay.update():
+            out: Any = checkpoint(lambda x: router(x)[0], x, use_reentrant=True)
+            recorded = kept.experts[0].clone()
+            out.square().sum().backward()
+        if drift:
+            assert torch.equal(kept.experts[0], recorded)
+
+
+def test_without_routes_nothing_changes() -> None:
+    router, plain = Router("softmax"), Router("softmax")
+    plain.load_state_dict(router.state_dict())
+    RoutingReplay([torch.nn.ModuleList([router])])
+    x = torch.randn(TOKENS, 6)
+    assert all(torch.equal(a, b) for a, b in zip(router(x), plain(x), strict=True))

@@ -1,0 +1,164 @@
+"""Critic and reward model in a configuration: accepted, or refused with the reason (R51, R55)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.prediction import MemoryAssumptions, predict
+
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 307,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+CLASSIFIER = MODEL | {
+    "architectures": ["Qwen2ForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+}
+
+
+def plan_of(folder: Path, flags: str, **configs: dict[str, Any]) -> tuple[RLRunConfig, RLPlan]:
+    """A run of 4 ranks; ``{name}`` in the flags is a model directory with that config."""
+    for name, config in {"policy": MODEL, "scorer": CLASSIFIER, **configs}.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "rl.jsonl").touch()
+    words = (
+        f"--hf-checkpoint {folder}/policy --prompt-data {folder}/rl.jsonl --train-iters 4 "
+        "--max-prompt-length 16 --rollout-max-response-length 16 --platform cpu "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-tp 2 "
+        f"--output-dir {folder}/out "
+    ) + flags.replace("DIR", str(folder))
+    config = parse(RLRunConfig, words.split(), "test").config
+    return config, check_rl(config, 4)
+
+
+def test_a_critic_has_the_layout_of_the_policy_and_one_output(tmp_path: Path) -> None:
+    _, plan = plan_of(tmp_path, "--rl-advantage-estimator gae")
+    assert plan.critic is not None and plan.reward_model is None
+    assert plan.critic.parallel == plan.parallel
+    shapes = plan.critic.hf_shapes
+    assert shapes["score.weight"] == (1, 48) and "lm_head.weight" not in shapes
+    first, last = plan.critic.local_shapes(0), plan.critic.local_shapes(3)
+    assert "output_layer.weight" not in first and last["output_layer.weight"] == (1, 48)
+    # the policy's tied head keeps a mirror of the embedding on its last stage
+    assert plan.megatron.local_shapes(3)["output_layer.weight"] != (1, 48)
+
+
+def test_without_the_estimator_there_is_none(tmp_path: Path) -> None:
+    assert plan_of(tmp_path, "")[1].critic is None
+
+
+def test_models_of_other_sizes_are_allowed(tmp_path: Path) -> None:
+    small = CLASSIFIER | {"num_hidden_layers": 2, "hidden_size": 24}
+    flags = "--rl-advantage-estimator gae --critic-hf-checkpoint DIR/small"
+    _, plan = plan_of(tmp_path, f"{flags} --reward-model-hf-checkpoint DIR/scorer", small=small)
+    assert plan.critic is not None and plan.reward_model is not None
+    assert plan.critic.spec.num_layers == 2 and plan.reward_model.spec.num_layers == 4
+    assert plan.reward_model.spec.value_head and not plan.reward_model.spec.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "told"),
+    [
+        (
+            "--rl-advantage-estimator gae --critic-hf-checkpoint DIR/other",
+            {"vocab_size": 300},
+            "--critic-hf-checkpoint .*: a vocabulary of 300, the policy has 307 .*; give a model",
+        ),
+        (
+            "--rl-advantage-estimator gae --critic-hf-checkpoint DIR/other",
+            {"id2label": {"0": "a", "1": "b"}},
+            "2 labels .*; a value is one number, so allowed: 1",
+        ),
+        (
+            "--reward-model-hf-checkpoint DIR/other",
+            {"num_hidden_layers": 3},
+            "--pipeline-model-parallel-size 2",
+        ),
+        (
+            "--reward-model-hf-checkpoint DIR/nowhere",
+            {},
+            "--reward-model-hf-checkpoint .*nowhere: .*config.json is missing",
+        ),
+        (
+            "--rl-advantage-estimator gae --critic-export-hf DIR/out/hf",
+            {},
+            "--critic-export-hf .* is where the policy is exported; choose another",
+        ),
+        (
+            "--rl-advantage-estimator gae --critic-export-hf DIR/policy",
+            {},
+            "--critic-export-hf .* is --hf-checkpoint .*; choose a directory of its own",
+        ),
+        (
+            "--rl-routing-replay trainer",
+            {},
+            "--rl-routing-replay trainer: the model has no experts",
+        ),
+    ],
+)
+def test_a_mistake_is_refused(
+    tmp_path: Path, flags: str, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        plan_of(tmp_path, flags, other=CLASSIFIER | changes)
+
+
+def test_a_policy_is_no_classifier(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Qwen2ForSequenceClassification.* not supported"):
+        plan_of(tmp_path, "", policy=CLASSIFIER)
+
+
+OTHERS = (*CRITIC_OWNERS, Owner.REWARD_MODEL)
+
+
+def test_memory_of_the_other_models(tmp_path: Path) -> None:
+    """R16: what stays in each mode, and that an update of the critic is a moment of its own."""
+    flags = "--rl-advantage-estimator gae --reward-model-hf-checkpoint DIR/scorer"
+    config, plan = plan_of(tmp_path, flags)
+    stays = {
+        OffloadMode.NONE: set(OTHERS),
+        OffloadMode.OPTIMIZER: {Owner.CRITIC, Owner.REWARD_MODEL},
+        OffloadMode.ALL: set(),
+    }
+    for mode, expected in stays.items():
+        table = predict(config, plan, MemoryAssumptions(offload=mode)).rank_table(0)
+        for phase in (MemoryPhase.TRAIN_IDLE, MemoryPhase.SYNC, MemoryPhase.ROLLOUT):
+            assert set(table[phase]) & set(OTHERS) == expected, (mode, phase)
+        assert set(table[MemoryPhase.LOAD]) >= set(OTHERS) - {Owner.CRITIC_OPTIMIZER}
+        assert table[MemoryPhase.TRAIN].keys() >= set(CRITIC_OWNERS), "the critic's update"
+    plain_config, plain = plan_of(tmp_path, "")
+    without = predict(plain_config, plain).rank_table(0)
+    assert all(not set(t) & set(OTHERS) for t in without.values())
+
+
+def test_the_critic_takes_time(tmp_path: Path) -> None:
+    """One pass and an update of four, forward passes as the unit: 1 + 3 of the policy's 3."""
+    from mindspeed_rl.dryrun.machine import read_machine
+    from mindspeed_rl.dryrun.step_time import estimate, forward_flops
+
+    config, plan = plan_of(tmp_path, "--rl-advantage-estimator gae --rl-dry-run-machine cpu")
+    rows = {r.phase: r for r in estimate(predict(config, plan), read_machine("cpu"), None)}
+    assert plan.critic is not None
+    length = 32.0
+    share = forward_flops(plan.critic.spec, length) / forward_flops(plan.spec, length)
+    assert share < 1, "it has no vocabulary to project on"
+    assert rows["critic"].seconds == pytest.approx(rows["update"].seconds * share * 4 / 3)

@@ -1,0 +1,1 @@
+"""Reads the interfaces of other packages from their sources, without importing them."""
