@@ -148,8 +148,8 @@ MEMORY_MUTATIONS = (
     Mutation(
         "freed-engine-weights-count-as-synced",
         "rollout/vllm_engine.py",
-        "        self._version = -1\n        self._updating = False\n        self._weights.free()",
-        "        self._weights.free()",
+        "        self._version = -1\n        self._updating = False\n        self._state = ",
+        "        self._state = ",
         "tests/unit/test_vllm_engine.py::test_no_order_of_calls_generates_with_wrong_weights",
     ),
     Mutation(
