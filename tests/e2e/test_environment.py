@@ -12,7 +12,7 @@ from support.warm_calculator import write_prompts, write_warm_model
 pytestmark = pytest.mark.e2e
 
 LIMIT_S = 300.0
-STEPS = 12
+STEPS = 24
 
 
 def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     assert all(step["environment/observed_tokens"] > 1.0 for step in steps)
     assert any(step["reward/scored_early"] > 0.0 for step in steps), "scoring overlaps generation"
     rewards = [step["reward/mean"] for step in steps]
-    early, late = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    early, late = sum(rewards[:6]) / 6, sum(rewards[-6:]) / 6
     assert late > early + 0.05, rewards
     rows = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
     right = [row for row in rows if row["reward"] == 1.0 and "calc(" in row["response"]]
