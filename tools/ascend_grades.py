@@ -56,6 +56,9 @@ START = "Start of a process"
 TRAINER = "Trainer"
 FEATURES = "MindSpeed's features"
 MOVEMENT = "Weights, samples, memory"
+ENGINE = "Rollout engine"
+_WEIGHTS, _ENGINE = "tests/ascend/test_engine_weights.py::", "tests/unit/test_ascend_engine.py::"
+_VERSIONS, _API = "tests/unit/test_ascend_versions.py::", "tests/unit/test_ascend_api.py::"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(START, "`--platform auto` takes the NPU; torch_npu loads with torch or after it", _E,
@@ -123,6 +126,35 @@ CLAIMS: tuple[Claim, ...] = (
           "back; the driver's free memory shows it; training goes on to the bit", _E,
           _MOVEMENT + "test_memory_leaves_the_npu_and_comes_back",
           limits="segments are not expandable; the engine's pool is not there"),
+    Claim(ENGINE, "vLLM-Ascend 0.23.0: after three cycles of sleep, wake and sync weights are "
+          "equal, every expert was turned once, nothing moved; dense, experts, latent", _E,
+          _WEIGHTS + "test_three_cycles_of_its_own_classes",
+          limits="its own expert method, worker wake-up, allocator bookkeeping and latent "
+          "attention; virtual memory is emulated, no engine was built, nothing was generated"),
+    Claim(ENGINE, "the same for 0.11, 0.13, 0.18 and the main branch", _S,
+          _ENGINE + "test_three_cycles_of_sleep_wake_and_sync",
+          limits="fakes that do what the sources of the version say"),
+    Claim(ENGINE, "our flags in the keys of 0.9.1, 0.11, 0.13, 0.18, 0.23 and main; others are "
+          "refused with a way out", _S, _VERSIONS + "test_every_key_is_read_by_the_version",
+          limits="the sources read the key; what it does was not run"),
+    Claim(ENGINE, "weights stay ND (key and variable), no CPU binding, sleep mode, size of the "
+          "cache in the version's terms", _S, _ENGINE + "test_the_engine_is_built_for_updates",
+          limits="the arguments; no engine was built"),
+    Claim(ENGINE, "models with sparse attention (SFA, DSA) are refused", _S,
+          _ENGINE + "test_models_that_cannot_be_updated_are_refused"),
+    Claim(ENGINE, "one packed reduction per decode step, on the device", _S,
+          _API + "test_every_use_of_ours_is_in_the_snapshot",
+          limits="the patched function of 0.23.0 has these parameters; the reduction runs on CPU "
+          "with four ranks (tests/distributed/test_step_sync.py)"),
+    Claim(ENGINE, "every name and argument that we use of torch_npu, vLLM, vLLM-Ascend, "
+          "megatron-core and MindSpeed is there in the pinned version", _S,
+          _API + "test_every_use_of_ours_is_in_the_snapshot",
+          limits="names of compiled modules are not read; attributes of objects as far as a run "
+          "on CPU reaches them, those of vLLM-Ascend's objects by hand"),
+    Claim(ENGINE, "expandable segments on while training and off while the engine has its weights",
+          _U, limits="virtual memory is not emulated"),
+    Claim(ENGINE, "graph modes, capture sizes, multi-stream, NZ cache, EPLB map", _U,
+          limits="keys are checked (above); none was run"),
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from mindspeed_rl.orchestration.rl_report import Report, check_mismatch, worse_m
 from mindspeed_rl.orchestration.rl_step import collect
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.types import Completion, Prompt
 
 END = 0
@@ -63,6 +64,7 @@ class Answers:
         self.answers = answers
         self.asked: list[list[GenerationRequest]] = []
         self.clock = clock
+        self.stats = StepStats()
 
     def generate(
         self,
@@ -72,6 +74,7 @@ class Answers:
         on_step: OnStep | None = None,
     ) -> list[Completion]:
         self.clock.now_s += 2.0
+        self.stats.steps += 1
         self.asked.append(list(requests))
         found = [self.answers[r.token_ids] for r in requests]
         ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
