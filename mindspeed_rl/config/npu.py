@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
-from mindspeed_rl.memory.owners import OffloadMode
 from mindspeed_rl.platforms.installed import has_mindspeed
 
 
@@ -33,8 +31,7 @@ class NpuConfig:
     swap_optimizer: bool = flag(
         False,
         "Keep the optimizer state on the host and bring it to the device in parts at every update; "
-        "needs --use-distributed-optimizer, and --rl-offload none, because there is nothing left "
-        "to offload.",
+        "needs --use-distributed-optimizer. --rl-offload then moves what is left on the device.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
     npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")
@@ -85,18 +82,12 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def check_npu(
-    npu: NpuConfig,
-    parallel: ParallelConfig,
-    memory: MemoryConfig | None,
-    ignored: Sequence[str],
-) -> None:
+def check_npu(npu: NpuConfig, parallel: ParallelConfig, ignored: Sequence[str]) -> None:
     """Refuse what does not work on an NPU.
 
     Args:
         npu: the features.
         parallel: the training layout.
-        memory: what leaves the device; ``None`` for entries without phases.
         ignored: accepted foreign flags as typed.
 
     Raises:
@@ -107,11 +98,6 @@ def check_npu(
             raise ValueError(f"{typed} on an NPU: {reason}; remove the flag")
     if npu.swap_optimizer and not parallel.use_distributed_optimizer:
         raise ValueError("--swap-optimizer needs --use-distributed-optimizer; add it")
-    if npu.swap_optimizer and memory and memory.rl_offload != OffloadMode.NONE.value:
-        raise ValueError(
-            f"--swap-optimizer with --rl-offload {memory.rl_offload}; allowed: none, because "
-            "MindSpeed moves the optimizer state itself"
-        )
     group_buffers(npu.hccl_group_buffer)
 
 

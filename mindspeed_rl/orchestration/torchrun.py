@@ -128,7 +128,7 @@ def _dry_run(
 
     hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
     _check_script(parsed, hf_config)
-    return dry_run(config, parsed.ignored, os.environ)
+    return dry_run(config, os.environ)
 
 
 def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
@@ -136,8 +136,7 @@ def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
     config = parsed.config
     if resolve_platform(config.parallel.platform) != "npu":
         return None
-    memory = config.memory if isinstance(config, RLRunConfig) else None
-    check_npu(config.ascend, config.parallel, memory, parsed.ignored)
+    check_npu(config.ascend, config.parallel, parsed.ignored)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 

@@ -25,7 +25,7 @@ def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:
 
 def check(*argv: str) -> None:
     config, ignored = parsed(*argv)
-    check_npu(config.ascend, config.parallel, config.memory, ignored)
+    check_npu(config.ascend, config.parallel, ignored)
 
 
 @pytest.mark.parametrize("flag", REFUSED)
@@ -41,7 +41,6 @@ def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
     ("argv", "told"),
     [
         ("--swap-optimizer", "needs --use-distributed-optimizer"),
-        ("--swap-optimizer --use-distributed-optimizer", "--rl-offload auto; allowed: none"),
         ("--hccl-group-buffer tp=200", "'tp=200' is not a new group:MiB"),
         ("--hccl-group-buffer tp:200;tp:64", "'tp:64' is not a new group:MiB"),
     ],
