@@ -32,7 +32,7 @@ ASCEND_MUTATIONS = (
     Mutation(
         "swapped-optimizer-offloaded-twice",
         "config/npu.py",
-        "if on and memory and memory.rl_offload != OffloadMode.NONE.value:",
+        "if npu.swap_optimizer and memory and memory.rl_offload != OffloadMode.NONE.value:",
         "if False:",
         _FLAGS + "test_combinations_that_do_not_work_are_refused",
     ),
