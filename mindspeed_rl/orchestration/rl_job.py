@@ -32,7 +32,7 @@ from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.rewards import RewardPool, RewardSpec
+from mindspeed_rl.rewards import PoolBase, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.rollout.vllm_versions import installed_layout
@@ -64,7 +64,7 @@ class RLJob:
     engine: VllmEngine
     phases: Phases
     ledger: MemoryLedger
-    rewards: RewardPool | None
+    rewards: PoolBase | None
     reward_names: tuple[str, ...]
     timer: PhaseTimer
     logger: RunLogger
@@ -163,8 +163,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     training.initialize_parallel(job)
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
-    replays = config.rl.rl_routing_replay != "none"
-    policy = training.build_engine(job, "policy", updates, temperature, replays_routing=replays)
+    policy = training.build_engine(job, "policy", updates, temperature, routing=routing_of(job))
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
@@ -205,6 +204,13 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     holder.append(result)
     phases.to_train()
     return result
+
+
+def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
+    """What the policy does about the experts of later passes: see ``TrainEngine``."""
+    if not job.plan.spec.moe:
+        return "free"
+    return "compare" if job.config.rl.rl_routing_replay == "none" else "replay"
 
 
 def load_data(

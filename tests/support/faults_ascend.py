@@ -11,8 +11,8 @@ ASCEND_MUTATIONS = (
     Mutation(
         "norm-before-experts-in-the-mlp",
         "models/module_names.py",
-        "            if not spec.has_experts(layer):\n                norms = norms | _DENSE_NORM\n",
-        "            norms = norms | _DENSE_NORM\n",
+        "if not spec.has_experts(layer):",
+        "if True:",
         _NAMES + "test_the_norm_before_experts_stays_a_module",
     ),
     Mutation(

@@ -12,6 +12,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
+from mindspeed_rl.memory.communicators import hccl_lines
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.platforms import installed
 
@@ -66,6 +67,18 @@ def test_the_rest_is_accepted() -> None:
 def test_buffers_of_groups() -> None:
     assert group_buffers("dp:64; tp : 200;") == {"dp": 64, "tp": 200}
     assert group_buffers("") == {}
+
+
+def test_groups_are_listed_with_their_buffers() -> None:
+    """Equal rank sets are one communicator; the larger of its sizes counts (R24)."""
+    groups = {"world": tuple(range(8)), "tp = rollout tp": (0, 1), "dp-cp": (0, 2, 4, 6)}
+    lines = list(hccl_lines(groups, {"tp": 64, "dp_cp": 300, "ep": 1}, 200))
+    assert lines[:3] == [
+        "hccl group world: 8 ranks, 2 x 200 MiB",
+        "hccl group tp = rollout tp: 2 ranks, 2 x 64 MiB",
+        "hccl group dp-cp: 4 ranks, 2 x 300 MiB",
+    ]
+    assert "3, 1128 MiB" in lines[3]
 
 
 def setup_of(*argv: str, grouped: bool = False) -> Any:
