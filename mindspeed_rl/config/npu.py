@@ -18,7 +18,8 @@ class NpuConfig:
     """Ascend NPU.
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
-    group. On other platforms they are accepted and do nothing. Fused attention, norms and
+    group. On other platforms they do nothing
+    (--swap-optimizer is refused there). Fused attention, norms and
     activations are always on where MindSpeed is installed.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
@@ -43,8 +44,8 @@ class NpuConfig:
     swap_optimizer: bool = flag(
         False,
         "Keep the optimizer state on the host and bring it to the device in parts at every update; "
-        "needs --use-distributed-optimizer, and --rl-offload none, because there is nothing left "
-        "to offload.",
+        "MindSpeed does it, so --rl-offload moves everything else. Needs "
+        "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
     reuse_fp32_param: bool = flag(
@@ -124,15 +125,11 @@ def check_npu(
         raise ValueError("--swap-optimizer and --reuse-fp32-param exclude each other; remove one")
     if npu.reuse_fp32_param and not train.bf16:
         raise ValueError("--reuse-fp32-param needs --bf16: add it, or remove the flag")
-    for name, on in (
-        ("--swap-optimizer", npu.swap_optimizer),
-        ("--reuse-fp32-param", npu.reuse_fp32_param),
-    ):
-        if on and memory and memory.rl_offload != OffloadMode.NONE.value:
-            raise ValueError(
-                f"{name} with --rl-offload {memory.rl_offload}; allowed: none, because MindSpeed "
-                "moves the optimizer state itself"
-            )
+    if npu.reuse_fp32_param and memory and memory.rl_offload != OffloadMode.NONE.value:
+        raise ValueError(
+            f"--reuse-fp32-param with --rl-offload {memory.rl_offload}; allowed: none, because "
+            "weights and master weights share their memory"
+        )
     group_buffers(npu.hccl_group_buffer)
 
 

@@ -103,7 +103,7 @@ def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works
 
 def test_swapped_optimizer_state_passes_through_in_parts() -> None:
     plain = prediction_of(MemoryAssumptions()).rank_table(RANK)[MemoryPhase.TRAIN_IDLE]
-    swapped = prediction_of(MemoryAssumptions(swap_optimizer=True)).rank_table(RANK)
+    swapped = prediction_of(MemoryAssumptions(swap_parts=16)).rank_table(RANK)
     part = swapped[MemoryPhase.TRAIN_IDLE][Owner.OPTIMIZER]
     assert part == -(-plain[Owner.OPTIMIZER] // 16)
 
