@@ -18,9 +18,8 @@ class NpuConfig:
     """Ascend NPU.
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
-    group. On other platforms they do nothing
-    (--swap-optimizer is refused there). Fused attention, norms and
-    activations are always on where MindSpeed is installed.
+    group. On other platforms they do nothing (--swap-optimizer is refused there). Fused attention,
+    norms and activations are always on where MindSpeed is installed.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
     """
