@@ -42,12 +42,15 @@ class Completion:
         finish_reason: ``"stop"`` (stop token sampled) or ``"length"`` (cut off); a request that an
             engine gave up (aborted, failed) is no completion.
         weights_version: the trainer's update count of the weights that sampled it.
+        loss_mask: per token, whether the model sampled it (and is trained on it) or an environment
+            wrote it, with log-prob 0; ``None``: all are the model's.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
     weights_version: int
+    loss_mask: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.finish_reason not in FINISH_REASONS:
@@ -59,11 +62,24 @@ class Completion:
             raise RuntimeError(
                 f"a completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs"
             )
+        if self.loss_mask is not None and len(self.loss_mask) != len(self.token_ids):
+            raise RuntimeError(
+                f"a completion has {len(self.token_ids)} tokens but a loss mask of "
+                f"{len(self.loss_mask)}"
+            )
 
     @property
     def truncated(self) -> bool:
         """Whether the response was cut at the length limit."""
         return self.finish_reason == "length"
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that the model sampled."""
+        if self.loss_mask is None:
+            return self.token_ids
+        pairs = zip(self.token_ids, self.loss_mask, strict=True)
+        return tuple(token for token, mine in pairs if mine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ from mindspeed_rl.config.algorithms import (
 from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
-from mindspeed_rl.config.rl import PromptConfig, RewardConfig, RLConfig, RolloutConfig
+from mindspeed_rl.config.rewards import RewardConfig
+from mindspeed_rl.config.rl import PromptConfig, RLConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
@@ -29,6 +31,7 @@ __all__ = [
     "CriticConfig",
     "DryRunConfig",
     "EngineTuningConfig",
+    "EnvironmentConfig",
     "IndexedDataConfig",
     "KLConfig",
     "LoggingConfig",
@@ -76,6 +79,7 @@ class RLRunConfig:
     rewards: RewardConfig
     engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)

@@ -17,7 +17,9 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
+REPORT_FILE = "report.html"
 TENSORBOARD_FOLDER = "tensorboard"
+EVENT_FILES = "events.out.tfevents.*"
 EXPORT_FOLDER = "hf"
 
 # A file in an exported model that says that it is one, of which step, and what belongs to it.
@@ -79,12 +81,19 @@ def _exported_files(target: Path) -> set[str] | None:
 def earlier_results(output_dir: str) -> list[Path]:
     """What an earlier run left in ``--output-dir``: its files, and its export."""
     root = Path(output_dir)
-    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE)
+    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
     found = [root / name for name in names if (root / name).is_file()]
-    found += sorted((root / TENSORBOARD_FOLDER).glob("events.out.tfevents.*"))
+    found += sorted((root / TENSORBOARD_FOLDER).glob(EVENT_FILES))
     if _exported_files(root / EXPORT_FOLDER) is not None:
         found.append(root / EXPORT_FOLDER)
     return found
+
+
+def _foreign_events(logging: LoggingConfig) -> list[Path]:
+    """Event files in ``--tensorboard-dir``; they need not be of this project."""
+    if not logging.tensorboard_dir:
+        return []
+    return sorted(Path(logging.tensorboard_dir).glob(EVENT_FILES))
 
 
 def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
@@ -93,8 +102,16 @@ def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
     Raises:
         ValueError: ``--output-dir`` holds results and ``--overwrite-output-dir`` is not given.
     """
+    if logging.overwrite_output_dir:
+        return
+    if events := _foreign_events(logging):
+        raise ValueError(
+            f"--tensorboard-dir {logging.tensorboard_dir} holds the events of another run "
+            f"({events[0].name}): choose another folder, or add --overwrite-output-dir to hide "
+            "them (they are not removed)"
+        )
     found = earlier_results(logging.output_dir)
-    if not found or logging.overwrite_output_dir:
+    if not found:
         return
     names = list(dict.fromkeys(p.relative_to(logging.output_dir).parts[0] for p in found))
     resume = (

@@ -198,52 +198,28 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """Rewards.
-
-    Every sample is scored by the sum of the reward functions, in worker processes beside the
-    engines. A function of your own: ``--reward-function rewards.py:score=1.0 format=0.2``.
-    """
-
-    reward_function: tuple[str, ...] = flag(
-        ("math",),
-        "Rewards, summed: a registered name or FILE.py:FUNCTION, each may end with =WEIGHT "
-        "(1 if not).",
-        nargs="+",
-    )
-    reward_model_hf_checkpoint: str = flag(
-        "",
-        "A sequence classifier with one label, in the training layout: its output at the last "
-        "token of a sample is added to the rewards of the functions. Evaluation leaves it out.",
-    )
-    reward_model_weight: float = flag(1.0, "Factor of the reward model's score.")
-    reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
-    reward_timeout_s: float = flag(
-        10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01
-    )
-    reward_timeout_score: float = flag(0.0, "Reward of a sample that hit the limit.")
-    reward_memory_limit_gb: float = flag(
-        4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
-    )
-    reward_max_error_rate: float = flag(
-        0.05, "Stop when a larger share of a batch raises in its reward.", minimum=0.0, maximum=1.0
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class PromptConfig:
     """Prompts and evaluation.
 
     A line of the data holds a prompt (text, or a list of chat messages), a reference answer, and
     whatever else a reward reads. Evaluation answers held-out prompts greedily, scores them with the
     rewards of the run and reports the mean reward, the share of responses that equal the answer to
-    the letter (accuracy), and the share whose final answer is right (lenient accuracy: by the math
-    reward where the run has it, else by the last number of the response).
+    the letter (accuracy), and the share that is right (lenient accuracy: full marks of math, code,
+    environment, numeric_match or exact_match where the run has one of them, else by the last
+    number of the response). With --rl-eval-samples N each prompt is also sampled N times: mean@N is
+    the share of right samples, pass@k the chance that one of k is right.
+
+    Example: --rl-eval-data gsm8k=gsm8k.jsonl aime=aime.parquet --rl-eval-samples 8
     """
 
     prompt_data: str = flag("", "File of training prompts, jsonl or parquet. Required.")
     eval_prompt_data: str = flag(
         "", "File of held-out prompts, jsonl or parquet; empty for no evaluation."
+    )
+    rl_eval_data: tuple[str, ...] = flag(
+        (),
+        "Further sets of held-out prompts, each NAME=FILE; metrics are eval/NAME/...",
+        nargs="+",
     )
     max_prompt_length: int = flag(
         512, "Longest prompt, in tokens; longer ones are left out, counted and reported.", minimum=1
@@ -259,3 +235,27 @@ class PromptConfig:
         0, "RL steps between evaluations; 0 evaluates before and after the run only.", minimum=0
     )
     rl_prompts_per_eval: int = flag(0, "Prompts of one evaluation; 0 takes all of them.", minimum=0)
+    rl_eval_samples: int = flag(
+        0, "Sampled responses per prompt of an evaluation, besides the greedy one.", minimum=0
+    )
+    rl_eval_temperature: float = flag(
+        1.0, "Temperature of --rl-eval-samples; must be above 0.", minimum=0.0
+    )
+
+    @property
+    def eval_files(self) -> dict[str, str]:
+        """File of every evaluation set by its name; that of --eval-prompt-data is empty.
+
+        Raises:
+            ValueError: a value of --rl-eval-data is not NAME=FILE, or a name is given twice.
+        """
+        files = {"": self.eval_prompt_data} if self.eval_prompt_data else {}
+        for text in self.rl_eval_data:
+            name, _, file = text.partition("=")
+            if not name or not file or "/" in name or name in files:
+                raise ValueError(
+                    f"--rl-eval-data {text}: give NAME=FILE, with names that differ and have no "
+                    "slash, e.g. gsm8k=data/gsm8k.jsonl"
+                )
+            files[name] = file
+        return files

@@ -101,21 +101,11 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     """
     rl = config.rl
     check_algorithms(config)
-    if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
-        raise ValueError(
-            f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
-            "truncated sampling renormalises the engine's log-probs and biases the update; "
-            "allowed: top-p 1, top-k -1"
-        )
-    if rl.rl_default_temperature <= 0:
-        raise ValueError(
-            f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
-            "for training are sampled, evaluation is greedy by itself"
-        )
+    _check_sampling(config)
     if files:
         _need_file("--prompt-data", config.prompts.prompt_data)
-        if config.prompts.eval_prompt_data:
-            _need_file("--eval-prompt-data", config.prompts.eval_prompt_data)
+        for name, file in config.prompts.eval_files.items():
+            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
         check_paths(config)
     if config.rollout.rollout_kv_cache_gb <= 0:
         raise ValueError(
@@ -156,6 +146,27 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     return RLPlan(
         base.spec, base.parallel, base.megatron, engine, vllm, batch, limit, critic, reward_model
     )
+
+
+def _check_sampling(config: RLRunConfig) -> None:
+    """Sampling keeps the distribution that the loss assumes."""
+    rl = config.rl
+    if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
+        raise ValueError(
+            f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
+            "truncated sampling renormalises the engine's log-probs and biases the update; "
+            "allowed: top-p 1, top-k -1"
+        )
+    if rl.rl_default_temperature <= 0:
+        raise ValueError(
+            f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
+            "for training are sampled, evaluation is greedy by itself"
+        )
+    if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
+        raise ValueError(
+            "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
+            "response, which is evaluated anyway; give a temperature above 0, or leave both out"
+        )
 
 
 def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:

@@ -25,10 +25,12 @@ class TrainSample:
         sample_id: equal on all ranks.
         token_ids: [length] int64, prompt and response.
         num_prompt_tokens: tokens that are read but not trained on; at least 1.
-        rollout_logprobs: [length - num_prompt_tokens] fp32, the engine's; ``None`` in SFT.
+        rollout_logprobs: fp32, the engine's, one per trained token; ``None`` in SFT.
         advantage: of the whole response; 0 in SFT.
         token_after: the token behind the last, which is trained on but not read; ``None`` where
             the sequence ends.
+        loss_mask: [length - num_prompt_tokens] bool, which tokens behind the prompt are trained on;
+            ``None``: all.
     """
 
     sample_id: int
@@ -37,6 +39,7 @@ class TrainSample:
     rollout_logprobs: torch.Tensor | None = None
     advantage: float = 0.0
     token_after: int | None = None
+    loss_mask: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -46,7 +49,11 @@ class TrainSample:
     @property
     def num_trained(self) -> int:
         """Tokens that are trained on."""
-        return self.length - self.num_prompt_tokens + (self.token_after is not None)
+        behind = self.length - self.num_prompt_tokens
+        if self.loss_mask is not None:
+            assert self.loss_mask.numel() == behind, "one entry per token behind the prompt"
+            behind = int(self.loss_mask.sum())
+        return behind + (self.token_after is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,10 @@ def pack(
     targets[:total][at_end] = torch.tensor(after, dtype=torch.int64)
     mask = torch.zeros(padded_length, dtype=torch.bool)
     mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
+    for sample, start in zip(samples, (length.cumsum(0) - length).tolist(), strict=True):
+        if sample.loss_mask is not None:  # position t carries the token t + 1
+            first = start + sample.num_prompt_tokens - 1
+            mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
     sequence_of = owner[mask[:total]]
     logprobs = [
         torch.zeros(s.num_trained) if s.rollout_logprobs is None else s.rollout_logprobs

@@ -31,6 +31,7 @@ class Sample:
         weights_version: of the weights that sampled it.
         reward: NaN when it abstained.
         parts: scores of the single reward functions, NaN where one abstained.
+        loss_mask: [n] bool, the tokens that the model sampled; ``None``: all.
     """
 
     sample_id: int
@@ -41,12 +42,21 @@ class Sample:
     weights_version: int
     reward: float
     parts: tuple[float, ...]
+    loss_mask: torch.Tensor | None = None
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        """The tokens of the response that the model sampled."""
+        return self.response if self.loss_mask is None else self.response[self.loss_mask]
 
 
 def pack_rollouts(
     rollouts: Sequence[Rollout], part_names: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten rollouts to one int64 and one fp32 tensor: rows of all, then tokens of all. Local."""
+    """Flatten rollouts to one int64 and one fp32 tensor: rows of all, then tokens of all. Local.
+
+    A token ``t`` that the model did not sample travels as ``~t``, which is negative.
+    """
     rows: list[int] = [len(rollouts)]
     scores: list[float] = []
     tokens: list[int] = []
@@ -58,7 +68,8 @@ def pack_rollouts(
         rows += (int(not done.truncated), done.weights_version)
         scores.append(nan if r.reward is None else r.reward)
         scores += [r.reward_parts.get(name, nan) for name in part_names]
-        tokens += done.token_ids
+        mask = done.loss_mask or (True,) * len(done.token_ids)
+        tokens += [t if mine else ~t for t, mine in zip(done.token_ids, mask, strict=True)]
         logprobs += done.logprobs
     return (
         torch.tensor(rows + tokens, dtype=torch.int64),
@@ -74,7 +85,17 @@ def unpack_rollouts(integers: torch.Tensor, floats: torch.Tensor, num_parts: int
     table = rows.view(count, _HEADER).tolist()
     lengths = [row[2] for row in table]
     return [
-        Sample(sample_id, prompt, response, logp, bool(stopped), version, reward, tuple(parts))
+        Sample(
+            sample_id,
+            prompt,
+            torch.where(response < 0, ~response, response),
+            logp,
+            bool(stopped),
+            version,
+            reward,
+            tuple(parts),
+            None if bool((response >= 0).all()) else response >= 0,
+        )
         for (sample_id, prompt, _, stopped, version), (reward, *parts), response, logp in zip(
             table,
             scores.view(count, 1 + num_parts).tolist(),
@@ -108,6 +129,37 @@ def exchange_rollouts(
             f"rollouts of this step: {len(ids)} arrived, {num_samples} expected; missing {missing}"
         )
     return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A sample whose next turn is to be generated.
+
+    Attributes:
+        sample_id: position in the step.
+        max_tokens: limit of the turn.
+        token_ids: all that the model reads.
+    """
+
+    sample_id: int
+    max_tokens: int
+    token_ids: tuple[int, ...]
+
+
+def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
+    """Those of all ranks on every rank, by sample id. Collective: the world."""
+    packed: list[int] = []
+    for c in mine:
+        packed += (c.sample_id, c.max_tokens, len(c.token_ids), *c.token_ids)
+    found = []
+    for integers, _ in _all_gather_pairs(torch.tensor(packed, dtype=torch.int64), torch.zeros(0)):
+        values, at = integers.tolist(), 0
+        while at < len(values):
+            sample_id, max_tokens, length = values[at : at + 3]
+            end = at + 3 + length
+            found.append(Continuation(sample_id, max_tokens, tuple(values[at + 3 : end])))
+            at = end
+    return sorted(found, key=lambda c: c.sample_id)
 
 
 def _all_gather_pairs(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from mindspeed_rl.config.outputs import METRICS_FILE, TENSORBOARD_FOLDER
+from mindspeed_rl.config.outputs import EVENT_FILES, METRICS_FILE, TENSORBOARD_FOLDER
 from mindspeed_rl.observability.jsonl import JsonlWriter, read_jsonl
 from mindspeed_rl.observability.names import is_evaluation
 
@@ -32,6 +32,9 @@ class MetricBackend(Protocol):
 
     def truncate_after(self, step: int) -> None:
         """Forgets the steps later than ``step`` and the evaluation after it."""
+
+    def restore(self, step: int, values: Mapping[str, float]) -> None:
+        """After ``truncate_after``: the values of ``step``, where they are forgotten as well."""
 
     def close(self) -> None:
         """Writes out what is pending."""
@@ -78,6 +81,10 @@ class RunLogger:
         """
         for backend in self._backends:
             backend.truncate_after(step)
+        kept = [r for r in read_jsonl(self._metrics_file) if r["step"] == step]
+        for backend in self._backends:
+            for record in kept:
+                backend.restore(step, {n: v for n, v in record.items() if isinstance(v, float)})
         self._last_step = min(self._last_step, step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -145,6 +152,9 @@ class _JsonlBackend:
     def truncate_after(self, step: int) -> None:
         self._writer.keep(lambda record: record["step"] < step or _is_of_training(record, step))
 
+    def restore(self, step: int, values: Mapping[str, float]) -> None:
+        """They are still there."""
+
     def close(self) -> None:
         self._writer.close()
 
@@ -156,7 +166,8 @@ def _is_of_training(record: Mapping[str, Any], step: int) -> bool:
 class _TensorBoardBackend:
     """Scalars for TensorBoard; a later event file hides the purged steps of the earlier ones.
 
-    An evaluation that is made again after a resume writes its point a second time, equal.
+    TensorBoard knows steps only, so the step of the checkpoint is hidden with the evaluation after
+    it, and written again. Events of other runs in the folder are hidden, never removed.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -175,6 +186,8 @@ class _TensorBoardBackend:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
+            if self._purge_step is None and any(self._log_dir.glob(EVENT_FILES)):
+                self._purge_step = 0
             self._writer = self._writer_class(
                 str(self._log_dir), purge_step=self._purge_step, flush_secs=FLUSH_S
             )
@@ -183,7 +196,10 @@ class _TensorBoardBackend:
 
     def truncate_after(self, step: int) -> None:
         self.close()
-        self._purge_step = step + 1
+        self._purge_step = step
+
+    def restore(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -14,7 +14,7 @@ MISMATCH_MAX = "mismatch/max_abs_logprob"
 TOKENS_PER_S = "throughput/tokens_per_s"
 STEP_TIME = "time/step_s"
 
-_HEADLINE = {
+HEADLINE = {
     REWARD: "reward",
     RESPONSE_LENGTH: "length",
     MISMATCH_MAX: "mismatch",
@@ -28,6 +28,12 @@ def is_evaluation(name: str) -> bool:
     return name.startswith("eval/")
 
 
+def of_set(name: str, evaluation_set: str) -> str:
+    """The metric ``eval/x`` of a named set: ``eval/SET/x``."""
+    prefix = f"eval/{evaluation_set}/" if evaluation_set else "eval/"
+    return prefix + name.removeprefix("eval/")
+
+
 def headline(values: Mapping[str, float]) -> dict[str, float]:
     """The few values for one line on a terminal, under short names, in a fixed order.
 
@@ -35,7 +41,7 @@ def headline(values: Mapping[str, float]) -> dict[str, float]:
     """
     return {
         short: values[name]
-        for name, short in _HEADLINE.items()
+        for name, short in HEADLINE.items()
         if values.get(name, -math.inf) != -math.inf
     }
 

@@ -1,33 +1,43 @@
-"""Greedy evaluation on held-out prompts, scored by the rewards of the run."""
+"""Evaluation on sets of held-out prompts, greedy and sampled, scored by the rewards of the run."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
-from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
+from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability import names
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_step import generate, score
+from mindspeed_rl.orchestration.rl_rollout import rollouts_of
+from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rewards import lenient_match
+from mindspeed_rl.types import Prompt
 
-# The reward whose verdict on the final answer is taken over.
-MATH_REWARD = "math"
+# Rewards whose verdict on a response is taken over, the first that scored it.
+VERDICTS = ("math", "code", "environment", "numeric_match", "exact_match")
+# Seeds of sampled evaluations, apart from those of any attempt of training.
+_ATTEMPT = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Result on all held-out prompts.
+    """Result on all prompts of a set.
 
     Attributes:
-        accuracy: share of responses that end by themselves and equal the answer to the letter.
-        accuracy_lenient: share whose final answer is right, whatever surrounds it: by the math
-            reward where the run has it, else the last number of the response.
+        accuracy: share of greedy responses that end by themselves and equal the answer to the
+            letter.
+        accuracy_lenient: share that is right (:func:`is_right`).
         num_prompts: how many were evaluated: all that were asked for (R58).
-        reward: mean reward of the responses that were scored; NaN when none was.
-        num_unscored: responses whose rewards abstained or failed (R43).
+        reward: mean reward of the greedy responses that were scored; NaN when none was.
+        num_unscored: greedy responses whose rewards abstained or failed (R43).
         seconds: wall time on rank 0.
+        num_samples: sampled responses per prompt.
+        sampled: ``mean@n`` and ``pass@k`` of those, and their mean reward, by name.
     """
 
     accuracy: float
@@ -36,53 +46,104 @@ class Evaluation:
     reward: float = math.nan
     num_unscored: int = 0
     seconds: float = 0.0
+    num_samples: int = 0
+    sampled: Mapping[str, float] = field(default_factory=dict)
 
-    def metrics(self) -> dict[str, float]:
-        """By metric name."""
-        return {
+    def metrics(self, name: str = "") -> dict[str, float]:
+        """By metric name; ``name`` is that of the set, if it has one."""
+        values = {
             names.EVAL_REWARD: self.reward,
             names.ACCURACY: self.accuracy,
             names.ACCURACY_LENIENT: self.accuracy_lenient,
             "eval/num_prompts": float(self.num_prompts),
             "eval/num_unscored": float(self.num_unscored),
             "eval/time_s": self.seconds,
+            **{f"eval/{key}": value for key, value in self.sampled.items()},
         }
+        return {names.of_set(key, name): value for key, value in values.items()}
 
 
-def evaluate(run: RLJob, step: int) -> Evaluation:
-    """Answer every held-out prompt greedily and score it. Collective: the world; within ROLLOUT.
+def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
+    """Answer every prompt of a set and score it. Collective: the world; within ROLLOUT.
 
-    Its time belongs to no training step.
+    Once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``. Its time belongs to
+    no training step.
     """
-    assert run.eval_prompts is not None, "evaluation needs --eval-prompt-data"
-    limit = run.config.prompts.rl_prompts_per_eval or len(run.eval_prompts)
-    prompts = run.eval_prompts[: min(limit, len(run.eval_prompts))]
+    run.phases.require(Phase.ROLLOUT, "evaluate")
+    flags = run.config.prompts
+    limit = flags.rl_prompts_per_eval or len(dataset)
+    prompts = dataset[: min(limit, len(dataset))]
     start = time.perf_counter()
     with run.timer.excluded(), run.job.watchdog.phase("evaluate"):
-        rollouts = generate(run, prompts, step, run.sampling(temperature=0.0))
-        scored, _ = score(run, rollouts if run.leads_engine else [])
-        samples = exchange_rollouts(scored, run.reward_names, len(prompts))
-    rewards = [s.reward for s in samples if not math.isnan(s.reward)]
-    strict = lenient = 0
+        samples = _answers(run, prompts, step, 0.0)
+        several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
+        drawn = _answers(run, several, step, flags.rl_eval_temperature) if several else []
+    strict = 0
     for sample in samples:
-        answer = prompts[sample.sample_id].answer
-        text = str(run.tokenizer.decode(sample.response.tolist(), skip_special_tokens=True))
-        strict += sample.stopped and text.strip() == answer.strip()
-        lenient += is_right(sample, run.reward_names, text, answer)
+        text = spoken(run, sample)
+        strict += sample.stopped and text.strip() == prompts[sample.sample_id].answer.strip()
+    rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     return Evaluation(
         accuracy=strict / len(samples),
-        accuracy_lenient=lenient / len(samples),
+        accuracy_lenient=sum(_verdicts(run, samples, prompts)) / len(samples),
         num_prompts=len(samples),
-        reward=math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        reward=_mean(rewards),
         num_unscored=len(samples) - len(rewards),
         seconds=time.perf_counter() - start,
+        num_samples=flags.rl_eval_samples,
+        sampled=sampled_metrics(_verdicts(run, drawn, several), drawn, flags.rl_eval_samples),
     )
 
 
-def is_right(sample: Sample, reward_names: tuple[str, ...], text: str, answer: str) -> bool:
-    r"""Whether the final answer of a response is right: ``\frac{1}{2}`` is ``0.5`` where the run
-    has the math reward, whose verdict it then is.
+def _answers(run: RLJob, prompts: Sequence[Prompt], step: int, temperature: float) -> list[Sample]:
+    settings = run.sampling(temperature)
+    samples, _ = rollouts_of(run, prompts, step, settings, _ATTEMPT, lambda _: nullcontext())
+    return samples
+
+
+def sampled_metrics(
+    right: Sequence[bool], samples: Sequence[Sample], per_prompt: int
+) -> dict[str, float]:
+    """``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
+
+    Args:
+        right: of each sample, siblings together.
+        samples: in the same order.
+        per_prompt: samples of a prompt; 0 for no metrics.
     """
-    if MATH_REWARD in reward_names:
-        return sample.parts[reward_names.index(MATH_REWARD)] == 1.0
+    if not per_prompt:
+        return {}
+    counts = [sum(right[i : i + per_prompt]) for i in range(0, len(right), per_prompt)]
+    values = {f"pass@{k}": mean_pass_at_k(per_prompt, counts, k) for k in reported_k(per_prompt)}
+    values[f"mean@{per_prompt}"] = sum(right) / len(right)
+    values["sampled_reward"] = _mean([s.reward for s in samples if not math.isnan(s.reward)])
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def spoken(run: RLJob, sample: Sample) -> str:
+    """What the model said, as text."""
+    return str(run.tokenizer.decode(sample.sampled.tolist(), skip_special_tokens=True))
+
+
+def _verdicts(run: RLJob, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[bool]:
+    return [
+        is_right(s, run.reward_names, spoken(run, s), prompts[s.sample_id].answer) for s in samples
+    ]
+
+
+def is_right(sample: Sample, reward_names: tuple[str, ...], text: str, answer: str) -> bool:
+    r"""Whether a response is right: by the first of :data:`VERDICTS` that the run has and that
+    scored it (full marks are right), else by the last number of the text.
+
+    So ``\frac{1}{2}`` is ``0.5`` where the run has the math reward.
+    """
+    for name in VERDICTS:
+        if name in reward_names:
+            part = sample.parts[reward_names.index(name)]
+            if not math.isnan(part):
+                return part == 1.0
     return lenient_match(text, answer)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
+    REPORT_FILE,
     SUMMARY_FILE,
     earlier_results,
     refuse_earlier_results,
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
     from mindspeed_rl.orchestration.torchrun import Job
 
 
+# Written at the end of a run.
+_OF_THE_END = (SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
+
+
 def claim(job: Job[Any, Any], start: int) -> None:
     """Remove from ``--output-dir`` what would look like a result of this run. Collective: world.
 
     A fresh run (``start`` 0) removes the results of an earlier one when it may; a resumed run
-    keeps them, except for the summary and the curves of its earlier end. Every node cleans the
+    keeps them, except for the summary, curves and report of its earlier end. Every node cleans the
     folder that it sees.
 
     Raises:
@@ -37,7 +42,7 @@ def claim(job: Job[Any, Any], start: int) -> None:
         if start == 0:
             refuse_earlier_results(logging, job.config.checkpoint.load)
         found = earlier_results(logging.output_dir)
-        remove([p for p in found if start == 0 or p.name in (SUMMARY_FILE, CURVES_FILE)])
+        remove([p for p in found if start == 0 or p.name in _OF_THE_END])
     dist.barrier()
 
 

@@ -81,7 +81,10 @@ def as_train_samples(
         dropped = drop_truncated and not s.stopped
         start = ids.numel() if dropped else prompts[s.prompt_index].numel()
         logprobs = s.logprobs[:0] if dropped else s.logprobs
-        result.append(TrainSample(s.sample_id, ids, start, logprobs))
+        mask = None if dropped else s.loss_mask
+        if mask is not None:
+            logprobs = logprobs[mask]
+        result.append(TrainSample(s.sample_id, ids, start, logprobs, loss_mask=mask))
     return result
 
 

@@ -14,6 +14,7 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -27,10 +28,11 @@ from mindspeed_rl.orchestration.rl_phases import (
     share_memory,
     watched,
 )
+from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward_pool
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.rewards import RewardPool, RewardSpec
+from mindspeed_rl.rewards import PoolBase, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.rollout.vllm_versions import installed_layout
@@ -47,20 +49,22 @@ class RLJob:
     ``version`` counts optimizer updates: it names the weights that sampled a token.
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
+    ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
     ``rewards`` exists on the first rank of each engine only.
+    ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
     """
 
     job: Job[RLRunConfig, RLPlan]
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptDataset
-    eval_prompts: PromptDataset | None
+    eval_sets: dict[str, PromptDataset]
     sampler: PromptSampler
     policy: TrainEngine
     reference: TrainEngine | None
     engine: VllmEngine
     phases: Phases
     ledger: MemoryLedger
-    rewards: RewardPool | None
+    rewards: PoolBase | None
     reward_names: tuple[str, ...]
     timer: PhaseTimer
     logger: RunLogger
@@ -70,6 +74,7 @@ class RLJob:
     surplus: list[Sequence[Sample]] = field(default_factory=list)
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
+    environment: EnvironmentFactory | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -148,15 +153,17 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     config, plan, rank = job.config, job.plan, job.world.rank
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
+    name = config.environment.rl_environment
+    environment = resolve_environment(name) if name else None
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
-    prompts, eval_prompts = load_data(config.prompts, tokenizer, progress=rank == 0)
+    prompts, eval_sets = load_data(config.prompts, tokenizer, progress=rank == 0)
+    check_row_rewards(config, specs, [prompts, *eval_sets.values()])
     training.initialize_parallel(job)
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
-    replays = config.rl.rl_routing_replay != "none"
-    policy = training.build_engine(job, "policy", updates, temperature, replays_routing=replays)
+    policy = training.build_engine(job, "policy", updates, temperature, routing=routing_of(job))
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
@@ -175,7 +182,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         job=job,
         tokenizer=tokenizer,
         prompts=prompts,
-        eval_prompts=eval_prompts,
+        eval_sets=eval_sets,
         sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
         policy=policy,
         reference=reference,
@@ -184,6 +191,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         engine=engine,
         phases=phases,
         ledger=ledger,
+        environment=environment,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
         kl_beta=config.rl.grpo_kl_beta,
@@ -198,9 +206,16 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     return result
 
 
+def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
+    """What the policy does about the experts of later passes: see ``TrainEngine``."""
+    if not job.plan.spec.moe:
+        return "free"
+    return "compare" if job.config.rl.rl_routing_replay == "none" else "replay"
+
+
 def load_data(
     options: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, progress: bool
-) -> tuple[PromptDataset, PromptDataset | None]:
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """The prompts to train on and the held-out ones. Local.
 
     Raises:
@@ -216,37 +231,22 @@ def load_data(
         progress=progress,
     )
     prompts = load(options.prompt_data)
-    held_out = load(options.eval_prompt_data) if options.eval_prompt_data else None
-    refuse_overlap(prompts, held_out)
+    held_out = {name: load(file) for name, file in options.eval_files.items()}
+    for name, dataset in held_out.items():
+        refuse_overlap(prompts, dataset, f"--rl-eval-data {name}" if name else "--eval-prompt-data")
     return prompts, held_out
 
 
-def make_reward_pool(config: RLRunConfig, specs: list[RewardSpec]) -> RewardPool:
-    """The reward processes of this rank's engine."""
-    rewards = config.rewards
-    return RewardPool(
-        specs,
-        num_workers=rewards.reward_num_workers,
-        timeout_s=rewards.reward_timeout_s,
-        batch_timeout_s=config.logging.phase_timeout_s,
-        timeout_score=rewards.reward_timeout_score,
-        memory_limit_bytes=int(rewards.reward_memory_limit_gb * 2**30),
-        max_error_rate=rewards.reward_max_error_rate,
-    )
-
-
-def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> None:
+def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset, flag: str) -> None:
     """Held-out prompts must not be trained on.
 
     Raises:
         ValueError: naming how many are in both, and one of them.
     """
-    if held_out is None:
-        return
     known = {tuple(p.token_ids) for p in prompts}
     both = [p.text for p in held_out if p.token_ids in known]
     if both:
         raise ValueError(
-            f"--eval-prompt-data {held_out.source}: {len(both)} of {len(held_out)} prompts are "
+            f"{flag} {held_out.source}: {len(both)} of {len(held_out)} prompts are "
             f"also in --prompt-data {prompts.source}, e.g. {both[0]!r}; remove them from one file"
         )

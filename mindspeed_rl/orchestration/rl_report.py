@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
+from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
+    REPORT_FILE,
     ROLLOUTS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
@@ -22,6 +25,7 @@ from mindspeed_rl.config.outputs import (
 )
 from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.memory.communicators import device_groups, hccl_lines
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, headline
 from mindspeed_rl.observability.progress import RunProgress
@@ -38,7 +42,7 @@ from mindspeed_rl.types import Prompt
 def describe(run: RLJob) -> None:
     """Say at start what will run: data, layouts, batch arithmetic, verdict, ignored flags."""
     parallel, plan = run.plan.parallel, run.plan
-    held_out = [run.eval_prompts.report()] if run.eval_prompts else []
+    held_out = [dataset.report() for dataset in run.eval_sets.values()]
     run.job.say(
         run.prompts.report(),
         *held_out,
@@ -51,12 +55,22 @@ def describe(run: RLJob) -> None:
         f"{run.config.policy_loss.aggregation}",
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
+        *(run.rewards.notices if run.rewards is not None else ()),
     )
     machine = machine_on(run.config, run.job.platform.name)
     communicator = assumptions_of(run.config, machine).communicator_bytes
     run.job.say(*group_lines(existing_groups(), communicator))
     if plan.spec.moe:
         run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
+    if run.job.platform.name == "npu":
+        groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
+        buffers = group_buffers(run.config.ascend.hccl_group_buffer)
+        run.job.say(*hccl_lines(groups, buffers, int(os.environ.get("HCCL_BUFFSIZE", "200"))))
+    if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
+        run.job.say(
+            "experts: each pass over a sample chooses its own; routing/agreement says how many of "
+            "them differ, and --rl-routing-replay trainer keeps them"
+        )
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
@@ -89,7 +103,10 @@ class Report:
         self._start = time.monotonic()
         self._totals = Totals(**state["totals"]) if state else Totals()
         evaluations = state["evaluations"] if state else []
-        self._evaluations = {step: Evaluation(**fields) for step, fields in evaluations}
+        self._evaluations = {
+            step: {name: Evaluation(**fields) for name, fields in sets.items()}
+            for step, sets in evaluations
+        }
         config = run.config
         results.claim(run.job, start)
         run.logger.truncate_after(start)
@@ -105,7 +122,10 @@ class Report:
     def state_dict(self) -> dict[str, Any]:
         """What the summary needs of the steps so far, as JSON."""
         totals = replace(self._totals, wall_s=self._wall_s())
-        evaluations = [(step, asdict(result)) for step, result in self._evaluations.items()]
+        evaluations = [
+            (step, {name: asdict(result) for name, result in sets.items()})
+            for step, sets in self._evaluations.items()
+        ]
         return {"totals": asdict(totals), "evaluations": evaluations}
 
     def _wall_s(self) -> float:
@@ -115,19 +135,28 @@ class Report:
         """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""
         interval = self._run.config.prompts.eval_interval
         due = step == 0 or (interval > 0 and step % interval == 0)
-        if not due or self._run.eval_prompts is None or step in self._evaluations:
+        if not due or not self._run.eval_sets or step in self._evaluations:
             return
         self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        result = evaluate(self._run, step)
-        self._evaluations[step] = result
-        self._run.logger.log_evaluation(step, result.metrics())
-        self._run.job.say(
-            f"evaluation after step {step}: reward {result.reward:.4g}, accuracy "
-            f"{result.accuracy:.1%}, lenient {result.accuracy_lenient:.1%} on "
-            f"{result.num_prompts} held-out prompts"
-        )
+        run = self._run
+        results = {name: evaluate(run, data, step) for name, data in run.eval_sets.items()}
+        self._evaluations[step] = results
+        values: dict[str, float] = {}
+        for name, result in results.items():
+            values |= result.metrics(name)
+            sampled = "".join(f", {key} {value:.4g}" for key, value in result.sampled.items())
+            run.job.say(
+                f"evaluation{f' on {name}' if name else ''} after step {step}: reward "
+                f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
+                f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
+            )
+        run.logger.log_evaluation(step, values)
+
+    def _first_set(self, step: int) -> Evaluation | None:
+        """The result that the summary tells: of ``--eval-prompt-data``, or else the first set."""
+        return next(iter(self._evaluations.get(step, {}).values()), None)
 
     def log_step(self, step: int, samples: Sequence[Sample], metrics: MetricSet) -> None:
         """Reduce and write the metrics of a step; stop on a mismatch that is too large (R14).
@@ -185,7 +214,7 @@ class Report:
         run, config = self._run, self._run.config
         last = config.train.train_iters
         self._progress.close()
-        if run.eval_prompts is not None and last not in self._evaluations:
+        if run.eval_sets and last not in self._evaluations:
             self._evaluate(last)
         run.phases.to_train()
         output = Path(config.logging.output_dir)
@@ -195,8 +224,8 @@ class Report:
         rl_critic.export(run, last)
         if not self._writer:
             return
-        first = self._evaluations.get(0)
-        final = self._evaluations.get(last)
+        first = self._first_set(0)
+        final = self._first_set(last)
         totals = self._totals
         summary = {
             "reward_before": first.reward if first else None,
@@ -217,16 +246,20 @@ class Report:
             "hf_checkpoint": export,
         }
         from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
+        from mindspeed_rl.observability.html_report import write_report
 
         run.logger.close()
         write_summary(output / SUMMARY_FILE, summary)
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
+        run.dump.close()
+        write_report(output, output / REPORT_FILE)
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
             run.job.say(f"held-out accuracy {before}{final.accuracy:.1%}")
         run.job.say(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
+            f"{REPORT_FILE}, "
             f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",
         )
 

@@ -145,6 +145,7 @@ def _plain(sample: Sample) -> dict[str, Any]:
         "weights_version": sample.weights_version,
         "reward": sample.reward,
         "parts": list(sample.parts),
+        "loss_mask": None if sample.loss_mask is None else sample.loss_mask.tolist(),
     }
 
 
@@ -158,9 +159,14 @@ def restored_surplus(state: Sequence[Sequence[Mapping[str, Any]]]) -> list[Group
                     "response": torch.tensor(fields["response"], dtype=torch.int64),
                     "logprobs": torch.tensor(fields["logprobs"], dtype=torch.float32),
                     "parts": tuple(fields["parts"]),
+                    "loss_mask": _mask(fields.get("loss_mask")),
                 }
             )
             for fields in group
         ]
         for group in state
     ]
+
+
+def _mask(values: list[bool] | None) -> torch.Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.bool)

@@ -24,7 +24,6 @@ from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import rl_critic, training
-from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -33,13 +32,11 @@ from mindspeed_rl.orchestration.rl_batch import (
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
+from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
 from mindspeed_rl.orchestration.step_peak import watch_update
 from mindspeed_rl.phases.machine import Phase
-from mindspeed_rl.rewards import RewardRequest
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
-from mindspeed_rl.types import Completion, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,90 +83,6 @@ def collect(run: RLJob, step: int) -> Collected:
         answers, scores = rollouts_of(run, prompts, step, run.sampling(0.0))
         greedy, metrics = [s.reward for s in answers], metrics.merge(scores)
     return Collected(numbered(groups), numbered(drawn), metrics, greedy)
-
-
-def rollouts_of(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int = 0,
-) -> tuple[list[Sample], MetricSet]:
-    """One scored response to each of ``prompts`` on every rank. Collective: the world."""
-    take_stats(run)
-    with run.phase("generate"):
-        rollouts = generate(run, prompts, step, settings, attempt)
-    stats = take_stats(run)
-    if run.rank == 0:
-        record_history(run, stats)
-    with run.phase("reward"):
-        rollouts, metrics = score(run, rollouts if run.leads_engine else [])
-    metrics = metrics.merge(step_metrics(stats, run.plan.engine.dp > 1))
-    with run.phase("exchange"):
-        samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
-    return samples, metrics
-
-
-def my_share(run: RLJob, num_samples: int) -> range:
-    """The sample ids that this rank's engine generates: contiguous, sizes differ by at most 1."""
-    engine = run.plan.engine
-    replica, count = engine.group_of(run.rank), engine.num_groups
-    return range(num_samples * replica // count, num_samples * (replica + 1) // count)
-
-
-def generate(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int = 0,
-) -> list[Rollout]:
-    """Complete this engine's share of ``prompts``; position in the list is the sample id.
-
-    ``attempt`` makes other seeds for the same step. Collective: the ranks of each engine.
-    """
-    seed = run.config.train.seed
-    share = my_share(run, len(prompts))
-    requests = [
-        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
-        for i in share
-    ]
-    completions = run.engine.generate(requests, settings, run.version)
-    return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
-
-
-def response_text(run: RLJob, completion: Completion) -> str:
-    """The response as text, special tokens left out; for rewards and people only (R13)."""
-    return str(run.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
-
-
-def score(run: RLJob, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], MetricSet]:
-    """The same rollouts with their rewards, and how many failed or ran out of time. Local."""
-    if run.rewards is None:
-        return [], MetricSet({"reward/error_rate": Mean(0, 0), "reward/timeout_rate": Mean(0, 0)})
-    requests = [
-        RewardRequest(
-            sample_id=r.sample_id,
-            prompt=r.prompt.text,
-            response=response_text(run, r.completion),
-            answer=r.prompt.answer,
-            finish_reason=r.completion.finish_reason,
-            num_response_tokens=len(r.completion.token_ids),
-            metadata=r.prompt.metadata,
-        )
-        for r in rollouts
-    ]
-    results = run.rewards.score(requests)
-    scored = [
-        replace(r, reward=result.reward, reward_parts=result.parts)
-        for r, result in zip(rollouts, results, strict=True)
-    ]
-    return scored, MetricSet(
-        {
-            f"reward/{status}_rate": Mean.of(float(r.status == status) for r in results)
-            for status in ("error", "timeout")
-        }
-    )
 
 
 def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:
@@ -285,7 +198,7 @@ def update_once(
     Differences between trainer and engine are appended to ``gaps``.
     """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
-    if run.config.rl.rl_routing_replay != "none":
+    if run.plan.spec.moe:
         silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
@@ -319,6 +232,9 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
+        **quantiles("reward/", known),
+        **quantiles("response/length_", lengths),
+        "response/length_min": float(min(lengths, default=0)),
         "response/length_mean": sum(lengths) / max(1, len(lengths)),
         "response/length_max": float(max(lengths, default=0)),
         "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
@@ -328,6 +244,13 @@ def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
         scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
         values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
     return values
+
+
+def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile: the smallest value that at least this share reaches."""
+    ordered = sorted(values)
+    places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
+    return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
 
 
 def _degenerate(samples: Sequence[Sample], group_size: int) -> float:

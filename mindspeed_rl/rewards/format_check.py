@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import partial
 
-from mindspeed_rl.rewards.registry import register_reward
-from mindspeed_rl.rewards.types import RewardRequest
+from mindspeed_rl.rewards.registry import register_factory
+from mindspeed_rl.rewards.settings import RewardSettings
+from mindspeed_rl.rewards.types import RewardFunction, RewardRequest
 
 FORMAT_REGEX_KEY = "format_regex"
 
-_UNSIGNED = (
+UNSIGNED_NUMBER = (
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
 # A minus after a digit, a letter or a closing bracket is a subtraction, not a sign.
-_NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{_UNSIGNED}")
+_NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}")
 
 
-@register_reward("format")
-def format_reward(request: RewardRequest) -> float:
+@register_factory("format")
+def make_format_reward(settings: RewardSettings) -> RewardFunction:
+    """The function with the pattern of ``--reward-format-regex``.
+
+    Raises:
+        ValueError: it is not a regular expression.
+    """
+    try:
+        re.compile(settings.format_regex)
+    except re.error as error:
+        raise ValueError(
+            f"--reward-format-regex {settings.format_regex!r}: must be a regular expression of "
+            f"Python's re ({error})"
+        ) from error
+    return partial(format_reward, default=settings.format_regex or None)
+
+
+def format_reward(request: RewardRequest, default: str | None = None) -> float:
     """1.0 when the response ended by itself and has the wanted form, else 0.0.
 
     It ended by itself when ``finish_reason`` is ``"stop"``. The wanted form is the regular
-    expression in the data row's ``format_regex``, if there is one: it must match the whole
-    response, and ``.`` matches newlines too.
+    expression in the data row's ``format_regex``, or else ``default``: it must match the whole
+    response, and ``.`` matches newlines too. Without either every form will do.
 
     Raises:
         ValueError: ``format_regex`` is not a regular expression.
     """
     if request.finish_reason != "stop":
         return 0.0
-    pattern = request.metadata.get(FORMAT_REGEX_KEY)
+    pattern = request.metadata.get(FORMAT_REGEX_KEY, default)
     if pattern is None:
         return 1.0
     try:

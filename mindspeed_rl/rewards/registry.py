@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
+from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardFunction
+from mindspeed_rl.rewards.user_file import load_from_file
+
+RewardFactory = Callable[[RewardSettings], RewardFunction]
 
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    function: RewardFunction
+    make: RewardFactory
     warm_up: Callable[[], object] | None
 
 
@@ -39,16 +39,41 @@ def register_reward(
     Raises:
         ValueError: the name is malformed or taken.
     """
-    if not name or any(character in name for character in ":=,"):
-        raise ValueError(f"reward name {name!r}: must be non-empty, without ':', '=' and ','")
+    _check_name(name)
 
     def register(function: RewardFunction) -> RewardFunction:
-        if name in _REGISTRY:
-            raise ValueError(f"reward name {name!r} is already registered; choose another name")
-        _REGISTRY[name] = _Registered(function, warm_up)
+        _add(name, _Registered(lambda _: function, warm_up))
         return function
 
     return register
+
+
+def register_factory(name: str) -> Callable[[RewardFactory], RewardFactory]:
+    """Decorator for a reward that depends on the reward flags.
+
+    The decorated function is called once per worker; it may raise `ValueError`.
+
+    Raises:
+        ValueError: the name is malformed or taken.
+    """
+    _check_name(name)
+
+    def register(factory: RewardFactory) -> RewardFactory:
+        _add(name, _Registered(factory, None))
+        return factory
+
+    return register
+
+
+def _check_name(name: str) -> None:
+    if not name or any(character in name for character in ":=,"):
+        raise ValueError(f"reward name {name!r}: must be non-empty, without ':', '=' and ','")
+
+
+def _add(name: str, registered: _Registered) -> None:
+    if name in _REGISTRY:
+        raise ValueError(f"reward name {name!r} is already registered; choose another name")
+    _REGISTRY[name] = registered
 
 
 def known_rewards() -> tuple[str, ...]:
@@ -80,10 +105,14 @@ class RewardSpec:
     def parse(cls, text: str) -> RewardSpec:
         """Read the command line syntax ``name``, ``name=0.2`` or ``file.py:function=0.8``.
 
+        ``name:0.2`` is the same as ``name=0.2``: a function is never called like a number.
+
         Raises:
             ValueError: no name, or a weight which is not a finite number.
         """
         name, separator, weight = text.strip().rpartition("=")
+        if not separator and _is_number(text.rpartition(":")[2]):
+            name, separator, weight = text.strip().rpartition(":")
         if not separator:
             return cls(weight)
         try:
@@ -101,7 +130,17 @@ class RewardSpec:
         return self.name.rpartition(":")[2]
 
 
-def resolve_reward(spec: RewardSpec | str) -> RewardFunction:
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def resolve_reward(
+    spec: RewardSpec | str, settings: RewardSettings | None = None
+) -> RewardFunction:
     """The function of a registered name or of ``path/to/file.py:function``.
 
     A user's file is executed once per process. Its folder is appended to ``sys.path``, so that it
@@ -116,7 +155,7 @@ def resolve_reward(spec: RewardSpec | str) -> RewardFunction:
     if separator:
         return _function_of_file(Path(path), function_name)
     if name in _REGISTRY:
-        return _REGISTRY[name].function
+        return _REGISTRY[name].make(settings or RewardSettings())
     near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
@@ -134,29 +173,13 @@ def warm_up_reward(spec: RewardSpec) -> None:
 
 def _function_of_file(path: Path, function_name: str) -> RewardFunction:
     where = f"--reward-function {path}:{function_name}"
-    if not path.is_file() or path.suffix != ".py":
-        raise ValueError(
-            f"{where}: no Python file at {str(path.absolute())!r}; "
-            "give the path of a .py file that every node can read"
-        )
-    module = _load_file(path.resolve(), where)
-    function = getattr(module, function_name, None)
-    if function is None:
-        found = [name for name, value in vars(module).items() if _is_own_function(value, module)]
-        raise ValueError(
-            f"{where}: the file defines no {function_name!r}; "
-            f"its functions: {', '.join(found) or 'none'}"
-        )
+    function = load_from_file(path, function_name, where)
     if not callable(function):
         raise ValueError(
             f"{where}: is a {type(function).__name__}, must be a function of one RewardRequest"
         )
     _check_signature(function, where)
     return cast(RewardFunction, function)
-
-
-def _is_own_function(value: object, module: ModuleType) -> bool:
-    return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 def _check_signature(function: Callable[..., object], where: str) -> None:
@@ -170,24 +193,3 @@ def _check_signature(function: Callable[..., object], where: str) -> None:
         raise ValueError(
             f"{where}: must be callable with exactly one argument, the RewardRequest ({error})"
         ) from error
-
-
-def _load_file(path: Path, where: str) -> ModuleType:
-    module_name = f"user_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None and module_spec.loader is not None, path
-    module = importlib.util.module_from_spec(module_spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    # Registered before it runs: dataclasses and pickle look their module up by name.
-    sys.modules[module_name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(
-            f"{where}: the file fails to import: {type(error).__name__}: {error}"
-        ) from error
-    return module

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_rl.rewards.registry import RewardSpec, resolve_reward
+from mindspeed_rl.rewards.settings import ROW_REWARDS_KEY, RewardSettings
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardResult
 
 MAX_DETAIL_CHARS = 4000
@@ -23,9 +25,9 @@ class WeightedReward:
     function: RewardFunction
 
     @classmethod
-    def from_spec(cls, spec: RewardSpec) -> WeightedReward:
+    def from_spec(cls, spec: RewardSpec, settings: RewardSettings | None = None) -> WeightedReward:
         """Resolve ``spec`` in this process; raises `ValueError` as `resolve_reward` does."""
-        return cls(spec.label, spec.weight, resolve_reward(spec))
+        return cls(spec.label, spec.weight, resolve_reward(spec, settings))
 
 
 def check_reward(label: str, value: object) -> float | None:
@@ -44,7 +46,54 @@ def check_reward(label: str, value: object) -> float | None:
     )
 
 
-def score_sample(rewards: Sequence[WeightedReward], request: RewardRequest) -> RewardResult:
+def row_weights(
+    weights: Mapping[str, float], metadata: Mapping[str, Any], row_key: str = ROW_REWARDS_KEY
+) -> dict[str, float]:
+    """The rewards of one data row and their weights.
+
+    Args:
+        weights: of the run, by label.
+        metadata: of the row. Its field ``row_key`` may name one reward, list several, or map them
+            to weights of their own; the others then do not score this row. Without it all do.
+        row_key: name of the field.
+
+    Raises:
+        ValueError: the field is something else, or names a reward that the run does not have.
+    """
+    value = metadata.get(row_key)
+    if value is None:
+        return dict(weights)
+    chosen: dict[str, Any] = {}
+    if isinstance(value, str):
+        chosen = {value: weights.get(value)}
+    elif isinstance(value, Mapping):
+        chosen = dict(value)
+    elif isinstance(value, Sequence) and all(isinstance(name, str) for name in value):
+        chosen = {name: weights.get(name) for name in value}
+    unknown = [name for name in chosen if name not in weights]
+    good = all(isinstance(w, int | float) and math.isfinite(w) for w in chosen.values())
+    if not chosen or unknown or not good:
+        raise ValueError(
+            f"--reward-key {row_key!r} gives {value!r:.200}: must name one or several of the "
+            f"rewards {', '.join(weights)}, or map them to finite weights; add the reward to "
+            "--reward-function or fix the row"
+        )
+    return {name: float(weight) for name, weight in chosen.items()}
+
+
+def is_scored_by(
+    label: str, weights: Mapping[str, float], request: RewardRequest, row_key: str
+) -> bool:
+    """Whether a reward scores a sample; not, when its row is at fault."""
+    try:
+        return label in row_weights(weights, request.metadata, row_key)
+    except ValueError:  # said by score_sample
+        return False
+
+
+def score_sample(
+    rewards: Sequence[WeightedReward], request: RewardRequest, row_key: str = ROW_REWARDS_KEY
+) -> RewardResult:
     """Score one sample in this process, without limits.
 
     Whatever a function raises becomes status ``"error"`` and no reward, never a 0 (R41): also a
@@ -56,7 +105,13 @@ def score_sample(rewards: Sequence[WeightedReward], request: RewardRequest) -> R
     """
     parts: dict[str, float] = {}
     total = 0.0
+    try:
+        weights = row_weights({r.label: r.weight for r in rewards}, request.metadata, row_key)
+    except ValueError as error:
+        return RewardResult(request.sample_id, None, parts, "error", str(error))
     for reward in rewards:
+        if reward.label not in weights:
+            continue
         try:
             part = check_reward(reward.label, reward.function(request))
         except (MemoryError, KeyboardInterrupt):
@@ -66,5 +121,5 @@ def score_sample(rewards: Sequence[WeightedReward], request: RewardRequest) -> R
             return RewardResult(request.sample_id, None, parts, "error", detail)
         if part is not None:
             parts[reward.label] = part
-            total += reward.weight * part
+            total += weights[reward.label] * part
     return RewardResult(request.sample_id, total if parts else None, parts, "ok", "")

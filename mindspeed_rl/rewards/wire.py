@@ -19,7 +19,7 @@ class Kind(enum.IntEnum):
 
     SETUP = 0  # parent: [WorkerSetup]
     SCORE = 1  # parent: [list of RewardRequest]
-    READY = 2  # worker: functions are loaded, limits are set [None]
+    READY = 2  # worker: functions are loaded, limits are set [Ready]
     BAD_REWARD = 3  # worker: a function cannot be loaded, the user's fault [str]
     RESULT = 4  # worker: one per request, in order [RewardResult]
     LAST_RESULT = 5  # worker: as RESULT, then it exits; the rest was not started [RewardResult]

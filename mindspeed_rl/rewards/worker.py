@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import sys
+from collections import deque
 
 from mindspeed_rl.rewards import wire
 from mindspeed_rl.rewards.registry import warm_up_reward
-from mindspeed_rl.rewards.scoring import WeightedReward, score_sample
+from mindspeed_rl.rewards.scoring import WeightedReward, is_scored_by, score_sample
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
-from mindspeed_rl.rewards.worker_process import WorkerSetup
+from mindspeed_rl.rewards.worker_process import Ready, WorkerSetup
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,19 +50,37 @@ def limit_memory(growth_bytes: int) -> None:
 
 
 def _load(setup: WorkerSetup) -> list[WeightedReward]:
-    rewards = [WeightedReward.from_spec(spec) for spec in setup.specs]
+    rewards = [WeightedReward.from_spec(spec, setup.settings) for spec in setup.specs]
     for spec in setup.specs:
         warm_up_reward(spec)
     return rewards
 
 
-def _score(
-    connection: socket.socket, rewards: list[WeightedReward], requests: list[RewardRequest]
-) -> bool:
-    """Stream one result per request; return whether this worker can go on."""
-    for request in requests:
+class _Desk:
+    """The samples that have arrived and are not scored, and the functions that score them."""
+
+    def __init__(self, rewards: list[WeightedReward], row_key: str) -> None:
+        self._rewards = rewards
+        self._weights = {r.label: r.weight for r in rewards}
+        self._row_key = row_key
+        self.waiting: deque[RewardRequest] = deque()
+
+    def take(self, requests: list[RewardRequest]) -> None:
+        """Further samples. Rewards that wait for others begin with all of them at once."""
+        self.waiting.extend(requests)
+        for reward in self._rewards:
+            begin = getattr(reward.function, "prefetch", None)
+            if begin is not None:
+                begin([r for r in requests if self._scores(reward, r)])
+
+    def _scores(self, reward: WeightedReward, request: RewardRequest) -> bool:
+        return is_scored_by(reward.label, self._weights, request, self._row_key)
+
+    def score_next(self, connection: socket.socket) -> bool:
+        """Send one result; return whether this worker can go on."""
+        request = self.waiting.popleft()
         try:
-            result = score_sample(rewards, request)
+            result = score_sample(self._rewards, request, self._row_key)
         except MemoryError:
             detail = "MemoryError: the reward function ran into the worker's memory limit"
             result = RewardResult(request.sample_id, None, {}, "error", detail)
@@ -68,7 +88,7 @@ def _score(
             connection.sendall(wire.encode(wire.Kind.LAST_RESULT, result))
             return False
         connection.sendall(wire.encode(wire.Kind.RESULT, result))
-    return True
+        return True
 
 
 def serve(connection: socket.socket) -> None:
@@ -84,9 +104,19 @@ def serve(connection: socket.socket) -> None:
         return
     if setup.memory_limit_bytes is not None:
         limit_memory(setup.memory_limit_bytes)
-    connection.sendall(wire.encode(wire.Kind.READY, None))
-    while (message := wire.receive(connection)) is not None:
-        if not _score(connection, rewards, message.payload):
+    functions = [reward.function for reward in rewards]
+    notices = [getattr(function, "notice", "") for function in functions]
+    at_once = max(getattr(function, "concurrency", 1) for function in functions)
+    ready = Ready(tuple(filter(None, notices)), at_once)
+    connection.sendall(wire.encode(wire.Kind.READY, ready))
+    desk = _Desk(rewards, setup.settings.row_key)
+    while True:
+        while not desk.waiting or select.select([connection], [], [], 0.0)[0]:
+            message = wire.receive(connection)
+            if message is None:
+                return
+            desk.take(message.payload)
+        if not desk.score_next(connection):
             return
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl.rewards import wire
 from mindspeed_rl.rewards.registry import RewardSpec
+from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardRequest
 
 _RECEIVE_BYTES = 1 << 18
@@ -32,10 +35,25 @@ class WorkerSetup:
         specs: the reward functions to load.
         memory_limit_bytes: address space a worker may use on top of its imports; ``None`` for no
             limit.
+        settings: of the built-in rewards.
     """
 
     specs: tuple[RewardSpec, ...]
     memory_limit_bytes: int | None
+    settings: RewardSettings = field(default_factory=RewardSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a worker says when its functions are loaded.
+
+    Attributes:
+        notices: what they have to say about this machine.
+        at_once: samples that it can work on at a time; more than 1 where it waits for others.
+    """
+
+    notices: tuple[str, ...]
+    at_once: int
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -61,6 +79,7 @@ class WorkerProcess:
     Attributes:
         pending: positions of the samples sent and not answered, in the worker's order.
         ready: whether the functions are loaded.
+        at_once: samples that it can work on at a time.
         retiring: whether the worker said that it exits after its last result.
         closed: whether the other end of the socket is closed: the worker is dead or about to be.
         deadline_s: `time.monotonic` at which what it does now (start, a sample) has taken too long.
@@ -69,6 +88,7 @@ class WorkerProcess:
     def __init__(self, setup: WorkerSetup, deadline_s: float) -> None:
         self.pending: deque[int] = deque()
         self.ready = False
+        self.at_once = 1
         self.retiring = False
         self.closed = False
         self.deadline_s = deadline_s
@@ -77,18 +97,21 @@ class WorkerProcess:
         self._outgoing = bytearray()
         self.connection.setblocking(False)
         command = [sys.executable, "-m", "mindspeed_rl.rewards.worker"]
+        # Of its own, because what is killed cleans nothing up.
+        self._temporary = tempfile.mkdtemp(prefix="mindspeed_rl-reward-")
         try:
             with child_end:
                 self.process = subprocess.Popen(
                     [*command, str(child_end.fileno()), str(os.getpid())],
                     pass_fds=(child_end.fileno(),),
-                    env=worker_environment(os.environ),
+                    env=worker_environment(os.environ) | {"TMPDIR": self._temporary},
                     stdin=subprocess.DEVNULL,
                     # A group of its own, so that kill() reaches what the functions started.
                     start_new_session=True,
                 )
         except BaseException:
             self.connection.close()
+            shutil.rmtree(self._temporary, ignore_errors=True)
             raise
         self._send(wire.Kind.SETUP, setup)
 
@@ -96,6 +119,11 @@ class WorkerProcess:
     def has_unsent(self) -> bool:
         """Whether bytes wait for the socket to become writable."""
         return bool(self._outgoing)
+
+    @property
+    def room(self) -> int:
+        """Samples that it could begin with now."""
+        return max(0, self.at_once - len(self.pending)) if self.ready and not self.closed else 0
 
     def send_requests(self, positions: Sequence[int], requests: Sequence[RewardRequest]) -> None:
         """Queue samples; ``positions`` come back in `pending`."""
@@ -125,11 +153,14 @@ class WorkerProcess:
         return self._incoming.feed(data)
 
     def kill(self, grace_s: float = 0.0) -> int:
-        """End the process and all it started, reap it, free the socket; return its exit code.
+        """End the process and all it started, reap it, free socket and temporary files.
 
         Args:
             grace_s: how long to let a worker that is exiting by itself finish, so that its exit
                 code and its traceback on stderr are its own.
+
+        Returns:
+            Its exit code.
         """
         if grace_s > 0:
             with suppress(subprocess.TimeoutExpired):
@@ -139,4 +170,6 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
-        return self.process.wait()
+        code = self.process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        return code

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -43,14 +43,26 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sample to generate: prompt ids and the seed of its own random stream."""
+    """One sample to generate.
+
+    Attributes:
+        sample_id: of the completion.
+        token_ids: what the model reads first.
+        seed: of its own random stream.
+        max_tokens: limit of this one where it is not that of the settings.
+    """
 
     sample_id: int
     token_ids: tuple[int, ...]
     seed: int
+    max_tokens: int | None = None
 
 
-def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0) -> int:
+OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
+"""Called after every step of an engine with the completions that it finished, by sample id."""
+
+
+def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int = 0) -> int:
     """The seed of one sample: a hash of what it is, not of where it runs (R45).
 
     Args:
@@ -58,11 +70,14 @@ def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0) -> int:
         step: RL step.
         sample_id: equal in every layout.
         k: attempt, for resampling.
+        turn: of a conversation with an environment.
 
     Returns:
         An integer in [0, 2^63).
     """
     message = struct.pack("<4q", run_seed, step, sample_id, k)
+    if turn:
+        message += struct.pack("<q", turn)
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
 
@@ -73,7 +88,8 @@ def requests_digest(
     state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
     for request in requests:
         ids = request.token_ids
-        state.update(struct.pack("<3q", request.sample_id, request.seed, len(ids)))
+        limit = -1 if request.max_tokens is None else request.max_tokens
+        state.update(struct.pack("<4q", request.sample_id, request.seed, limit, len(ids)))
         state.update(struct.pack(f"<{len(ids)}q", *ids))
     return state.digest()
 
@@ -134,6 +150,10 @@ class InferenceEngine(Protocol):
         requests: Sequence[GenerationRequest],
         settings: SamplingSettings,
         trainer_version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
-        """Sample one completion per request, in order. Collective: the ranks of the engine."""
+        """Sample one completion per request, in order. Collective: the ranks of the engine.
+
+        ``on_step`` is for work that may be done while others are still being sampled.
+        """
         ...

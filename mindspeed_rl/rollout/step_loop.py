@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,19 +55,14 @@ class StepStats:
         """Milliseconds; 0 without a step."""
         return 1e3 * self.seconds / self.steps if self.steps else 0.0
 
-    def add(self, other: StepStats) -> None:
-        """Take another call in."""
-        self.steps += other.steps
-        self.dummy_steps += other.dummy_steps
-        self.seconds += other.seconds
-        self.sync_seconds += other.sync_seconds
-        self.reductions += other.reductions
-        self.running += other.running
-
 
 def run_steps(
-    engine: Any, agreement: RankAgreement | None, interval: int, max_num_seqs: int
-) -> tuple[dict[int, Any], StepStats]:
+    engine: Any,
+    agreement: RankAgreement | None,
+    interval: int,
+    max_num_seqs: int,
+    stats: StepStats,
+) -> Iterator[dict[int, Any]]:
     """Step until no rank of the engine has a request. Collective: the ranks of the engine.
 
     Args:
@@ -74,14 +70,15 @@ def run_steps(
         agreement: our packed reduction; ``None`` leaves it to the engine.
         interval: with ``agreement``, steps between looks at who is done.
         max_num_seqs: sequences that run at once on a rank.
+        stats: what was run is added to it; without the time that the caller spends between steps.
 
-    Returns:
-        Finished requests by their number, and what was run.
+    Yields:
+        What each step has finished, by the number of the request.
     """
-    finished: dict[int, Any] = {}
-    stats, start = StepStats(), time.perf_counter()
+    steps, lengths = 0, dict[int, int]()
     waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
     while True:
+        start = time.perf_counter()
         mine = engine.get_num_unfinished_requests()
         if agreement is None:
             if not engine.has_unfinished_requests():
@@ -89,17 +86,17 @@ def run_steps(
         else:
             agreement.offer(mine)
             engine.should_execute_dummy_batch = not mine
-        for output in engine.step():
-            if output.finished:
-                finished[int(output.request_id)] = output
-        stats.steps += 1
+        finished = {int(o.request_id): o for o in engine.step() if o.finished}
+        steps += 1
         stats.dummy_steps += not mine
-        if agreement is not None and stats.steps % interval == 0 and agreement.finished():
+        lengths |= {key: len(o.outputs[0].token_ids) for key, o in finished.items()}
+        done = agreement is not None and steps % interval == 0 and agreement.finished()
+        stats.seconds += time.perf_counter() - start
+        yield finished
+        if done:
             break
-    stats.seconds = time.perf_counter() - start
+    stats.steps += steps
     if agreement is not None:
-        stats.sync_seconds = agreement.seconds - waited
-        stats.reductions = agreement.reductions - reduced
-    lengths = [len(finished[key].outputs[0].token_ids) for key in sorted(finished)]
-    stats.running = decode_batches(lengths, max_num_seqs)
-    return finished, stats
+        stats.sync_seconds += agreement.seconds - waited
+        stats.reductions += agreement.reductions - reduced
+    stats.running += decode_batches([lengths[key] for key in sorted(lengths)], max_num_seqs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mindspeed_rl.rollout.backend import Backend, make_backend
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
+    OnStep,
     SamplingSettings,
     requests_digest,
 )
@@ -145,7 +146,7 @@ class VllmEngine:
         """The trainer's update count of the weights; -1 while they are incomplete."""
         return self._version
 
-    def weight_views(self) -> dict[str, torch.Tensor]:
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
         """Live parameters by vLLM's names, for writing between begin and finish of an update.
 
         Raises:
@@ -264,26 +265,40 @@ class VllmEngine:
         requests: Sequence[GenerationRequest],
         settings: SamplingSettings,
         trainer_version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
         """Sample one completion per request, in order. Collective: the ranks of this engine.
+
+        ``on_step`` gets what each step of the engine has finished.
 
         Raises:
             RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
                 ranks of the engine were given different requests, or vLLM gave a request up.
         """
+        self._require("generate", trainer_version)
+        self._check_agreement(requests_digest(requests, settings, trainer_version))
+        done: dict[int, Completion] = {}
+        with preserved_rng(self._platform):
+            self._add(requests, settings)
+            for outputs in self._steps():
+                finished = {
+                    key: completion(output.outputs[0], key, trainer_version)
+                    for key, output in outputs.items()
+                }
+                done |= finished
+                if on_step is not None:
+                    on_step(finished)
+        return [done[request.sample_id] for request in requests]
+
+    def _require(self, call: str, trainer_version: int) -> None:
+        """Only weights that are known are computed with (R3)."""
         if self._state is not EngineState.AWAKE or self._version != trainer_version:
             raise RuntimeError(
-                f"generate: the engine is {self._state.value} with weights of version "
+                f"{call}: the engine is {self._state.value} with weights of version "
                 f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
             )
-        self._check_agreement(requests_digest(requests, settings, trainer_version))
-        with preserved_rng(self._platform):
-            outputs = self._run(requests, settings)
-        return [completion(outputs[r.sample_id], r.sample_id, trainer_version) for r in requests]
 
-    def _run(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings
-    ) -> dict[int, Any]:
+    def _add(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> None:
         from vllm.inputs.engine import tokens_input
 
         base = sampling_params(settings)
@@ -291,17 +306,26 @@ class VllmEngine:
             prompt = tokens_input(prompt_token_ids=list(request.token_ids))
             params = copy.copy(base)
             params.seed = request.seed
+            if request.max_tokens is not None:
+                params.max_tokens = request.max_tokens
             self._engine.add_request(str(request.sample_id), prompt, params)
-        return {key: output.outputs[0] for key, output in self._step_until_done().items()}
 
     def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float, with_entropy: bool
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        trainer_version: int,
     ) -> list[list[tuple[float, float]]]:
         """log-prob and entropy of every token after the first of each sequence.
 
         Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs the
         argument ``max_logprobs=-1`` of the engine and time for its whole distribution.
+
+        Raises:
+            RuntimeError: the engine is not awake, or its weights are not ``trainer_version``.
         """
+        self._require("score", trainer_version)
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -316,18 +340,20 @@ class VllmEngine:
             for number, ids in enumerate(sequences):
                 prompt = tokens_input(prompt_token_ids=list(ids))
                 self._engine.add_request(str(number), prompt, copy.copy(params))
-            outputs = self._step_until_done()
+            outputs = {key: o for finished in self._steps() for key, o in finished.items()}
         return [
             token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
             for number, ids in enumerate(sequences)
         ]
 
-    def _step_until_done(self) -> dict[int, Any]:
-        """The step loop: ours, so that other work can be put between the steps of the engine."""
+    def _steps(self) -> Iterator[dict[int, Any]]:
+        """The step loop: ours, so that other work can be put between the steps of the engine.
+
+        Yields what each step finished. Ranks without requests of their own keep stepping while
+        others of their engine have some.
+        """
         capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
-        finished, stats = run_steps(self._engine, self._agreement, self._interval, capacity)
-        self.stats.add(stats)
-        return finished
+        return run_steps(self._engine, self._agreement, self._interval, capacity, self.stats)
 
     def _check_agreement(self, digest: bytes) -> None:
         """All ranks of the engine must be about to generate the same thing (R28)."""

@@ -59,7 +59,7 @@ PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sourc
 PLAIN_OBSERVABILITY = tuple(
     f"observability.{name}" for name in ("files", "jsonl", "names", "summary", "host_memory")
 )
-LAYER_1 = ("data", "rewards", "algorithms")
+LAYER_1 = ("data", "rewards", "environments", "algorithms")
 LAYER_2 = (
     "checkpoint",
     "platforms",

@@ -6,7 +6,7 @@ weights. Like vLLM it caches what it computed for a prompt until its prefix cach
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,14 +129,15 @@ class EngineDouble(VllmEngine):
         self.toy = ToyLLM(ToyModel(shapes))
         return self.toy
 
-    def _run(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings
-    ) -> dict[int, Any]:
-        return {
-            r.sample_id: SimpleNamespace(
+    def _add(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> None:
+        self._asked = list(requests)
+
+    def _steps(self) -> Iterator[dict[int, Any]]:
+        """One step per request, the last one first."""
+        for r in reversed(self._asked):
+            output = SimpleNamespace(
                 token_ids=[7],
                 logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(r.token_ids))}],
                 finish_reason=self.finish_reasons.get(r.sample_id, "stop"),
             )
-            for r in requests
-        }
+            yield {r.sample_id: SimpleNamespace(outputs=[output])}

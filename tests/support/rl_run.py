@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from support.scoring import OneByOne
 from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, TableEngine, first_table
 
 from mindspeed_rl.algorithms.types import MeanTerm
@@ -152,7 +153,7 @@ class TableScorer(TablePolicy):
         return [self.table[b.batch.token_ids[b.batch.loss_mask]].detach() for b in batches]
 
 
-class TableRewards:
+class TableRewards(OneByOne):
     """A reward pool that gives sample ``i`` ``rewards[i]``; ``None`` abstains."""
 
     def __init__(self, rewards: Mapping[int, float | None]) -> None:
@@ -224,7 +225,7 @@ def make_run(
         job=job,
         tokenizer=cast(Any, Characters()),
         prompts=cast(PromptDataset, PROMPTS),
-        eval_prompts=None,
+        eval_sets={},
         sampler=PromptSampler(NUM_PROMPTS, config.train.seed),
         policy=cast(Any, policy),
         reference=cast(Any, TablePolicy(first_table())) if rl.grpo_kl_beta else None,

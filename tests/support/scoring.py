@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from mindspeed_rl.rewards import RewardRequest, RewardResult, RewardSpec
 from mindspeed_rl.rewards.scoring import WeightedReward, score_sample
@@ -12,7 +13,47 @@ def abstains(request: RewardRequest) -> None:
     """No verdict on anything (R43)."""
 
 
-class InlinePool:
+class OneByOne:
+    """A pool whose samples come one by one and are scored at the end, by sample id.
+
+    Attributes:
+        polls: how many samples had arrived at each poll of the last scoring.
+    """
+
+    notices: tuple[str, ...] = ()
+
+    @contextmanager
+    def scoring(self) -> Iterator[OneByOne]:
+        """Stands in for ``Scoring``."""
+        self._arrived: list[RewardRequest] = []
+        self.polls: list[int] = []
+        yield self
+
+    @property
+    def num_done(self) -> int:
+        """All that had come at the last poll."""
+        return self.polls[-1]
+
+    def add(self, request: RewardRequest) -> None:
+        """Noted."""
+        self._arrived.append(request)
+
+    def poll(self) -> None:
+        """Noted."""
+        self.polls.append(len(self._arrived))
+
+    def finish(self) -> list[RewardResult]:
+        """Scores in the order of arrival."""
+        requests = sorted(self._arrived, key=lambda request: request.sample_id)
+        results = {result.sample_id: result for result in self.score(requests)}
+        return [results[request.sample_id] for request in self._arrived]
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """In the order of the requests."""
+        raise NotImplementedError
+
+
+class InlinePool(OneByOne):
     """What ``RewardPool`` is to a run; ``abstains`` is a reward besides the registered ones."""
 
     def __init__(self, specs: Sequence[str]) -> None:

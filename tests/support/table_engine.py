@@ -14,6 +14,7 @@ from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
     InferenceEngine,
+    OnStep,
     SamplingSettings,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
@@ -37,6 +38,7 @@ class TableEngine:
         stats: nothing is stepped.
         stale: error that the engine makes in its log-probs although its weights are right.
         calls: what the phases asked for.
+        steps: the samples that each step finished.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class TableEngine:
         self.stats = StepStats()
         self.stale = 0.0
         self.calls: list[str] = []
+        self.steps: list[tuple[int, ...]] = []
         self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []
 
     def weight_views(self) -> dict[str, torch.Tensor]:
@@ -96,9 +99,13 @@ class TableEngine:
             self.state = EngineState.AWAKE
 
     def generate(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
-        """The log-probs are those of the engine's own weights."""
+        """The log-probs are those of the engine's own weights; one token of each per step."""
         assert version == self.weights_version, "Phases let a stale engine generate"
         assert self.state is EngineState.AWAKE, "Phases let a sleeping engine generate"
         self.asked.append((list(requests), settings))
@@ -108,6 +115,12 @@ class TableEngine:
             logprobs = tuple((self.weights[list(ids)] + self.stale).tolist())
             reason = "stop" if ids[-1] == STOP else "length"
             result.append(Completion(ids, logprobs, reason, version))
+        for length in range(1, 1 + max((len(c.token_ids) for c in result), default=0)):
+            pairs = zip(requests, result, strict=True)
+            finished = {r.sample_id: c for r, c in pairs if len(c.token_ids) == length}
+            self.steps.append(tuple(finished))
+            if on_step is not None:
+                on_step(finished)
         return result
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 from mindspeed_rl.rewards import RewardRequest
@@ -50,6 +52,21 @@ def allocates_on_bad(request: RewardRequest) -> float:
 def dies_on_bad(request: RewardRequest) -> float:
     if "bad" in request.response:
         os._exit(3)
+    return 1.0
+
+
+def leaves_files_behind(request: RewardRequest) -> float:
+    folder = tempfile.mkdtemp()
+    with open(request.answer, "w") as file:
+        file.write(folder)
+    while "bad" in request.response:
+        pass
+    return 1.0
+
+
+def segfaults_on_bad(request: RewardRequest) -> float:
+    if "bad" in request.response:
+        ctypes.string_at(0)
     return 1.0
 
 

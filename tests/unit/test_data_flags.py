@@ -42,7 +42,7 @@ def test_no_chat_template_in_rl(base_model: Path) -> None:
                 load_data(config.prompts, tokenizer, progress=False)
             continue
         prompts, held_out = load_data(config.prompts, tokenizer, progress=False)
-        assert prompts[0].token_ids == tuple(tokenizer.encode("12")) and held_out is None
+        assert prompts[0].token_ids == tuple(tokenizer.encode("12")) and held_out == {}
 
 
 def test_no_chat_template_in_supervised_training(base_model: Path) -> None:

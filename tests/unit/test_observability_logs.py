@@ -197,13 +197,26 @@ def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
     assert _tensorboard(tmp_path, "eval/accuracy") == expected
     # The checkpoint of step 2 was saved before the evaluation of step 2.
-    with RunLogger(tmp_path, True, ("jsonl",)) as resumed:
+    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as resumed:
         resumed.truncate_after(2)
         resumed.log_evaluation(2, {"eval/accuracy": 2.0})
         resumed.log(3, {"reward/mean": 3.0})
         resumed.log_evaluation(3, {"eval/accuracy": 3.0})
     again = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
     assert again == everything
+    assert _tensorboard(tmp_path, "eval/accuracy") == expected
+    assert _tensorboard(tmp_path, "reward/mean") == expected[1:], "step 2 is written again"
+
+
+def test_a_fresh_run_hides_the_events_of_another_one(tmp_path: Path) -> None:
+    """In a --tensorboard-dir of the user's; the other run's files stay."""
+    events = tmp_path / "mine" / "tensorboard"
+    for output, value in (("a", 1.0), ("b", 2.0)):
+        with RunLogger(tmp_path / output, True, ("jsonl", "tensorboard"), events) as logger:
+            logger.log(1, {"reward/mean": value})
+    assert _tensorboard(tmp_path / "mine", "reward/mean") == [(1, 2.0)]
+    assert len(list(events.glob("events.out.tfevents.*"))) == 2
+    assert not (tmp_path / "a" / "tensorboard").exists()
 
 
 def test_an_evaluation_logs_only_its_own_metrics(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from rewards_support import USER_FILE, make_requests
+from rewards_support import USER_FILE, make_requests, wait_for
 
-from mindspeed_rl.rewards import RewardError, RewardPool, RewardRequest, resolve_reward
+from mindspeed_rl.rewards import RewardError, RewardPool, RewardRequest, Scoring, resolve_reward
 from mindspeed_rl.rewards.wire import FrameBuffer, Kind, encode
 from mindspeed_rl.rewards.worker_process import worker_environment
 
@@ -172,3 +172,47 @@ def test_frames_split_anywhere() -> None:
         for start in range(0, len(stream), step):
             received += buffer.feed(stream[start : start + step])
         assert received == messages
+
+
+# --- samples that come one by one ---------------------------------------------------------------
+
+
+def wait_until_done(scoring: Scoring, count: int) -> bool:
+    return wait_for(lambda: scoring.poll() is None and scoring.num_done == count, 20.0)
+
+
+def test_samples_are_scored_as_they_come() -> None:
+    """The first is scored before the second exists; order is that of arrival."""
+    with (
+        RewardPool([f"{USER_FILE}:length"], num_workers=2) as pool,
+        pool.scoring() as scoring,
+    ):
+        scoring.poll()
+        for number, request in enumerate(make_requests("abc", "a", "ab")):
+            scoring.add(request)
+            assert scoring.num_done == number
+            assert wait_until_done(scoring, number + 1)
+        results = scoring.finish()
+    assert [r.reward for r in results] == [3.0, 1.0, 2.0]
+
+
+def test_polling_enforces_the_limit_of_a_sample() -> None:
+    """R42: also while nobody waits for the results."""
+    with (
+        RewardPool([f"{USER_FILE}:hangs_on_bad"], num_workers=1, timeout_s=0.3) as pool,
+        pool.scoring() as scoring,
+    ):
+        for request in make_requests("bad", "good"):
+            scoring.add(request)
+        assert wait_until_done(scoring, 2)
+        assert [r.status for r in scoring.finish()] == ["timeout", "ok"]
+
+
+def test_a_scoring_that_is_given_up_leaves_nothing_behind() -> None:
+    """An engine that fails in the middle must not leave answers for the next batch."""
+    with RewardPool([f"{USER_FILE}:sleeps"], num_workers=1) as pool:
+        with pytest.raises(ZeroDivisionError), pool.scoring() as scoring:
+            scoring.add(make_requests("0.3")[0])
+            scoring.poll()
+            raise ZeroDivisionError
+        assert [r.status for r in pool.score(make_requests("0", "0"))] == ["ok", "ok"]

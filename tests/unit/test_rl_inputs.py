@@ -31,14 +31,13 @@ class Prompts(list[Prompt]):
 
 def test_held_out_prompts_must_not_be_trained_on() -> None:
     train = cast(Any, Prompts("train.jsonl", (1, 2, 3)))
-    refuse_overlap(train, None)
-    refuse_overlap(train, cast(Any, Prompts("heldout.jsonl", (4, 5))))
+    refuse_overlap(train, cast(Any, Prompts("heldout.jsonl", (4, 5))), "--eval-prompt-data")
     told = (
         r"--eval-prompt-data heldout\.jsonl: 2 of 3 prompts are also in --prompt-data train\.jsonl"
         r", e\.g\. 'text 2'; remove them"
     )
     with pytest.raises(ValueError, match=told):
-        refuse_overlap(train, cast(Any, Prompts("heldout.jsonl", (4, 2, 3))))
+        refuse_overlap(train, cast(Any, Prompts("heldout.jsonl", (4, 2, 3))), "--eval-prompt-data")
 
 
 def stop_ids(model: tuple[int, ...], tokenizer: int | None) -> tuple[int, ...]:

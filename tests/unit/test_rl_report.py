@@ -15,22 +15,25 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.scoring import InlinePool
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import Max, MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.orchestration.evaluation import evaluate
+from mindspeed_rl.orchestration.evaluation import evaluate, is_right
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report, check_mismatch, worse_mismatch
 from mindspeed_rl.orchestration.rl_step import collect
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.types import Completion, Prompt
 
 END = 0
@@ -59,18 +62,30 @@ class Answers:
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[str, str]], clock: Clock) -> None:
         self.answers = answers
+        self.asked: list[list[GenerationRequest]] = []
         self.clock = clock
+        self.stats = StepStats()
 
     def generate(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
         self.clock.now_s += 2.0
+        self.stats.steps += 1
+        self.asked.append(list(requests))
         found = [self.answers[r.token_ids] for r in requests]
         ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
-        return [
+        completions = [
             Completion(i, (-0.5,) * len(i), why, version)
             for i, (_, why) in zip(ids, found, strict=True)
         ]
+        if on_step is not None:
+            pairs = zip(requests, completions, strict=True)
+            on_step({r.sample_id: c for r, c in pairs})
+        return completions
 
 
 @pytest.fixture
@@ -115,12 +130,14 @@ def make_run(
         engine=Answers(answers, clock), tokenizer=Letters(),
         sampling=lambda temperature: SETTINGS,
         sampler=SimpleNamespace(next=lambda count: list(range(count))),
-        prompts=prompts, eval_prompts=prompts,
-        rewards=InlinePool(rewards), reward_names=tuple(r.partition("=")[0] for r in rewards),
+        prompts=prompts, eval_sets={"": prompts},
+        environment=None, rewards=InlinePool(rewards),
+        reward_names=tuple(r.partition("=")[0] for r in rewards),
         part_names=tuple(r.partition("=")[0] for r in rewards),
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", 1, True),
-        ledger=SimpleNamespace(metrics=MetricSet), phases=SimpleNamespace(sync_metrics=MetricSet()),
+        ledger=SimpleNamespace(metrics=MetricSet),
+        phases=SimpleNamespace(sync_metrics=MetricSet(), require=lambda phase, what: None),
     )  # fmt: skip
     return cast(RLJob, run)
 
@@ -140,7 +157,7 @@ ROWS = (
 @pytest.mark.usefixtures("alone")
 def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
-    result = evaluate(run, 3)
+    result = evaluate(run, run.eval_sets[""], 3)
     assert result.reward == pytest.approx((1.0 + 1.0 + 0.1 + 0.9) / 4)
     assert result.accuracy == 1 / 4
     assert result.accuracy_lenient == 3 / 4
@@ -149,17 +166,51 @@ def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_without_the_math_reward_the_last_number_counts(tmp_path: Path) -> None:
-    result = evaluate(make_run(tmp_path, ROWS, ["exact_match"]), 3)
-    assert result.reward == 2 / 4, "exact_match does not ask how a response ended"
+def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS, ["format"])
+    result = evaluate(run, run.eval_sets[""], 3)
+    assert result.reward == 3 / 4
     assert (result.accuracy, result.accuracy_lenient) == (1 / 4, 2 / 4)
 
 
 @pytest.mark.usefixtures("alone")
 def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["abstains"])
-    result = evaluate(run, 3)
+    result = evaluate(run, run.eval_sets[""], 3)
     assert math.isnan(result.reward) and result.num_unscored == 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) -> None:
+    """R58; greedy and three samples per prompt, with seeds of their own."""
+    flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
+    run = make_run(tmp_path, ROWS, ["math"], flags)
+    run.eval_sets = {"": run.prompts, "hard": cast(Any, run.prompts[2:])}
+    report = Report(run)
+    report.evaluate_if_due(0)
+    (record,) = metrics_of(tmp_path)
+    assert record["eval/num_prompts"] == 4 and record["eval/hard/num_prompts"] == 2
+    assert record["eval/accuracy_lenient"] == 3 / 4 == record["eval/mean@3"]
+    assert record["eval/hard/accuracy_lenient"] == 1 / 2 == record["eval/hard/pass@1"]
+    assert record["eval/pass@2"] == record["eval/pass@3"] == 3 / 4
+    assert record["eval/hard/sampled_reward"] == record["eval/hard/reward"] == 1 / 2
+    asked = cast(Answers, run.engine).asked
+    assert [len(requests) for requests in asked] == [4, 12, 2, 6]
+    assert len({r.seed for r in asked[1]}) == 12
+    again = Report(make_run(tmp_path, ROWS, ["math"], flags), 1, report.state_dict())
+    assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
+
+
+def test_the_first_verdict_that_scored_a_sample_counts() -> None:
+    def sample(*parts: float) -> Sample:
+        nothing = torch.zeros(0)
+        return Sample(0, 0, nothing.long(), nothing, True, 0, 0.0, parts)
+
+    rewards = ("format", "code", "math")
+    assert is_right(sample(1.0, 1.0, 0.0), rewards, "7", "8") is False
+    assert is_right(sample(0.0, 1.0, math.nan), rewards, "7", "8") is True
+    assert is_right(sample(0.0, 0.5, math.nan), rewards, "8", "8") is False
+    assert is_right(sample(0.0, math.nan, math.nan), rewards, "8", "8") is True
 
 
 def log(run: RLJob, report: Report, step: int, mismatch: float) -> None:

@@ -21,7 +21,7 @@ from support.table_engine import STOP, VOCAB, TableEngine, first_table, response
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
-from mindspeed_rl.orchestration import rl_batch, rl_step
+from mindspeed_rl.orchestration import rl_batch, rl_rollout, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.phases.machine import Phase
 
@@ -132,11 +132,23 @@ def test_rewards_read_the_text_without_special_tokens(tmp_path: Path) -> None:
 
 def test_ranks_without_rewards_report_the_same_names(tmp_path: Path) -> None:
     run = make_run(tmp_path, rewards=REWARDS)
-    _, metrics = rl_step.score(run, [])
+    with rl_rollout.scorer_of(run) as scorer:
+        _, metrics = scorer.finish()
     run.rewards = None
-    scored, silent = rl_step.score(run, [])
+    with rl_rollout.scorer_of(run) as scorer:
+        scored, silent = scorer.finish()
     assert (scored, silent.keys()) == ([], metrics.keys())
     assert all(metric == Mean(0, 0) for metric in silent.values())
+
+
+def test_finished_samples_are_scored_while_others_are_generated(tmp_path: Path) -> None:
+    """Every step of the engine hands over what it finished, and the rewards begin with it."""
+    run = make_run(tmp_path, rewards=REWARDS)
+    collected(run)
+    steps = engine_of(run).steps
+    assert len(steps) == 4 and sum(len(done) > 0 for done in steps) > 1, steps
+    counts = [sum(map(len, steps[: n + 1])) for n in range(len(steps))]
+    assert cast(TableRewards, run.rewards).polls == [*counts, 6]
 
 
 def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
@@ -147,6 +159,13 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
         "reward/max": 1.0,
         "reward/min": 0.0,
         "reward/abstained": 1.0,
+        "reward/p10": 0.0,
+        "reward/p50": 0.5,
+        "reward/p90": 1.0,
+        "response/length_p10": 1.0,
+        "response/length_p50": 2.0,
+        "response/length_p90": 4.0,
+        "response/length_min": 1.0,
         "reward/format": 0.5,
         "reward/degenerate_groups": 0.5,
         "response/length_mean": NUM_TOKENS / 6,

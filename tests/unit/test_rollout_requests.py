@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.config import TrainConfig
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_step import generate, my_share
+from mindspeed_rl.orchestration.rl_rollout import generate, my_share
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
@@ -28,7 +28,11 @@ class Recorder:
         self.requests: list[GenerationRequest] = []
 
     def generate(
-        self, requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        version: int,
+        on_step: OnStep | None = None,
     ) -> list[Completion]:
         """One token per request."""
         self.requests = list(requests)

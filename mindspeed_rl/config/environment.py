@@ -1,0 +1,28 @@
+"""Flags of conversations with an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.flag import flag
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentConfig:
+    """Environments.
+
+    With an environment a response has several turns: the model speaks until a stop token, the
+    environment answers in tokens, and so on. Tokens of the environment are read and never trained
+    on. ``--rollout-max-response-length`` is the limit of all turns together. The reward
+    ``environment`` is what the environment says; the other rewards see what the model said, and the
+    whole conversation as ``transcript`` in their metadata.
+
+    Example: --rl-environment calculator --reward-function environment
+    """
+
+    rl_environment: str = flag(
+        "", "An environment: a registered name or FILE.py:NAME; empty for none."
+    )
+    rl_environment_max_turns: int = flag(
+        4, "Turns of the model in one response; it is cut after them.", minimum=1
+    )

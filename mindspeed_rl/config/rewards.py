@@ -1,0 +1,99 @@
+"""Flags of the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.flag import flag
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """Rewards.
+
+    Every sample is scored by the weighted sum of the reward functions, in worker processes beside
+    the engines, while other samples are still being generated. Built in: math, exact_match,
+    numeric_match, format, length, code (unit tests in a sandbox), remote (a server), environment
+    (what --rl-environment says). A function of your own:
+    ``--reward-function rewards.py:score=1.0 format=0.2``. A row of the data may name the rewards
+    that score it.
+    """
+
+    reward_function: tuple[str, ...] = flag(
+        ("math",),
+        "Rewards, summed: a registered name or FILE.py:FUNCTION, each may end with =WEIGHT or "
+        ":WEIGHT (1 if not).",
+        names=("--reward-function", "--rl-reward"),
+        nargs="+",
+    )
+    reward_key: str = flag(
+        "rewards",
+        "Field of a data row that names the rewards which score it: one, a list, or an object of "
+        "weights. Rows without it are scored by all.",
+    )
+    reward_model_hf_checkpoint: str = flag(
+        "",
+        "A sequence classifier with one label, in the training layout: its output at the last "
+        "token of a sample is added to the rewards of the functions. Evaluation leaves it out.",
+    )
+    reward_model_weight: float = flag(1.0, "Factor of the reward model's score.")
+    reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
+    reward_timeout_s: float = flag(
+        10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01
+    )
+    reward_timeout_score: float = flag(0.0, "Reward of a sample that hit the limit.")
+    reward_memory_limit_gb: float = flag(
+        4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
+    )
+    reward_max_error_rate: float = flag(
+        0.05, "Stop when a larger share of a batch raises in its reward.", minimum=0.0, maximum=1.0
+    )
+    reward_pool: str = flag(
+        "process",
+        "Where rewards run: in processes of each node (process), or in Ray actors anywhere in a "
+        "Ray cluster (ray), with the same limits. ray needs the extra ray.",
+        names=("--reward-pool", "--rl-reward-pool"),
+        choices=("process", "ray"),
+    )
+    reward_format_regex: str = flag(
+        "", "Pattern of the reward format, for rows without a format_regex of their own."
+    )
+    reward_length_target: int = flag(
+        0,
+        "Tokens up to which the reward length is 1; it falls to 0 at "
+        "--rollout-max-response-length.",
+        minimum=0,
+    )
+    reward_code_time_limit_s: float = flag(
+        4.0, "Limit for one test of the reward code, in seconds.", minimum=0.05
+    )
+    reward_code_memory_gb: float = flag(
+        1.0, "Address space of each process of a tested program, in GiB.", minimum=0.05
+    )
+    reward_code_processes: int = flag(
+        16, "Processes and threads of a tested program, where the kernel counts them.", minimum=1
+    )
+    reward_code_score: str = flag(
+        "all",
+        "Reward code: 1 when all tests pass (all), or the share that passes (fraction).",
+        choices=("all", "fraction"),
+    )
+    reward_code_network: str = flag(
+        "auto",
+        "Tested programs have no network where the kernel allows it to be taken away, and the log "
+        "says whether it is (auto); or the run is refused elsewhere (require).",
+        choices=("auto", "require"),
+    )
+    reward_url: str = flag("", "Server of the reward remote: samples are posted there as JSON.")
+    reward_url_timeout_s: float = flag(
+        5.0, "Limit of one attempt to reach --reward-url, in seconds.", minimum=0.05
+    )
+    reward_url_retries: int = flag(
+        3, "Further attempts, with growing pauses, when --reward-url fails.", minimum=0
+    )
+    reward_url_concurrency: int = flag(
+        8,
+        "Requests to --reward-url in flight at a time, per reward process; there are "
+        "--reward-num-workers of those per engine.",
+        minimum=1,
+    )

@@ -1,0 +1,21 @@
+"""Environments: conversations of several turns, on token ids."""
+
+from mindspeed_rl.environments.calculator import Calculator
+from mindspeed_rl.environments.chat import answer_tokens
+from mindspeed_rl.environments.registry import (
+    known_environments,
+    register_environment,
+    resolve_environment,
+)
+from mindspeed_rl.environments.types import Environment, EnvironmentFactory, Observation
+
+__all__ = [
+    "Calculator",
+    "Environment",
+    "EnvironmentFactory",
+    "Observation",
+    "answer_tokens",
+    "known_environments",
+    "register_environment",
+    "resolve_environment",
+]

@@ -1,0 +1,224 @@
+"""Conversations of several turns between the engine and environments.
+
+All engines take their turns together: before each turn every rank learns which samples go on, so
+that the ranks of an engine make the same requests and those without any keep in step. Within a turn
+an environment answers as soon as its sample has finished, while others are being generated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mindspeed_rl.environments import Environment, Observation
+from mindspeed_rl.experience.exchange import Continuation, exchange_continuations
+from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_rollout import Scorer, my_share
+from mindspeed_rl.rewards import RewardError
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.types import Completion, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Episode:
+    """The conversation of one sample: all tokens behind the prompt, and whose they are."""
+
+    sample_id: int
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    turns: int = 0
+    reward: float | None = None
+
+    def say(self, completion: Completion) -> None:
+        """A turn of the model."""
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.loss_mask += [True] * len(completion.token_ids)
+        self.turns += 1
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """An answer of the environment."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.loss_mask += [False] * len(token_ids)
+
+    def rollout(self, finish_reason: str, version: int, *, trained: bool = True) -> Rollout:
+        """The sample; not trained on at all unless ``trained``."""
+        mask = tuple(self.loss_mask) if trained else (False,) * len(self.loss_mask)
+        tokens, logprobs = tuple(self.token_ids), tuple(self.logprobs)
+        completion = Completion(tokens, logprobs, finish_reason, version, mask)
+        return Rollout(self.sample_id, self.prompt, completion)
+
+
+class Conversations:
+    """The samples of one engine, on the rank that leads it.
+
+    Args:
+        run: the run.
+        prompts: of all samples.
+        share: the samples of this engine.
+        scorer: gets every sample when its conversation is over.
+    """
+
+    def __init__(
+        self, run: RLJob, prompts: Sequence[Prompt], share: Sequence[int], scorer: Scorer
+    ) -> None:
+        self._run = run
+        self._scorer = scorer
+        self._limit = run.config.rollout.rollout_max_response_length
+        self._max_turns = run.config.environment.rl_environment_max_turns
+        self._episodes = {i: Episode(i, prompts[i]) for i in share}
+        self._environments: dict[int, Environment] = {}
+        self._next: list[Continuation] = []
+        self._first_error = ""
+        self.num_errors = 0
+
+    def begin(self) -> None:
+        """Reset all environments."""
+        for i, episode in self._episodes.items():
+            try:
+                assert self._run.environment is not None
+                environment = self._run.environment(self._run.tokenizer)
+                observation = _checked(environment.reset(episode.prompt))
+            except Exception:
+                self._fail(episode)
+                continue
+            self._environments[i] = environment
+            self._go_on(episode, observation)
+
+    def advance(self, finished: Mapping[int, Completion]) -> None:
+        """The turns that a step of the engine has finished."""
+        for i, completion in finished.items():
+            episode = self._episodes[i]
+            episode.say(completion)
+            try:
+                observation = _checked(self._environments[i].step(completion.token_ids))
+            except Exception:
+                self._fail(episode)
+                continue
+            if observation.reward is not None:
+                episode.reward = observation.reward
+            if completion.truncated or (episode.turns == self._max_turns and not observation.done):
+                self._end(episode, "length")
+            elif observation.done:
+                self._end(episode, "stop")
+            else:
+                self._go_on(episode, observation)
+
+    def take_next(self) -> list[Continuation]:
+        """The samples whose next turn is to be generated."""
+        result, self._next = self._next, []
+        return result
+
+    def _go_on(self, episode: Episode, observation: Observation) -> None:
+        room = self._limit - len(episode.token_ids) - len(observation.token_ids)
+        if room <= 0:
+            self._end(episode, "length")
+            return
+        episode.hear(observation.token_ids)
+        context = (*episode.prompt.token_ids, *episode.token_ids)
+        self._next.append(Continuation(episode.sample_id, room, context))
+
+    def _end(self, episode: Episode, reason: str) -> None:
+        self._scorer.add(episode.rollout(reason, self._run.version), episode.reward)
+
+    def _fail(self, episode: Episode) -> None:
+        """Never a reward of 0: the sample has none and nothing of it is trained on."""
+        trace = traceback.format_exc()
+        self._first_error = self._first_error or trace
+        self.num_errors += 1
+        logger.warning("sample %d: its environment failed:\n%s", episode.sample_id, trace)
+        self._scorer.drop(episode.rollout("stop", self._run.version, trained=False))
+
+    def check_error_rate(self) -> None:
+        """Raises `RewardError` when too many environments failed."""
+        limit, count = self._run.config.rewards.reward_max_error_rate, len(self._episodes)
+        if self.num_errors > limit * count:
+            raise RewardError(
+                f"--rl-environment {self._run.config.environment.rl_environment}: {self.num_errors}"
+                f" of {count} conversations failed, above --reward-max-error-rate {limit:g}. First "
+                f"failure:\n{self._first_error}"
+            )
+
+    def metrics(self) -> MetricSet:
+        """How the conversations went."""
+        episodes = list(self._episodes.values())
+        heard = [len(e.loss_mask) - sum(e.loss_mask) for e in episodes]
+        return MetricSet(
+            {
+                "environment/error_rate": Mean(float(self.num_errors), float(len(episodes))),
+                "environment/turns": Mean.of(float(e.turns) for e in episodes),
+                "environment/observed_tokens": Mean.of(map(float, heard)),
+            }
+        )
+
+
+def _checked(observation: object) -> Observation:
+    if not isinstance(observation, Observation):
+        raise TypeError(
+            f"an environment must answer with an Observation, not {type(observation).__name__}"
+        )
+    return observation
+
+
+NO_METRICS = MetricSet(
+    {
+        "environment/error_rate": Mean(0, 0),
+        "environment/turns": Mean(0, 0),
+        "environment/observed_tokens": Mean(0, 0),
+    }
+)
+
+
+def converse(
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int,
+    scorer: Scorer,
+) -> MetricSet:
+    """Hold the conversations of all ``prompts``; ``scorer`` gets the samples. Collective: world.
+
+    Every turn of every sample has a seed of its own, which no layout changes (R45).
+
+    Raises:
+        RewardError: too many environments failed.
+    """
+    share = my_share(run, len(prompts))
+    talks = Conversations(run, prompts, share, scorer) if run.leads_engine else None
+    if talks is not None:
+        talks.begin()
+
+    def on_step(finished: Mapping[int, Completion]) -> None:
+        if talks is not None:
+            talks.advance(finished)
+            scorer.poll()
+
+    for turn in itertools.count():
+        going_on = exchange_continuations(talks.take_next() if talks is not None else [])
+        if not going_on:
+            break
+        requests = [
+            GenerationRequest(
+                c.sample_id,
+                c.token_ids,
+                request_seed(run.config.train.seed, step, c.sample_id, attempt, turn),
+                c.max_tokens,
+            )
+            for c in going_on
+            if c.sample_id in share
+        ]
+        run.engine.generate(requests, settings, run.version, on_step)
+    if talks is None:
+        return NO_METRICS
+    talks.check_error_rate()
+    return talks.metrics()

@@ -1,0 +1,182 @@
+"""Prompts to scored samples on every rank: generate, score what has finished, exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rewards import RewardRequest, Scoring
+from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.types import Completion, Prompt, Rollout
+
+
+def rollouts_of(
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int = 0,
+    phase: Callable[[str], AbstractContextManager[None]] | None = None,
+) -> tuple[list[Sample], MetricSet]:
+    """One scored response to each of ``prompts`` on every rank. Collective: the world.
+
+    Samples are scored while others are still being generated. ``phase`` names the parts for timer
+    and watchdog; the run's, if it is not given.
+    """
+    phase = phase or run.phase
+    take_stats(run)
+    with scorer_of(run) as scorer:
+        with phase("generate"):
+            found = _speak(run, prompts, step, settings, attempt, scorer)
+        stats = take_stats(run)
+        if run.rank == 0:
+            record_history(run, stats)
+        with phase("reward"):
+            rollouts, metrics = scorer.finish()
+    with phase("exchange"):
+        samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
+    return samples, metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
+
+
+def _speak(
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int,
+    scorer: Scorer,
+) -> MetricSet:
+    if run.environment is not None:
+        from mindspeed_rl.orchestration.rl_episodes import converse
+
+        return converse(run, prompts, step, settings, attempt, scorer)
+    generate(run, prompts, step, settings, attempt, scorer)
+    return MetricSet()
+
+
+def my_share(run: RLJob, num_samples: int) -> range:
+    """The sample ids that this rank's engine generates: contiguous, sizes differ by at most 1."""
+    engine = run.plan.engine
+    replica, count = engine.group_of(run.rank), engine.num_groups
+    return range(num_samples * replica // count, num_samples * (replica + 1) // count)
+
+
+class Scorer:
+    """Rewards of the samples of one generation, begun as soon as each of them has finished.
+
+    On ranks that do not lead an engine nothing is scored.
+    """
+
+    def __init__(self, run: RLJob, scoring: Scoring | None) -> None:
+        self._run = run
+        self._scoring = scoring
+        self._rollouts: list[Rollout] = []
+        self._dropped: list[Rollout] = []
+
+    def add(self, rollout: Rollout, environment_reward: float | None = None) -> None:
+        """A finished sample, and what its environment said of it."""
+        if self._scoring is not None:
+            self._rollouts.append(rollout)
+            self._scoring.add(reward_request(self._run, rollout, environment_reward))
+
+    def drop(self, rollout: Rollout) -> None:
+        """A sample without a reward."""
+        self._dropped.append(rollout)
+
+    def poll(self) -> None:
+        """Between two steps of the engine. Never waits."""
+        if self._scoring is not None:
+            self._scoring.poll()
+
+    def finish(self) -> tuple[list[Rollout], MetricSet]:
+        """Wait for the rest: the samples with their rewards, by sample id, and what went wrong."""
+        if self._scoring is None:
+            return [], MetricSet({name: Mean(0, 0) for name in _METRICS})
+        self._scoring.poll()
+        early = self._scoring.num_done
+        results = self._scoring.finish()
+        scored = [
+            replace(rollout, reward=result.reward, reward_parts=result.parts)
+            for rollout, result in zip(self._rollouts, results, strict=True)
+        ]
+        errors, timeouts = (
+            Mean.of(float(r.status == status) for r in results) for status in ("error", "timeout")
+        )
+        metrics = (errors, timeouts, Mean(float(early), float(len(results))))
+        everything = sorted([*scored, *self._dropped], key=lambda rollout: rollout.sample_id)
+        return everything, MetricSet(dict(zip(_METRICS, metrics, strict=True)))
+
+
+# The last, the share that was scored when the last sample had been generated, is up to the machine.
+_METRICS = ("reward/error_rate", "reward/timeout_rate", "throughput/scored_early")
+
+
+@contextmanager
+def scorer_of(run: RLJob) -> Iterator[Scorer]:
+    """A scorer for one generation; what is open when it is left in an error is given up."""
+    if run.rewards is None or not run.leads_engine:
+        yield Scorer(run, None)
+        return
+    with run.rewards.scoring() as scoring:
+        yield Scorer(run, scoring)
+
+
+def generate(
+    run: RLJob,
+    prompts: Sequence[Prompt],
+    step: int,
+    settings: SamplingSettings,
+    attempt: int = 0,
+    scorer: Scorer | None = None,
+) -> list[Rollout]:
+    """Complete this engine's share of ``prompts``; position in the list is the sample id.
+
+    ``attempt`` makes other seeds for the same step. Finished samples are handed to ``scorer`` while
+    others are generated. Collective: the ranks of each engine.
+    """
+    seed = run.config.train.seed
+    share = my_share(run, len(prompts))
+    requests = [
+        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
+        for i in share
+    ]
+
+    def on_step(finished: Mapping[int, Completion]) -> None:
+        if scorer is not None:
+            for i, completion in finished.items():
+                scorer.add(Rollout(i, prompts[i], completion))
+            scorer.poll()
+
+    completions = run.engine.generate(requests, settings, run.version, on_step)
+    return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
+
+
+def response_text(run: RLJob, completion: Completion) -> str:
+    """What the model said, special tokens left out; for rewards and people only (R13)."""
+    return str(run.tokenizer.decode(list(completion.sampled_ids), skip_special_tokens=True))
+
+
+def reward_request(
+    run: RLJob, rollout: Rollout, environment_reward: float | None = None
+) -> RewardRequest:
+    """A sample as the rewards see it."""
+    prompt, completion = rollout.prompt, rollout.completion
+    metadata = prompt.metadata
+    if run.environment is not None:
+        said = run.tokenizer.decode(list(completion.token_ids))
+        metadata = {**metadata, TRANSCRIPT: str(said), ENVIRONMENT_REWARD: environment_reward}
+    return RewardRequest(
+        sample_id=rollout.sample_id,
+        prompt=prompt.text,
+        response=response_text(run, completion),
+        answer=prompt.answer,
+        finish_reason=completion.finish_reason,
+        num_response_tokens=len(completion.sampled_ids),
+        metadata=metadata,
+    )

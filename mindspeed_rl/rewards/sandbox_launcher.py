@@ -1,0 +1,145 @@
+"""Gives up rights, then becomes a program: ``python -I -S sandbox_launcher.py JSON COMMAND...``.
+
+Started by :mod:`mindspeed_rl.rewards.sandbox`; imports the standard library only. Every right that
+JSON asks to give up is given up, or this process ends and says why on stderr. Whether the command
+was started is told on a file descriptor that the command does not get: what it does itself, however
+it ends, is never taken for a failure of the sandbox.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+
+STARTED = b"S"
+FAILED = b"F"
+
+_CLONE_NEWIPC, _CLONE_NEWUSER = 0x08000000, 0x10000000
+_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+# landlock(7); the numbers are the same on all 64-bit architectures that Linux has had since 5.13.
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_RULE_PATH_BENEATH = 1
+_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read file, read directory
+_FILE_ONLY = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14
+_NOBODY = 65534
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the process that started this one ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
+
+
+def be_counted() -> None:
+    """Processes are counted by their real user, and those of root are not; files go by the other
+    user ids, so that an interpreter which only root can read stays readable.
+    """
+    os.setresuid(_NOBODY, 0, 0)
+
+
+def leave_namespaces() -> None:
+    """No network but an unconfigured loopback, no sight of other processes."""
+    flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC
+    _check(_libc.unshare(flags), "unshare(user, network, processes)")
+
+
+def _handled_files(abi: int) -> int:
+    """Bits of the file rights that an ABI knows."""
+    return (1 << (13 if abi < 2 else 14 if abi < 3 else 15)) - 1
+
+
+def restrict_files(readable: list[str], writable: list[str], deny_tcp: bool) -> None:
+    """Nothing but these trees can be read or written (landlock)."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    abi = _check(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), "landlock")
+    if deny_tcp and abi < 4:
+        raise OSError(f"landlock ABI {abi} cannot deny TCP")
+    handled = _handled_files(abi)
+    attribute = struct.pack("QQ", handled, 3 if deny_tcp else 0)[: 8 if abi < 4 else 16]
+    ruleset = _check(
+        _libc.syscall(_LANDLOCK_CREATE, attribute, len(attribute), 0), "landlock_create_ruleset"
+    )
+    for paths, rights in ((readable, _READ), (writable, handled)):
+        for path in paths:
+            if not os.path.exists(path):
+                continue
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = rights & handled
+            if not os.path.isdir(path):
+                allowed &= _FILE_ONLY
+            rule = struct.pack("=Qi", allowed, fd)
+            _check(
+                _libc.syscall(_LANDLOCK_ADD, ruleset, _RULE_PATH_BENEATH, rule, 0),
+                f"landlock_add_rule({path})",
+            )
+            os.close(fd)
+    _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """``{"CPU": 2, ...}`` to ``RLIMIT_CPU`` and so on, soft and hard."""
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def launch(asked: dict[str, object], command: list[str]) -> None:
+    """Give up what is asked for, then run the command; its exit code is this process's."""
+    die_with_parent()
+    os.nice(5)  # training has the right of way
+    if asked["counted"]:
+        be_counted()
+        die_with_parent()  # forgotten when the user changes
+    if asked["namespaces"]:
+        leave_namespaces()
+        # Only children are in the new process namespace; the first one's end ends all in it.
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+        die_with_parent()
+    if asked["files"]:
+        readable, writable = asked["readable"], asked["writable"]
+        assert isinstance(readable, list) and isinstance(writable, list)
+        restrict_files(readable, writable, bool(asked["deny_tcp"]))
+    limits = asked["limits"]
+    assert isinstance(limits, dict)
+    set_limits(limits)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    report = asked["report_fd"]
+    assert isinstance(report, int)
+    os.set_inheritable(report, False)
+    os.write(report, STARTED)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    try:
+        assert platform.system() == "Linux", "the sandbox needs Linux"
+        launch(wanted, sys.argv[2:])
+    except BaseException as error:
+        sys.stderr.write(f"sandbox: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        os.write(wanted["report_fd"], FAILED)
+        os._exit(1)

@@ -1,0 +1,284 @@
+"""Conversations of several turns: whose tokens are whose, limits, failures, the calculator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.rl_run import PROMPTS, make_run
+from support.table_engine import STOP, TableEngine, first_table, single_rank
+
+from mindspeed_rl.data.packing import TrainSample, pack
+from mindspeed_rl.data.tiny_model import build_tokenizer
+from mindspeed_rl.environments import Calculator, Observation, answer_tokens, resolve_environment
+from mindspeed_rl.environments.calculator import calculate
+from mindspeed_rl.experience.exchange import Continuation, exchange_continuations
+from mindspeed_rl.observability.metrics import Mean
+from mindspeed_rl.orchestration import rl_batch, rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
+from mindspeed_rl.rewards import RewardError
+from mindspeed_rl.types import Completion, Prompt
+
+HEARD = (60, 61)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class Echo:
+    """Says :data:`HEARD` after every turn but the second; scores by the number of turns."""
+
+    def __init__(self, tokenizer: object) -> None:
+        self.turns: list[tuple[int, ...]] = []
+
+    def reset(self, prompt: Prompt) -> Observation:
+        return Observation((9,) if prompt.index % 2 else ())
+
+    def step(self, token_ids: tuple[int, ...]) -> Observation:
+        self.turns.append(token_ids)
+        done = len(self.turns) == 2
+        return Observation(() if done else HEARD, done, reward=float(len(self.turns)))
+
+
+class Broken(Echo):
+    """Fails in its second turn."""
+
+    def step(self, token_ids: tuple[int, ...]) -> Observation:
+        if self.turns:
+            raise OSError("the tool is gone")
+        return super().step(token_ids)
+
+
+class AllStop(TableEngine):
+    """Every turn is the sample's token and the stop token, as far as its limit allows."""
+
+    def generate(self, requests: Any, settings: Any, version: int, on_step: Any = None) -> Any:
+        found = []
+        for request in requests:
+            ids = (4 + request.sample_id, STOP)[: request.max_tokens]
+            reason = "stop" if ids[-1] == STOP else "length"
+            logprobs = tuple(self.weights[list(ids)].tolist())
+            found.append(Completion(ids, logprobs, reason, version))
+        self.asked.append((list(requests), settings))
+        if on_step is not None:
+            on_step({r.sample_id: c for r, c in zip(requests, found, strict=True)})
+        return found
+
+
+def conversing(tmp_path: Path, kind: type = Echo, flags: str = "") -> RLJob:
+    run = make_run(tmp_path, flags, rewards={i: float(i % 3) for i in range(6)})
+    engine = AllStop()
+    run.phases._engine = cast(Any, engine)
+    run.engine = cast(Any, engine)
+    run.environment = kind
+    return run
+
+
+def collected(run: RLJob) -> rl_step.Collected:
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, 1)
+    run.phases.to_train()
+    return rollouts
+
+
+def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path: Path) -> None:
+    run = conversing(tmp_path)
+    rollouts = collected(run)
+    asked = cast(TableEngine, run.engine).asked
+    assert len(asked) == 2
+    for i, s in enumerate(rollouts.samples):
+        opening = (9,) if s.prompt_index % 2 else ()
+        mine = (4 + i, STOP)
+        assert tuple(s.response.tolist()) == (*opening, *mine, *HEARD, *mine)
+        mask = [False] * len(opening) + [True] * 2 + [False] * 2 + [True] * 2
+        assert s.loss_mask is not None and s.loss_mask.tolist() == mask
+        assert tuple(s.sampled.tolist()) == (*mine, *mine) and s.stopped
+        context = (*PROMPTS[s.prompt_index].token_ids, *opening)
+        assert asked[0][0][i].token_ids == context
+        assert asked[1][0][i].token_ids == (*context, *mine, *HEARD)
+        assert asked[1][0][i].max_tokens == 8 - len(opening) - 4
+    seeds = [r.seed for requests, _ in asked for r in requests]
+    assert len(set(seeds)) == 12, "every turn has a seed of its own (R45)"
+    assert rollouts.metrics["environment/turns"] == Mean(12.0, 6.0)
+    assert rollouts.metrics["environment/error_rate"] == Mean(0.0, 6.0)
+
+
+def test_gradient_and_denominators_leave_the_environment_out(tmp_path: Path) -> None:
+    """The batches hold the model's tokens only, each with its own log-prob and advantage."""
+    run = conversing(tmp_path)
+    samples = collected(run).samples
+    (update,) = rl_batch.build_batches(run, samples).updates
+    assert update.denominators.tokens == 6 * 4
+    micro = [m.batch for m in update.micro_batches]
+    trained = torch.cat([m.targets[m.loss_mask] for m in micro])
+    assert sorted(trained.tolist()) == sorted(t for i in range(6) for t in (4 + i, STOP) * 2)
+    logprobs = torch.cat([m.rollout_logprobs for m in micro])
+    torch.testing.assert_close(logprobs, first_table()[trained], rtol=0, atol=0)
+    batches = rl_batch.annotate(run, rl_batch.build_batches(run, samples), samples)
+    batches = rl_batch.with_advantages(run, batches, samples, 1)
+    metrics = rl_step.update(run, batches)
+    assert cast(Any, run.policy).gradients[0][list(HEARD)].abs().max() == 0.0
+    mismatch = metrics["mismatch/max_abs_logprob"]
+    assert cast(Any, mismatch).value == 0.0
+
+
+def test_rewards_see_what_the_model_said_and_what_the_environment_did(tmp_path: Path) -> None:
+    run = conversing(tmp_path)
+    collected(run)
+    for i, request in enumerate(cast(Any, run.rewards).requests):
+        assert request.response == chr(4 + i) * 2 and request.num_response_tokens == 4
+        assert request.metadata["environment_reward"] == 2.0
+        assert request.metadata["transcript"].endswith("<=" + chr(4 + i) + chr(STOP))
+
+
+@pytest.mark.parametrize(
+    ("flags", "length", "turns"),
+    [
+        ("--rl-environment-max-turns 1", 2, 1.0),
+        ("--rollout-max-response-length 4", 2, 1.0),  # no room behind the answer
+        ("--rollout-max-response-length 6", 6, 2.0),
+        ("--rollout-max-response-length 5", 5, 2.0),  # the second turn is cut
+    ],
+)
+def test_limits_cut_a_conversation(tmp_path: Path, flags: str, length: int, turns: float) -> None:
+    run = conversing(tmp_path, flags=flags)
+    run.prompts = cast(Any, [p for p in PROMPTS if p.index % 2 == 0] * 2)
+    rollouts = collected(run)
+    whole = flags.endswith("length 6")
+    assert {s.stopped for s in rollouts.samples} == {whole}
+    assert {s.response.numel() for s in rollouts.samples} == {length}
+    assert rollouts.metrics["environment/turns"] == Mean(6 * turns, 6.0)
+    requests = cast(Any, run.rewards).requests
+    assert {r.metadata["environment_reward"] for r in requests} == {turns}
+
+
+def test_a_failing_environment_costs_its_sample(tmp_path: Path) -> None:
+    """Counted, without a reward (never a 0), nothing of it trained, siblings trained."""
+
+    class Sometimes(Broken):
+        count = 0
+
+        def reset(self, prompt: Prompt) -> Observation:
+            Sometimes.count += 1
+            if Sometimes.count != 2:
+                self.step = super(Broken, self).step  # type: ignore[method-assign]
+            return super().reset(prompt)
+
+    run = conversing(tmp_path, Sometimes, "--reward-max-error-rate 0.2")
+    rollouts = collected(run)
+    lost = rollouts.samples[1]
+    assert math.isnan(lost.reward) and lost.loss_mask is not None and not lost.loss_mask.any()
+    assert len(cast(Any, run.rewards).requests) == 5
+    assert rollouts.metrics["environment/error_rate"] == Mean(1.0, 6.0)
+    (update,) = rl_batch.build_batches(run, rollouts.samples).updates
+    assert update.denominators.tokens == 5 * 4
+
+
+def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
+    run = conversing(tmp_path, Broken, "--rl-environment x.py:Broken")
+    with pytest.raises(RewardError, match=r"(?s)x.py:Broken: 6 of 6 conv.*the tool is gone"):
+        collected(run)
+
+
+def test_surplus_keeps_its_loss_mask(tmp_path: Path) -> None:
+    samples = collected(conversing(tmp_path)).samples
+    ((again, *_),) = restored_surplus(surplus_state([samples]))
+    assert again.loss_mask is not None and samples[0].loss_mask is not None
+    assert torch.equal(again.loss_mask, samples[0].loss_mask)
+
+
+def test_continuations_travel_whole() -> None:
+    sent = [Continuation(5, 7, (1, 2, 3)), Continuation(0, 2, ()), Continuation(3, 1, (2**40,))]
+    assert exchange_continuations(sent) == sorted(sent, key=lambda c: c.sample_id)
+    assert exchange_continuations([]) == []
+
+
+def test_a_loss_mask_has_one_entry_per_token_behind_the_prompt() -> None:
+    ids = torch.arange(10, 17)
+    mask = torch.tensor([True, False, False, True, True])
+    masked = TrainSample(0, ids, 2, torch.tensor([-1.0, -2.0, -3.0]), loss_mask=mask)
+    plain = TrainSample(1, ids, 5, torch.tensor([-4.0, -5.0]))
+    batch = pack([plain, masked], 20, sequence_multiple=8)
+    assert batch.targets[batch.loss_mask].tolist() == [15, 16, 12, 15, 16]
+    assert batch.rollout_logprobs.tolist() == [-4.0, -5.0, -1.0, -2.0, -3.0]
+    assert batch.num_trained == (2, 3) and batch.sequence_of.tolist() == [0, 0, 1, 1, 1]
+    with pytest.raises(AssertionError, match="one entry per token"):
+        pack([TrainSample(0, ids, 3, loss_mask=mask)], 8)
+
+
+# --- the calculator -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12*34", "408"),
+        (" -(3 + 4) ", "-7"),
+        ("7/2", "3.5"),
+        ("7//2 + 2**10 % 7", "5"),
+        ("1/0", "error: division by zero"),
+        ("9**9**9", "error: too large"),
+        ("__import__('os')", "error: only numbers"),
+        ("1 +", "error: not an expression"),
+        ("(-8)**0.5", "error: not a real number"),
+        ("1" * 300, "error: too long"),
+        ("True + 1", "error: only numbers"),
+    ],
+)
+def test_the_calculator_calculates_and_nothing_else(expression: str, value: str) -> None:
+    assert calculate(expression).startswith(value)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_tokenizer(["calc(1+2)"] * 3, 262)
+
+
+def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_a_call_is_answered_and_a_number_ends_the_conversation(tokenizer: Any) -> None:
+    prompt = Prompt(0, (3,), "7+8", "15")
+    calculator = Calculator(tokenizer)
+    assert calculator.reset(prompt) == Observation()
+    heard = calculator.step(ids(tokenizer, "calc(7+8)<|end|>"))
+    assert tokenizer.decode(list(heard.token_ids)) == "<|user|>15<|assistant|>"
+    assert not heard.done and heard.reward == 0.0
+    assert calculator.step(ids(tokenizer, "15<|end|>")) == Observation(done=True, reward=1.0)
+    assert calculator.step(ids(tokenizer, "16<|end|>")) == Observation(done=True, reward=0.0)
+    assert calculator.step(ids(tokenizer, "15")) == Observation(reward=0.0), "cut"
+
+
+def test_the_whole_conversation_is_what_the_template_renders(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "7+8"},
+        {"role": "assistant", "content": "calc(7+8)"},
+        {"role": "user", "content": "15"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    parts = ids(tokenizer, "<|user|>7+8<|assistant|>") + ids(tokenizer, "calc(7+8)<|end|>")
+    assert parts + answer_tokens(tokenizer, "15") == ids(tokenizer, text)
+
+
+def test_environments_are_found_by_name_and_file(tmp_path: Path) -> None:
+    assert resolve_environment("calculator") is Calculator
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine:\n    pass\nNOT = 3\n")
+    assert resolve_environment(f"{file}:Mine").__name__ == "Mine"  # type: ignore[attr-defined]
+    for name, match in (
+        ("calc", "unknown environment; known: calculator"),
+        (f"{file}:Other", "defines no 'Other'; its functions: Mine"),
+        (f"{file}:NOT", "is a int, must be a class or function"),
+        (f"{tmp_path}/none.py:X", "no Python file"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            resolve_environment(name)
