@@ -262,11 +262,12 @@ class MemoryPrediction:
         train = config.train
         if isinstance(self.plan, RLPlan) and isinstance(config, RLRunConfig):
             longest, per_update = self.plan.max_model_len, self.plan.batch.samples_per_update
+            prepared = self.plan.batch.updates_per_iteration
             trained = config.rollout.rollout_max_response_length
             entropy = config.rl.grpo_entropy_term_weight != 0
         else:
             longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
-            per_update, entropy = train.global_batch_size, False
+            per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
         sequences = train.micro_batch_size
         if train.max_tokens_per_micro_batch:
@@ -279,6 +280,7 @@ class MemoryPrediction:
             trained=sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
+            num_updates=prepared,
         )
 
     # --- the engine ----------------------------------------------------------------------------

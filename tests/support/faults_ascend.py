@@ -30,9 +30,9 @@ ASCEND_MUTATIONS = (
         _FLAGS + "test_modules_follow_flags_and_what_is_installed",
     ),
     Mutation(
-        "swapped-optimizer-offloaded-twice",
+        "shared-weights-offloaded-apart",
         "config/npu.py",
-        "if on and memory and memory.rl_offload != OffloadMode.NONE.value:",
+        "if npu.reuse_fp32_param and memory and memory.rl_offload != OffloadMode.NONE.value:",
         "if False:",
         _FLAGS + "test_combinations_that_do_not_work_are_refused",
     ),

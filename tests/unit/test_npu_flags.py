@@ -41,7 +41,7 @@ def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
     ("argv", "told"),
     [
         ("--swap-optimizer", "needs --use-distributed-optimizer"),
-        ("--swap-optimizer --use-distributed-optimizer", "--rl-offload auto; allowed: none"),
+        ("--reuse-fp32-param --bf16", "--rl-offload auto; allowed: none"),
         (
             "--swap-optimizer --reuse-fp32-param --use-distributed-optimizer --bf16",
             "exclude each other",
@@ -58,7 +58,8 @@ def test_combinations_that_do_not_work_are_refused(argv: str, told: str) -> None
 
 
 def test_the_rest_is_accepted() -> None:
-    check(*["--swap-optimizer", "--use-distributed-optimizer", "--rl-offload", "none"])
+    for mode in ("none", "all"):  # MindSpeed moves the optimizer, the phases move the rest
+        check("--swap-optimizer", "--use-distributed-optimizer", "--rl-offload", mode)
     check(
         *["--recompute-norm", "--use-fused-rmsnorm", "--context-parallel-algo", "ulysses_cp_algo"]
     )
