@@ -9,7 +9,6 @@ from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
-from mindspeed_rl.memory.owners import OffloadMode
 from mindspeed_rl.platforms.installed import has_mindspeed
 
 
@@ -18,8 +17,8 @@ class NpuConfig:
     """Ascend NPU.
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
-    group. On other platforms they are accepted and do nothing. Fused attention, norms and
-    activations are always on where MindSpeed is installed.
+    group. On other platforms they do nothing (--swap-optimizer is refused there). Fused attention,
+    norms and activations are always on where MindSpeed is installed.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
     """
@@ -33,8 +32,8 @@ class NpuConfig:
     swap_optimizer: bool = flag(
         False,
         "Keep the optimizer state on the host and bring it to the device in parts at every update; "
-        "needs --use-distributed-optimizer, and --rl-offload none, because there is nothing left "
-        "to offload.",
+        "MindSpeed does it, so --rl-offload moves everything else. Needs "
+        "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
     npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")
@@ -107,11 +106,6 @@ def check_npu(
             raise ValueError(f"{typed} on an NPU: {reason}; remove the flag")
     if npu.swap_optimizer and not parallel.use_distributed_optimizer:
         raise ValueError("--swap-optimizer needs --use-distributed-optimizer; add it")
-    if npu.swap_optimizer and memory and memory.rl_offload != OffloadMode.NONE.value:
-        raise ValueError(
-            f"--swap-optimizer with --rl-offload {memory.rl_offload}; allowed: none, because "
-            "MindSpeed moves the optimizer state itself"
-        )
     group_buffers(npu.hccl_group_buffer)
 
 
