@@ -81,7 +81,7 @@ def test_maps_that_do_not_fit(layers: list[list[list[int]]], message: str, tmp_p
 def test_files_that_are_no_maps(text: str, tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="not a map of experts.*needs layer_list"):
+    with pytest.raises(ValueError, match=r"not a map of experts.*needs layer_list"):
         read_expert_map(path, 4, 2)
 
 
