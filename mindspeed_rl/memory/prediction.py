@@ -35,6 +35,7 @@ class MemoryAssumptions:
         rollout_imbalance: the same in the engine.
         communicator_bytes: device buffers of one communicator; 0 on CPU.
         graph_bytes: of one captured engine step size.
+        copies_latent: see :class:`~mindspeed_rl.memory.engine.EngineMemory`.
         swap_optimizer: optimizer state is on the host and passes through in parts.
         staging_bytes: of a reshard by rank, where the plan is known; else the whole bucket counts.
     """
@@ -45,6 +46,7 @@ class MemoryAssumptions:
     rollout_imbalance: float = 1.0
     communicator_bytes: int = 0
     graph_bytes: int = 0
+    copies_latent: bool = False
     swap_optimizer: bool = False
     staging_bytes: Mapping[int, int] = field(default_factory=dict)
 
@@ -297,6 +299,7 @@ class MemoryPrediction:
             config.vllm_options,
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.assumptions.rollout_imbalance,
+            self.assumptions.copies_latent,
         )
 
     @property

@@ -156,7 +156,7 @@ def _panels(records: Sequence[Record], panels: Sequence[Panel]) -> Figure:
 
 
 def _spread(axis: Axes, records: Sequence[Record], prefix: str, unit: str) -> bool:
-    """Median in a band of the middle 80 %, in one from the smallest to the largest."""
+    """Mean and median in a band of the middle 80 %, in one from smallest to largest."""
     parts = {q: Series.of(records, f"{prefix}{q}") for q in ("min", "p10", "p50", "p90", "max")}
     axis.set_ylabel(unit)
     if parts["p50"].is_empty:
@@ -171,7 +171,9 @@ def _spread(axis: Axes, records: Sequence[Record], prefix: str, unit: str) -> bo
                 lower.steps, lower.values, upper.values, color="C0", alpha=alpha, label=label, lw=0
             )
     axis.plot(parts["p50"].steps, parts["p50"].values, color="C0", label="median", marker=".")
-    axis.legend(frameon=False)
+    mean = Series.of(records, f"{prefix}mean")
+    axis.plot(mean.steps, mean.values, color="C1", label="mean")
+    axis.legend(framealpha=0.7, loc="upper left", ncol=2, fontsize=8)
     return True
 
 

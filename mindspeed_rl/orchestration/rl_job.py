@@ -32,7 +32,7 @@ from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.rewards import RewardPool, RewardSpec
+from mindspeed_rl.rewards import PoolBase, RewardSpec
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.rollout.vllm_versions import installed_layout
@@ -64,7 +64,7 @@ class RLJob:
     engine: VllmEngine
     phases: Phases
     ledger: MemoryLedger
-    rewards: RewardPool | None
+    rewards: PoolBase | None
     reward_names: tuple[str, ...]
     timer: PhaseTimer
     logger: RunLogger

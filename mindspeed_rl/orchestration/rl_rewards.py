@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.rewards import (
     CodeSettings,
+    PoolBase,
     RemoteSettings,
     RewardPool,
     RewardSettings,
@@ -42,10 +43,19 @@ def reward_settings(config: RLRunConfig) -> RewardSettings:
     )
 
 
-def make_reward_pool(config: RLRunConfig, specs: Sequence[RewardSpec]) -> RewardPool:
-    """The reward processes of this rank's engine."""
+def make_reward_pool(config: RLRunConfig, specs: Sequence[RewardSpec]) -> PoolBase:
+    """The reward processes or actors of this rank's engine.
+
+    Raises:
+        ValueError: ``--reward-pool ray`` without ray.
+    """
     flags = config.rewards
-    return RewardPool(
+    kind: Callable[..., PoolBase] = RewardPool
+    if flags.reward_pool == "ray":
+        from mindspeed_rl.rewards.ray_pool import RayRewardPool
+
+        kind = RayRewardPool
+    return kind(
         specs,
         num_workers=flags.reward_num_workers,
         timeout_s=flags.reward_timeout_s,

@@ -113,8 +113,8 @@ class Scorer:
         return everything, MetricSet(dict(zip(_METRICS, metrics, strict=True)))
 
 
-# The last is the share of samples that were scored when the last one had been generated.
-_METRICS = ("reward/error_rate", "reward/timeout_rate", "reward/scored_early")
+# The last, the share that was scored when the last sample had been generated, is up to the machine.
+_METRICS = ("reward/error_rate", "reward/timeout_rate", "throughput/scored_early")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from mindspeed_rl.rewards.heavy import make_code_reward, make_remote_reward
 from mindspeed_rl.rewards.length import length_reward
 from mindspeed_rl.rewards.math_answer import exact_match_reward, math_reward
 from mindspeed_rl.rewards.numeric import numeric_match_reward
-from mindspeed_rl.rewards.pool import RewardPool, Scoring
+from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.rewards.pool_base import PoolBase, Scoring
 from mindspeed_rl.rewards.registry import (
     RewardSpec,
     known_rewards,
@@ -26,6 +27,7 @@ from mindspeed_rl.rewards.types import (
 
 __all__ = [
     "CodeSettings",
+    "PoolBase",
     "RemoteSettings",
     "RewardError",
     "RewardFunction",

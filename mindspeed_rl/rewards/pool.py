@@ -8,25 +8,17 @@ caller that has its samples one by one, with other work in between, uses `Reward
 from __future__ import annotations
 
 import logging
-import math
 import os
 import selectors
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Sequence
 
 from mindspeed_rl.rewards.batch import Batch
+from mindspeed_rl.rewards.pool_base import MAX_CHUNK, MAX_LOGGED_CHARS, PoolBase, PoolOptions
 from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
-from mindspeed_rl.rewards.types import (
-    RewardError,
-    RewardRequest,
-    RewardResult,
-    status_rate,
-)
+from mindspeed_rl.rewards.types import RewardError
 from mindspeed_rl.rewards.wire import Kind
 from mindspeed_rl.rewards.worker_process import WorkerProcess, WorkerSetup
 
@@ -34,11 +26,9 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0  # user files may import torch from a cold network file system
 EXIT_GRACE_S = 1.0
-MAX_CHUNK = 32
-MAX_LOGGED_CHARS = 300
 
 
-class RewardPool:
+class RewardPool(PoolBase):
     """Scores samples in worker processes; see `score`.
 
     The constructor returns when all workers are ready, so a wrong reward name fails at once. Use as
@@ -74,32 +64,19 @@ class RewardPool:
         settings: RewardSettings | None = None,
     ) -> None:
         parsed = tuple(RewardSpec.parse(spec) if isinstance(spec, str) else spec for spec in specs)
-        _check_specs(parsed)
-        _check_range("num_workers", num_workers, num_workers >= 1, "at least 1")
-        _check_range("timeout_s", timeout_s, timeout_s > 0, "above 0")
-        _check_range(
-            "batch_timeout_s", batch_timeout_s, batch_timeout_s >= timeout_s, "at least timeout_s"
+        super().__init__(
+            PoolOptions(
+                parsed,
+                num_workers,
+                timeout_s,
+                batch_timeout_s,
+                timeout_score,
+                memory_limit_bytes,
+                max_error_rate,
+                settings or RewardSettings(),
+            )
         )
-        _check_range(
-            "timeout_score",
-            timeout_score,
-            timeout_score is None or math.isfinite(timeout_score),
-            "a finite number or None",
-        )
-        _check_range(
-            "memory_limit_bytes",
-            memory_limit_bytes,
-            memory_limit_bytes is None or memory_limit_bytes > 0,
-            "above 0, or None for no limit",
-        )
-        _check_range("max_error_rate", max_error_rate, 0 <= max_error_rate <= 1, "in [0, 1]")
-        self._setup = WorkerSetup(parsed, memory_limit_bytes, settings or RewardSettings())
-        self._timeout_s = timeout_s
-        self._batch_timeout_s = batch_timeout_s
-        self._timeout_score = timeout_score
-        self._max_error_rate = max_error_rate
-        self._notices: tuple[str, ...] = ()
-        self._lock = threading.Lock()
+        self._setup = WorkerSetup(parsed, memory_limit_bytes, self.options.settings)
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         # Runs at close(), at garbage collection or at exit, whichever is first; once.
@@ -114,72 +91,21 @@ class RewardPool:
             self.close()
             raise
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Kill the workers. Idempotent."""
         self._finalizer()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still score."""
+        return self._finalizer.alive
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the current workers, for diagnosis."""
         return tuple(worker.process.pid for worker in self._workers)
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What the rewards have to say about this machine, for the start of the log."""
-        return self._notices
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """Score ``requests``; results are in their order, one each.
-
-        A sample that takes longer than ``timeout_s`` costs its worker, which is replaced; the other
-        samples of that worker are scored by another. What is open at ``batch_timeout_s`` times out.
-
-        Raises:
-            RewardError: more than ``max_error_rate`` of the samples failed; workers do not start.
-            RuntimeError: the pool is closed.
-        """
-        with self.scoring() as scoring:
-            for request in requests:
-                scoring.add(request)
-            return scoring.finish()
-
-    @contextmanager
-    def scoring(self) -> Iterator[Scoring]:
-        """Samples that come one by one; see `Scoring`. Raises as `score`."""
-        with self._lock:
-            if not self._finalizer.alive:
-                raise RuntimeError("this RewardPool is closed; create a new one")
-            batch = Batch()
-            try:
-                self._pump(batch, 0.0)  # notices workers which died since the last call
-                yield Scoring(self, batch)
-            finally:
-                # Only after an exception: a worker that still holds samples would answer later.
-                for worker in [worker for worker in self._workers if worker.pending]:
-                    self._replace(worker)
-
-    def _finish(self, batch: Batch) -> list[RewardResult]:
-        limit_s = time.monotonic() + self._batch_timeout_s
-        while batch.num_open:
-            read_until_s = self._turn(batch, limit_s)
-            if limit_s <= read_until_s and batch.num_open:
-                self._expire(batch)
-        results = batch.results()
-        self._check_error_rate(results)
-        return results
-
-    def _turn(self, batch: Batch, until_s: float) -> float:
+    def turn(self, batch: Batch, until_s: float) -> float:
         """Hand out, then wait for the next answer or limit, but not longer than ``until_s``.
 
         Returns:
@@ -205,7 +131,7 @@ class RewardPool:
                 share = min(len(batch.waiting) // (2 * len(self._workers)), MAX_CHUNK)
                 positions = batch.take(max(worker.room, share))
                 if not worker.pending:
-                    worker.deadline_s = time.monotonic() + self._timeout_s
+                    worker.deadline_s = time.monotonic() + self.options.timeout_s
                 worker.send_requests(positions, [batch.requests[i] for i in positions])
                 self._watch(worker)
 
@@ -230,7 +156,7 @@ class RewardPool:
                 raise ValueError(payload)
             else:
                 batch.finish(worker.pending.popleft(), payload)
-                worker.deadline_s = time.monotonic() + self._timeout_s
+                worker.deadline_s = time.monotonic() + self.options.timeout_s
                 worker.retiring = kind is Kind.LAST_RESULT
         if worker.closed:
             self._ended(worker, batch)
@@ -259,38 +185,25 @@ class RewardPool:
             self.close()
             raise RewardError(f"a reward worker was not ready after {START_LIMIT_S:.0f} s")
         position = worker.pending.popleft()
-        detail = f"no score within {self._timeout_s:g} s"
-        batch.fail(position, self._timeout_score, "timeout", detail)
+        detail = f"no score within {self.options.timeout_s:g} s"
+        batch.fail(position, self.options.timeout_score, "timeout", detail)
         request = batch.requests[position]
         logger.warning(
             "sample %d: %s, reward set to %s; its worker is replaced; response: %.*r",
             request.sample_id,
             detail,
-            self._timeout_score,
+            self.options.timeout_score,
             MAX_LOGGED_CHARS,
             request.response,
         )
         batch.give_back(worker.pending)
         self._replace(worker)
 
-    def _expire(self, batch: Batch) -> None:
-        """Time out everything open, at the limit of the whole batch."""
+    def take_back(self, batch: Batch) -> None:
+        """Kills the workers that hold samples: they would answer later."""
         for worker in [worker for worker in self._workers if worker.pending]:
             batch.give_back(worker.pending)
             self._replace(worker)
-        positions = sorted(batch.take(len(batch.waiting)))
-        detail = f"the batch was not done within {self._batch_timeout_s:g} s"
-        for position in positions:
-            batch.fail(position, self._timeout_score, "timeout", detail)
-        logger.warning(
-            "%s: %d of %d samples get reward %s, ids %.*s",
-            detail,
-            len(positions),
-            len(batch.requests),
-            self._timeout_score,
-            MAX_LOGGED_CHARS,
-            [batch.requests[position].sample_id for position in positions],
-        )
 
     def _start_worker(self) -> WorkerProcess:
         worker = WorkerProcess(self._setup, time.monotonic() + START_LIMIT_S)
@@ -316,61 +229,6 @@ class RewardPool:
             for worker in waiting:
                 if not worker.ready and worker.deadline_s <= now_s:
                     self._overdue(worker, nothing)
-
-    def _check_error_rate(self, results: Sequence[RewardResult]) -> None:
-        rate = status_rate(results, "error")
-        if rate > self._max_error_rate:
-            errors = [result for result in results if result.status == "error"]
-            raise RewardError(
-                f"{len(errors)} of {len(results)} rewards failed ({rate:.1%}), above the limit of "
-                f"{self._max_error_rate:.1%}; fix the reward function or the data. First failure, "
-                f"sample {errors[0].sample_id}:\n{errors[0].detail}"
-            )
-
-
-class Scoring:
-    """Samples that come one by one, scored while the caller does other work between the calls."""
-
-    def __init__(self, pool: RewardPool, batch: Batch) -> None:
-        self._pool = pool
-        self._batch = batch
-
-    @property
-    def num_done(self) -> int:
-        """Samples whose result is there."""
-        return len(self._batch.requests) - self._batch.num_open
-
-    def add(self, request: RewardRequest) -> None:
-        """A further sample. Cheap; workers get it at the next call of `poll` or `finish`."""
-        self._batch.add(request)
-
-    def poll(self) -> None:
-        """Hand out, collect, and kill what has run too long. Never waits."""
-        self._pool._turn(self._batch, 0.0)
-
-    def finish(self) -> list[RewardResult]:
-        """Wait for the rest, then all results in the order of `add`; raises as `score`.
-
-        The limit of the batch begins here.
-        """
-        return self._pool._finish(self._batch)
-
-
-def _check_specs(specs: Sequence[RewardSpec]) -> None:
-    if not specs:
-        raise ValueError("--reward-function: none given; name at least one, e.g. 'math'")
-    labels = [spec.label for spec in specs]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ValueError(
-                f"--reward-function: two are called {label!r}: {[spec.name for spec in specs]}; "
-                "their scores are logged by this name, rename one"
-            )
-
-
-def _check_range(name: str, value: object, allowed: bool, want: str) -> None:
-    if not allowed:
-        raise ValueError(f"RewardPool: {name} is {value}, must be {want}")
 
 
 def _kill_all(

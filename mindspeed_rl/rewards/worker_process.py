@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -95,18 +97,21 @@ class WorkerProcess:
         self._outgoing = bytearray()
         self.connection.setblocking(False)
         command = [sys.executable, "-m", "mindspeed_rl.rewards.worker"]
+        # Of its own, because what is killed cleans nothing up.
+        self._temporary = tempfile.mkdtemp(prefix="mindspeed_rl-reward-")
         try:
             with child_end:
                 self.process = subprocess.Popen(
                     [*command, str(child_end.fileno()), str(os.getpid())],
                     pass_fds=(child_end.fileno(),),
-                    env=worker_environment(os.environ),
+                    env=worker_environment(os.environ) | {"TMPDIR": self._temporary},
                     stdin=subprocess.DEVNULL,
                     # A group of its own, so that kill() reaches what the functions started.
                     start_new_session=True,
                 )
         except BaseException:
             self.connection.close()
+            shutil.rmtree(self._temporary, ignore_errors=True)
             raise
         self._send(wire.Kind.SETUP, setup)
 
@@ -148,11 +153,14 @@ class WorkerProcess:
         return self._incoming.feed(data)
 
     def kill(self, grace_s: float = 0.0) -> int:
-        """End the process and all it started, reap it, free the socket; return its exit code.
+        """End the process and all it started, reap it, free socket and temporary files.
 
         Args:
             grace_s: how long to let a worker that is exiting by itself finish, so that its exit
                 code and its traceback on stderr are its own.
+
+        Returns:
+            Its exit code.
         """
         if grace_s > 0:
             with suppress(subprocess.TimeoutExpired):
@@ -162,4 +170,6 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
-        return self.process.wait()
+        code = self.process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        return code

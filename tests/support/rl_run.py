@@ -65,6 +65,7 @@ class TablePolicy:
     Attributes:
         table: [VOCAB], log p of each token.
         num_passes: forward passes without gradient.
+        num_writes: times that it was told of a write.
         gradients: of every update.
     """
 
@@ -80,7 +81,7 @@ class TablePolicy:
         return {"table": self.table}
 
     def weights_changed(self) -> None:
-        """Somebody else wrote the table."""
+        """Counted."""
         self.num_writes += 1
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 from mindspeed_rl.rewards import RewardRequest
@@ -51,6 +52,15 @@ def allocates_on_bad(request: RewardRequest) -> float:
 def dies_on_bad(request: RewardRequest) -> float:
     if "bad" in request.response:
         os._exit(3)
+    return 1.0
+
+
+def leaves_files_behind(request: RewardRequest) -> float:
+    folder = tempfile.mkdtemp()
+    with open(request.answer, "w") as file:
+        file.write(folder)
+    while "bad" in request.response:
+        pass
     return 1.0
 
 

@@ -101,6 +101,17 @@ def test_a_killed_worker_takes_its_programs_along(tmp_path: Path) -> None:
     assert wait_for(lambda: not is_running(int(pid_file.read_text())), 2.0)
 
 
+def test_a_killed_worker_leaves_no_temporary_files(tmp_path: Path) -> None:
+    note = tmp_path / "folder"
+    specs = [f"{USER_FILE}:leaves_files_behind"]
+    with RewardPool(specs, num_workers=1, timeout_s=0.5) as pool:
+        (result,) = pool.score(make_requests("bad", answer=str(note)))
+        assert result.status == "timeout" and not Path(note.read_text()).exists()
+        pool.score(make_requests("good", answer=str(note)))
+        assert Path(note.read_text()).exists()
+    assert not Path(note.read_text()).parent.exists()
+
+
 def test_batch_limit_times_out_what_is_open(caplog: pytest.LogCaptureFixture) -> None:
     """R42: the limit of the batch."""
     with RewardPool(

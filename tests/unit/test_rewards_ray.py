@@ -1,0 +1,80 @@
+"""The pool of Ray actors: the semantics of the process pool. Skipped where ray is not installed."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rewards_support import USER_FILE, make_requests
+
+from mindspeed_rl.rewards import RewardError
+from mindspeed_rl.rewards.ray_pool import RayRewardPool
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def no_ray(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "ray":
+            raise ImportError("No module named 'ray'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_ray)
+    with pytest.raises(ValueError, match=r"--reward-pool ray needs .*mindspeed-rl-megatron\[ray\]"):
+        RayRewardPool(["format"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+    from mindspeed_rl.rewards.worker_process import worker_environment
+
+    path = worker_environment({})["PYTHONPATH"]
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path}}, object_store_memory=80 << 20,
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
+    """R41-R43: as `RewardPool`; a lost actor costs no sample."""
+    responses = ["good"] * 24
+    responses[3] = responses[17] = "bad"
+    with RayRewardPool(
+        [f"{USER_FILE}:hangs_on_bad"], num_workers=2, timeout_s=0.5, timeout_score=-0.5
+    ) as pool:
+        results = pool.score(make_requests(*responses))
+        assert [r.sample_id for r in results] == list(range(100, 124))
+        assert [r.status for r in results] == ["timeout" if "bad" in r else "ok" for r in responses]
+        assert {r.reward for r in results if r.status == "timeout"} == {-0.5}
+        cluster.kill(pool._actors[0].handle)
+        assert {r.status for r in pool.score(make_requests(*["good"] * 9))} == {"ok"}
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score(make_requests("good"))
+    assert cluster.is_initialized(), "a cluster that the pool did not start stays"
+
+
+def test_failures_above_the_limit_stop_the_run(cluster: Any) -> None:
+    with (
+        RayRewardPool([f"{USER_FILE}:raises_on_bad"], num_workers=1) as pool,
+        pytest.raises(RewardError, match=r"(?s)2 of 3 rewards failed.*cannot score bad"),
+    ):
+        pool.score(make_requests("bad", "good", "bad"))
+
+
+def test_a_batch_that_takes_too_long_times_out(cluster: Any) -> None:
+    with RayRewardPool(
+        [f"{USER_FILE}:sleeps"], num_workers=1, timeout_s=2.0, batch_timeout_s=2.0
+    ) as pool:
+        results = pool.score(make_requests("0", *["0.9"] * 8))
+        assert results[0].status == "ok" and results[-1].status == "timeout"
+        assert [r.status for r in pool.score(make_requests("0"))] == ["ok"]
+
+
+def test_an_unknown_reward_is_the_users_fault(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="unknown reward"):
+        RayRewardPool(["maths"], num_workers=1)
