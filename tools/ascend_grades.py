@@ -125,7 +125,7 @@ CLAIMS: tuple[Claim, ...] = (
           _MOVEMENT + "test_memory_leaves_the_npu_and_comes_back",
           limits="segments are not expandable; the engine's pool is not there"),
     Claim(ENGINE, "vLLM-Ascend 0.23.0: after three cycles of sleep, wake and sync weights are "
-          "equal, every expert was turned once, nothing moved; dense, experts, latent attention", _E,
+          "equal, every expert was turned once, nothing moved; dense, experts, latent", _E,
           _WEIGHTS + "test_three_cycles_of_its_own_classes",
           limits="its own expert method, worker wake-up, allocator bookkeeping and latent "
           "attention; virtual memory is emulated, no engine was built, nothing was generated"),

@@ -60,8 +60,6 @@ def describe(run: RLJob) -> None:
     machine = machine_on(run.config, run.job.platform.name)
     communicator = assumptions_of(run.config, machine).communicator_bytes
     run.job.say(*group_lines(existing_groups(), communicator))
-    if plan.spec.moe:
-        run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
     if run.job.platform.name == "npu":
         groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
         buffers = group_buffers(run.config.ascend.hccl_group_buffer)

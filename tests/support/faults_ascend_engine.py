@@ -104,7 +104,7 @@ ASCEND_ENGINE_MUTATIONS = (
     Mutation(
         "finish-looked-at-between-intervals",
         "rollout/step_loop.py",
-        "stats.steps % interval == 0 and agreement.finished()",
+        "steps % interval == 0 and agreement.finished()",
         "agreement.finished()",
         "tests/unit/test_step_loop.py::test_ranks_stop_together_when_nobody_has_requests",
     ),

@@ -60,6 +60,21 @@ class Engine:
         return outputs
 
 
+def all_steps(
+    engine: Engine,
+    sync: StepSync | None,
+    interval: int,
+    capacity: int,
+    stats: StepStats | None = None,
+) -> tuple[dict[int, Any], StepStats]:
+    stats = stats or StepStats()
+    finished: dict[int, Any] = {}
+    for step in run_steps(engine, sync, interval, capacity, stats):
+        assert not finished.keys() & step.keys()
+        finished |= step
+    return finished, stats
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -72,7 +87,7 @@ def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
     """At the first look after a step that nobody needed: all ranks see it in the same step."""
     sync = StepSync()
     engine = Engine(LENGTHS, sync)
-    finished, stats = run_steps(engine, sync, interval, max_num_seqs=8)
+    finished, stats = all_steps(engine, sync, interval, 8)
     assert sorted(finished) == [0, 1, 2]
     needed = max(LENGTHS)
     expected = -(-(needed + 1) // interval) * interval
@@ -85,7 +100,7 @@ def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
 
 def test_the_engine_s_own_agreement_stays() -> None:
     engine = Engine(LENGTHS, None)
-    finished, stats = run_steps(engine, None, 1, max_num_seqs=2)
+    finished, stats = all_steps(engine, None, 1, 2)
     assert sorted(finished) == [0, 1, 2] and stats.steps == max(LENGTHS)
     assert stats.reductions == 0 and stats.sync_seconds == 0
     assert stats.ms_per_step == pytest.approx(1e3 * stats.seconds / stats.steps)
@@ -95,13 +110,13 @@ def test_a_step_without_its_reduction_is_an_error() -> None:
     """An engine that forgot it would let its peers hang."""
     sync = StepSync()
     with pytest.raises(AssertionError, match="passed without its reduction"):
-        run_steps(Engine(LENGTHS, None), sync, 1, max_num_seqs=8)
+        all_steps(Engine(LENGTHS, None), sync, 1, 8)
 
 
 def test_stats_add_up() -> None:
     total, engine = StepStats(), Engine((2, 2), None)
     for _ in range(2):
         engine._left = {"0": [2, 0], "1": [2, 0]}
-        total.add(run_steps(engine, None, 1, max_num_seqs=8)[1])
+        all_steps(engine, None, 1, 8, total)
     assert total.steps == 4 and total.running == {2: 2}
     assert StepStats().ms_per_step == 0
