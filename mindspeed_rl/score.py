@@ -90,6 +90,7 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
         [sequences.ids(i) for i in mine],
         temperature=config.score.temperature,
         with_entropy=not config.score.no_entropy,
+        trainer_version=0,
     )
     if layout.engine.tp_rank(rank):
         return []

@@ -46,10 +46,12 @@ def take(root: Path, traced: dict[str, dict[str, list[str]]]) -> tuple[snap.Snap
         )
         for column, vllm in snap.VLLM_OF.items()
     }
+    targets = snap.patch_targets(sources["mindspeed core_r0.16.0"], sources["megatron-core 0.16.1"])
     taken = {
         "settings": settings,
         "packages": packages,
         "traced": traced,
+        "patch_targets": {"megatron-core 0.16.1": targets},
         "relied_defaults": snap.relied_defaults(uses, packages),
     }
     return taken, missing
@@ -74,6 +76,16 @@ def main() -> None:
     for line in [*snap.difference(old, new), *missing]:
         print(line)
     found = problems(uses_of(ROOT / "mindspeed_rl"), new["packages"])
+    compiled = [
+        k for e in new["packages"].values() for k, v in e.items() if v["kind"] == "extension"
+    ]
+    print(*compiled, f"{len(compiled)} names of compiled modules are not read", sep="\n")
+    targets = new["patch_targets"]["megatron-core 0.16.1"]
+    print(
+        *(n for n, there in targets.items() if not there),
+        f"of {len(targets)} patch targets of MindSpeed are not in megatron-core",
+        sep="\n",
+    )
     print(*found, f"{len(found)} uses of ours do not fit these sources", sep="\n")
     if args.write:
         snap.write(TARGET, new)

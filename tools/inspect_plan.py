@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -104,8 +105,10 @@ def _positive(args: argparse.Namespace) -> None:
     names = ("world", "ranks_per_node", "reshard_bucket_mb", "intra_node_gbs", "inter_node_gbs")
     for name in names:
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be above 0 and finite")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: the folder does not exist; make it first")
 
 
 def problem_of(args: argparse.Namespace) -> Problem:

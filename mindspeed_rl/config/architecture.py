@@ -6,6 +6,7 @@ from typing import Any
 
 from mindspeed_rl.config import ModelConfig, RLRunConfig
 from mindspeed_rl.config.layouts import layer_numbers, training_layout
+from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.models.registry import value_spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -49,7 +50,8 @@ def value_layout(
             "tokenizer of the policy"
         )
     parallel = training_layout(model, config.parallel, spec, world)
-    return MegatronLayout(spec, parallel, model.make_vocab_size_divisible_by)
+    modules = module_names(model, config.parallel.platform)
+    return MegatronLayout(spec, parallel, model.make_vocab_size_divisible_by, modules)
 
 
 def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:

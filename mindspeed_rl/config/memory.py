@@ -47,3 +47,10 @@ class MemoryConfig:
         "over the last 20 steps; 0 never warns.",
         minimum=0.0,
     )
+    memory_peak_interval: int = flag(
+        0,
+        "On a CPU: measure the largest moment of the updates of every N-th step, next to its "
+        "prediction, by watching every operator, which takes several times as long; 0: never. "
+        "Elsewhere the allocator counts and every step is measured.",
+        minimum=0,
+    )

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, RunPlan
+from mindspeed_rl.dryrun.budget import (
+    assumptions_of,
+    device_bytes,
+    resolve_offload,
+    usable_bytes,
+)
 from mindspeed_rl.dryrun.machine import Machine, read_machine
 from mindspeed_rl.dryrun.step_time import PhaseSeconds, estimate
 from mindspeed_rl.dryrun.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.dryrun.volumes import UpdateVolume, update_volume
 from mindspeed_rl.memory.communicators import device_groups
-from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.owners import MemoryPhase, Owner
 from mindspeed_rl.memory.prediction import (
-    MemoryAssumptions,
     MemoryPrediction,
     Peak,
     engine_is_bf16,
-    least_offload,
     predict,
 )
 
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +99,6 @@ def world_size(config: RLRunConfig | PretrainRunConfig, environment: Mapping[str
     return int(given)
 
 
-def budget_of(config: RLRunConfig | PretrainRunConfig, machine: Machine) -> int:
-    """Bytes of a device that the run may use: the flag, or the machine's, less what is reserved."""
-    given = config.memory.device_memory_gb if isinstance(config, RLRunConfig) else 0.0
-    return int(((given or machine.memory_gib) - machine.reserved_gib) * _GIB)
-
-
-def assumptions_of(
-    config: RLRunConfig | PretrainRunConfig, machine: Machine, *, swap_optimizer: bool
-) -> MemoryAssumptions:
-    """Machine and flags; the offload mode is still to be resolved."""
-    buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
-    communicator = machine.communicator_mib
-    if buffer_mb.isdecimal() and machine.platform == "npu":
-        communicator = 2.0 * int(buffer_mb)  # one to send, one to receive
-    return MemoryAssumptions(
-        kernels=machine.kernels,
-        train_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
-        rollout_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
-        communicator_bytes=int(communicator * _MIB),
-        graph_bytes=int(machine.graph_mib * _MIB),
-        swap_optimizer=swap_optimizer and machine.platform == "npu",
-    )
-
-
 def find_out(
     config: RLRunConfig | PretrainRunConfig, world: int, *, swap_optimizer: bool = False
 ) -> Findings:
@@ -136,7 +115,8 @@ def find_out(
     machine = read_machine(config.dry_run.rl_dry_run_machine)
     plan = plan_of(config, world)
     assumptions = assumptions_of(config, machine, swap_optimizer=swap_optimizer)
-    budget = budget_of(config, machine)
+    device = device_bytes(config, machine.memory_gib * _GIB)
+    budget = usable_bytes(device, machine)
     prediction = predict(config, plan, assumptions)
     ranks = prediction.representatives()
     mode, why = resolve_offload(prediction, ranks, budget)
@@ -167,19 +147,3 @@ def find_out(
         seconds=estimate(prediction, machine, volume.seconds if volume else None),
         suggestions=suggest(prediction, ranks, npu=machine.platform == "npu"),
     )
-
-
-def resolve_offload(
-    prediction: MemoryPrediction, ranks: Sequence[int], budget_bytes: int
-) -> tuple[OffloadMode, str]:
-    """What leaves the device during rollouts, and why."""
-    config = prediction.config
-    if not isinstance(config, RLRunConfig):
-        return OffloadMode.NONE, "nothing shares the device"
-    asked = OffloadMode(config.memory.rl_offload)
-    if asked is not OffloadMode.AUTO:
-        return asked, "as --rl-offload says"
-    mode = least_offload(prediction, ranks, budget_bytes)
-    if mode is None:
-        return OffloadMode.ALL, "auto: nothing fits, so all"
-    return mode, "auto: the least that fits"

@@ -5,7 +5,12 @@ Groups with equal ranks are one communicator; groups of one rank have none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+
+# Our name of a group -> megatron-core's, where they differ.
+_MEGATRON_NAMES = {"dp-cp": "dp_cp", "expert-dp": "ep_dp"}
 
 
 def device_groups(
@@ -67,3 +72,26 @@ def device_groups(
         if len(ranks) > 1:
             names.setdefault(ranks, []).append(name)
     return {" = ".join(several): ranks for ranks, several in names.items()}
+
+
+def hccl_lines(
+    groups: Mapping[str, tuple[int, ...]], buffers_mb: Mapping[str, int], default_mb: int
+) -> Iterator[str]:
+    """The HCCL groups of a rank with their buffers, for the start of a run (R24). Pure.
+
+    Args:
+        groups: from :func:`device_groups`.
+        buffers_mb: ``--hccl-group-buffer``, by megatron-core's names.
+        default_mb: ``HCCL_BUFFSIZE``.
+    """
+    total = 0
+    for name, ranks in groups.items():
+        parts = [_MEGATRON_NAMES.get(part, part) for part in name.split(" = ")]
+        size = max((buffers_mb[part] for part in parts if part in buffers_mb), default=default_mb)
+        total += 2 * size
+        yield f"hccl group {name}: {len(ranks)} ranks, 2 x {size} MiB"
+    yield (
+        f"hccl groups of rank 0: {len(groups)}, {total} MiB of buffers outside torch's allocator "
+        "once each of them was used; none is built by this project beside those of megatron-core "
+        "and the engine"
+    )

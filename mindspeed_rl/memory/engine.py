@@ -27,6 +27,8 @@ class EngineMemory:
         options: further arguments of ``vllm.LLM``.
         kv_cache_bytes: what is asked for on each rank.
         imbalance: tokens that the busiest rank of the experts gets, by the mean.
+        copies_latent: the engine keeps both halves of latent attention's up projection once more,
+            transposed, as vLLM-Ascend does; vLLM's own are views of it.
     """
 
     layout: VllmLayout
@@ -34,6 +36,7 @@ class EngineMemory:
     options: Mapping[str, object]
     kv_cache_bytes: int
     imbalance: float = 1.0
+    copies_latent: bool = False
 
     @property
     def batched_tokens(self) -> int:
@@ -46,8 +49,15 @@ class EngineMemory:
         return _number(self.options.get("max_num_seqs"), DEFAULT_SEQUENCES)
 
     def weights(self, rank: int) -> int:
-        """Parameters of a rank, padding included."""
-        return sum(self.layout.local_bytes(rank, self.item).values())
+        """Parameters of a rank, padding included, and copies that the engine derives from them."""
+        return sum(self.layout.local_bytes(rank, self.item).values()) + self._latent_copies()
+
+    def _latent_copies(self) -> int:
+        if not self.copies_latent:
+            return 0
+        spec, engine = self.layout.spec, self.layout.engine
+        layers = -(-spec.num_layers // engine.pp)
+        return layers * spec.kv_b_size * spec.kv_lora_rank // engine.tp * self.item
 
     def token_bytes(self) -> int:
         """Cache of one token on a rank, all its layers."""

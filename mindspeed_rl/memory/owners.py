@@ -26,18 +26,13 @@ class Owner(enum.StrEnum):
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
 
 
-# What only updates need: it leaves before the engine's weights come.
-UPDATE_STATE = (
-    Owner.GRAD_BUFFERS,
-    Owner.OPTIMIZER,
-    Owner.CRITIC_GRAD_BUFFERS,
-    Owner.CRITIC_OPTIMIZER,
-)
-# Parameters that are not resharded, and so may leave as early.
-TRAINER_ONLY = (Owner.CRITIC,)
-# Parameters of models that only read: where they leave, they come for their own pass.
-VISITORS = (Owner.REFERENCE, Owner.REWARD_MODEL)
-LEAVING = (*UPDATE_STATE, *TRAINER_ONLY, Owner.PARAMETERS, *VISITORS)
+# What only updates of the policy need: it leaves before the engine's weights come.
+UPDATE_STATE = (Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+# Memory of the critic's updates; its parameters alone suffice for its passes.
+CRITIC_OWNERS = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+# Other models. What of them leaves comes for their own passes and updates only.
+VISITORS = (Owner.REFERENCE, Owner.REWARD_MODEL, *CRITIC_OWNERS)
+LEAVING = (*UPDATE_STATE, Owner.PARAMETERS, *VISITORS)
 
 
 class MemoryPhase(enum.StrEnum):
@@ -63,8 +58,5 @@ class OffloadMode(enum.StrEnum):
         assert self is not OffloadMode.AUTO, "auto is resolved first"
         if self is OffloadMode.ALL:
             return frozenset(LEAVING)
-        return frozenset(UPDATE_STATE if self is OffloadMode.OPTIMIZER else ())
-
-
-#: memory of the critic's updates; its parameters alone suffice for its passes
-CRITIC_OWNERS = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+        state = (*UPDATE_STATE, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+        return frozenset(state if self is OffloadMode.OPTIMIZER else ())

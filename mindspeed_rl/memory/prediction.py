@@ -35,6 +35,7 @@ class MemoryAssumptions:
         rollout_imbalance: the same in the engine.
         communicator_bytes: device buffers of one communicator; 0 on CPU.
         graph_bytes: of one captured engine step size.
+        copies_latent: see :class:`~mindspeed_rl.memory.engine.EngineMemory`.
         swap_optimizer: optimizer state is on the host and passes through in parts.
         staging_bytes: of a reshard by rank, where the plan is known; else the whole bucket counts.
     """
@@ -45,6 +46,7 @@ class MemoryAssumptions:
     rollout_imbalance: float = 1.0
     communicator_bytes: int = 0
     graph_bytes: int = 0
+    copies_latent: bool = False
     swap_optimizer: bool = False
     staging_bytes: Mapping[int, int] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class MemoryPrediction:
     def rank_table(self, rank: int) -> dict[MemoryPhase, Table]:
         """Owner -> bytes in every phase of one rank; owners without memory are left out."""
         state, moments = self._state(rank), self._resident_optimizer(self._state(rank).optimizer)
-        trainer = self._trainer(state, moments) | self._idle_others(rank)
+        trainer = self._trainer(rank, state, moments)
         tables = {
             MemoryPhase.LOAD: self._load(rank, state),
             MemoryPhase.TRAIN_IDLE: trainer,
@@ -191,16 +193,13 @@ class MemoryPrediction:
         }
         return {owner: everything[owner] for owner in owners}
 
-    def _idle_others(self, rank: int) -> Table:
-        """Critic and reward model while they are not used, in TRAIN as in ROLLOUT."""
-        stays = {
-            OffloadMode.NONE: CRITIC_OWNERS,
-            OffloadMode.OPTIMIZER: (Owner.CRITIC,),
-            OffloadMode.ALL: (),
-        }[self._offload]
+    def _visitors(self, rank: int, state: ModelState) -> Table:
+        """Models that only read, while they do not."""
         kept = self._offload is not OffloadMode.ALL
-        scorer = self._reward_model(rank) if kept else 0
-        return self._critic(rank, *stays) | {Owner.REWARD_MODEL: scorer}
+        return {
+            Owner.REFERENCE: self._reference(state) if kept else 0,
+            Owner.REWARD_MODEL: self._reward_model(rank) if kept else 0,
+        }
 
     def _load(self, rank: int, state: ModelState) -> Table:
         return self._critic(rank, *CRITIC_OWNERS, started=False) | {
@@ -211,14 +210,13 @@ class MemoryPrediction:
             Owner.REWARD_MODEL: self._reward_model(rank),
         }
 
-    def _trainer(self, state: ModelState, optimizer: int) -> Table:
-        stays = self._offload is not OffloadMode.ALL
-        return {
+    def _trainer(self, rank: int, state: ModelState, optimizer: int) -> Table:
+        of_policy = {
             Owner.PARAMETERS: state.parameters,
             Owner.GRAD_BUFFERS: state.grad_buffers,
             Owner.OPTIMIZER: optimizer,
-            Owner.REFERENCE: self._reference(state) if stays else 0,
         }
+        return of_policy | self._critic(rank, *CRITIC_OWNERS) | self._visitors(rank, state)
 
     def _train(self, rank: int, trainer: Table, state: ModelState) -> Table:
         """The fullest of an update, one of the critic, and passes of models brought in for them."""
@@ -240,7 +238,7 @@ class MemoryPrediction:
             )
         if self._critic_layout is not None:
             of_critic = replace(memory, layout=self._critic_layout).peak(rank, work)
-            moments.append(trainer | self._critic(rank, *CRITIC_OWNERS) | _passing(of_critic))
+            moments.append(trainer | _passing(of_critic))
         return max(moments, key=lambda table: sum(table.values()))
 
     @cached_property
@@ -301,6 +299,7 @@ class MemoryPrediction:
             config.vllm_options,
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.assumptions.rollout_imbalance,
+            self.assumptions.copies_latent,
         )
 
     @property
@@ -310,13 +309,9 @@ class MemoryPrediction:
 
     def _waiting(self, rank: int, state: ModelState, optimizer: int) -> Table:
         """The trainer while weights are updated."""
-        left = self._offload is not OffloadMode.NONE
-        return self._idle_others(rank) | {
-            Owner.PARAMETERS: state.parameters,
-            Owner.GRAD_BUFFERS: 0 if left else state.grad_buffers,
-            Owner.OPTIMIZER: 0 if left else optimizer,
-            Owner.REFERENCE: 0 if self._offload is OffloadMode.ALL else self._reference(state),
-        }
+        left = self._offload.leave()
+        table = self._trainer(rank, state, optimizer)
+        return {o: 0 if o in left and o is not Owner.PARAMETERS else b for o, b in table.items()}
 
     def _sync(self, rank: int, state: ModelState, optimizer: int) -> Table:
         weights = self.engine.weights(rank)

@@ -122,7 +122,8 @@ class StorageGroup:
     def _unpack(self, packing: Packing) -> None:
         """One storage for all; the tensors become views of it when the content is on its way."""
         assert self._pool is not None
-        whole = torch.UntypedStorage(0, device=self._platform.device)
+        device = self._platform.device
+        whole = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         take_memory(whole, packing.num_bytes)
         self._copy([whole], self._pool, to_host=False)
         for place in packing.places:

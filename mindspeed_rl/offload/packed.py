@@ -64,7 +64,7 @@ def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
     for tensor in tensors:
         start, item = starts[identity(tensor.untyped_storage())], tensor.element_size()
         assert start % item == 0, "element sizes divide their storages"
-        offset = start // item + tensor.storage_offset()
+        offset = start // item + int(tensor.storage_offset())
         places.append(Place(tensor, offset, tensor.shape, tensor.stride()))
     return Packing(storages, tuple(places), num_bytes(storages))
 

@@ -163,8 +163,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     training.initialize_parallel(job)
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
-    replays = config.rl.rl_routing_replay != "none"
-    policy = training.build_engine(job, "policy", updates, temperature, replays_routing=replays)
+    policy = training.build_engine(job, "policy", updates, temperature, routing=routing_of(job))
     reference = None
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
@@ -205,6 +204,13 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     holder.append(result)
     phases.to_train()
     return result
+
+
+def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
+    """What the policy does about the experts of later passes: see ``TrainEngine``."""
+    if not job.plan.spec.moe:
+        return "free"
+    return "compare" if job.config.rl.rl_routing_replay == "none" else "replay"
 
 
 def load_data(

@@ -12,9 +12,15 @@ import torch.distributed as dist
 
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.memory.layers import Kernels
+from mindspeed_rl.dryrun.budget import (
+    assumptions_of,
+    device_bytes,
+    machine_on,
+    resolve_offload,
+    usable_bytes,
+)
 from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryAssumptions, least_offload, predict
+from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.orchestration.engine_stats import graph_sizes
 from mindspeed_rl.orchestration.torchrun import Job
@@ -27,46 +33,36 @@ from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 2**30
-# Of a device; the rest is for the allocator's rounding and what no owner accounts for.
-_PREDICTABLE = 0.9
 
 
-def memory_budget(job: Job[RLRunConfig, RLPlan]) -> int:
-    """Bytes of a device that the run may use, the least of all ranks; 0: no limit.
+def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
+    """Bytes of a device that may be in use, the least of all ranks; 0: no limit.
 
     Collective: the world.
     """
-    asked, platform = job.config.memory.device_memory_gb, job.platform
-    budget = int(asked * _GIB)
-    if not asked and not platform.shares_host_memory:
-        budget = platform.memory().total_bytes
-    return _least(budget)
+    platform = job.platform
+    total = 0 if platform.shares_host_memory else platform.memory().total_bytes
+    return _least(device_bytes(job.config, total))
 
 
-def choose_offload(job: Job[RLRunConfig, RLPlan], budget_bytes: int) -> tuple[OffloadMode, str]:
-    """What of the trainer leaves the device, and why. Local, alike on all ranks."""
-    asked = OffloadMode(job.config.memory.rl_offload)
-    if asked is not OffloadMode.AUTO:
-        return asked, "as --rl-offload says"
-    if not budget_bytes:
-        return OffloadMode.NONE, "the device is the host, so nothing is gained by moving"
-    prediction = predict(job.config, job.plan, MemoryAssumptions(_kernels(job)))
-    usable = int(budget_bytes * _PREDICTABLE)
-    mode = least_offload(prediction, prediction.representatives(), usable)
-    budget = f"{budget_bytes / _GIB:.3g} GiB, of which {_PREDICTABLE:.0%} are planned"
-    if mode is None:
-        return OffloadMode.ALL, f"the predicted peak exceeds {budget}; see --rl-dry-run"
-    return mode, f"the least whose predicted peak fits {budget}"
-
-
-def _kernels(job: Job[RLRunConfig, RLPlan]) -> Kernels:
-    """Which operators the trainer's modules have on this platform."""
-    return Kernels.EAGER if job.platform.name == "cpu" else Kernels.FUSED
+def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
+    """The memory of this run with its offload mode, and why it is that. Collective: the world."""
+    machine = machine_on(job.config, job.platform.name)
+    assumptions = assumptions_of(job.config, machine)
+    prediction = predict(job.config, job.plan, assumptions)
+    limit = memory_limit(job)
+    if not limit and job.config.memory.rl_offload == OffloadMode.AUTO:
+        why = "auto: the device is the host, so nothing is gained by moving"
+        return prediction, why
+    ranks = prediction.representatives()
+    mode, why = resolve_offload(prediction, ranks, usable_bytes(limit, machine))
+    return replace(prediction, assumptions=replace(assumptions, offload=mode)), why
 
 
 def share_memory(
@@ -80,7 +76,8 @@ def share_memory(
 
     Collective: the world.
     """
-    mode, why = choose_offload(job, memory_budget(job))
+    prediction, why = predict_run(job)
+    mode = prediction.assumptions.offload
     sleep = job.config.memory.rollout_sleep
     free_weights = sleep == "all" or (sleep == "auto" and mode is OffloadMode.ALL)
     job.say(
@@ -104,7 +101,7 @@ def open_ledger(
 ) -> MemoryLedger:
     """The ledger of the trainer's and the engine's memory. Collective: the world."""
     options, rank = job.config.memory, job.world.rank
-    prediction = predict(job.config, job.plan, MemoryAssumptions(_kernels(job), sharing.mode))
+    prediction, _ = predict_run(job)
     owners: dict[str, Callable[[], int]] = {
         owner.value: group.num_bytes for owner, group in sharing.groups.items()
     }
@@ -117,7 +114,7 @@ def open_ledger(
     return MemoryLedger(
         owners,
         job.platform.memory,
-        memory_budget(job) or None,
+        memory_limit(job) or None,
         options.memory_leak_mb * 2**20,
         {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
     )
@@ -154,7 +151,8 @@ def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
 def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
     """The engine of this rank. Collective: the world."""
     config = job.config
-    with job.watchdog.phase("build engine"):
+    build = "building the rollout engine"
+    with job.watchdog.phase("build engine"), parallel_state.unchanged(build):
         return VllmEngine(
             model_dir=config.model.hf_checkpoint,
             layout=job.plan.vllm,

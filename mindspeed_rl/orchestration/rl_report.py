@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
+from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -21,7 +23,9 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.memory.communicators import device_groups, hccl_lines
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, headline
 from mindspeed_rl.observability.progress import RunProgress
@@ -31,6 +35,7 @@ from mindspeed_rl.observability.timers import StepTimes
 from mindspeed_rl.orchestration import results, rl_critic, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.types import Prompt
 
 
@@ -52,8 +57,18 @@ def describe(run: RLJob) -> None:
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(run.rewards.notices if run.rewards is not None else ()),
     )
-    if plan.spec.moe:
-        run.job.say(f"experts: --rl-routing-replay {run.config.rl.rl_routing_replay}")
+    machine = machine_on(run.config, run.job.platform.name)
+    communicator = assumptions_of(run.config, machine).communicator_bytes
+    run.job.say(*group_lines(existing_groups(), communicator))
+    if run.job.platform.name == "npu":
+        groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
+        buffers = group_buffers(run.config.ascend.hccl_group_buffer)
+        run.job.say(*hccl_lines(groups, buffers, int(os.environ.get("HCCL_BUFFSIZE", "200"))))
+    if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
+        run.job.say(
+            "experts: each pass over a sample chooses its own; routing/agreement says how many of "
+            "them differ, and --rl-routing-replay trainer keeps them"
+        )
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
 

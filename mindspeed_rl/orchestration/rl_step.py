@@ -33,6 +33,7 @@ from mindspeed_rl.orchestration.rl_batch import (
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
 from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
+from mindspeed_rl.orchestration.step_peak import watch_update
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
@@ -123,6 +124,7 @@ def refresh_reference(run: RLJob, step: int) -> None:
         present = run.policy.named_parameters()
         for name, param in run.reference.named_parameters().items():
             param.copy_(present[name])
+        run.reference.weights_changed()
 
 
 def adapt_kl(run: RLJob, metrics: MetricSet) -> None:
@@ -196,24 +198,28 @@ def update_once(
     Differences between trainer and engine are appended to ``gaps``.
     """
     silent = silent_metrics(step_loss(run, batch.denominators, True))
-    if run.config.rl.rl_routing_replay != "none":
+    if run.plan.spec.moe:
         silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})
     if run.config.policy_loss.selects:
         batch = select_tokens(run, batch, first_update)
-    found = run.policy.forward_backward(
-        batch.micro_batches, step_loss(run, batch.denominators, first_update, gaps)
-    )
+    loss = step_loss(run, batch.denominators, first_update, gaps)
+    with watch_update(run, batch.micro_batches) as memory:
+        found = run.policy.forward_backward(batch.micro_batches, loss)
     stats = run.policy.step()
     run.version += 1
-    return silent.merge(found).merge(
-        {
-            "optimizer/skipped": Total(0.0),
-            "optimizer/grad_norm": Mean(stats.grad_norm, 1.0),
-            "optimizer/lr": Max(stats.learning_rate),
-        }
+    return (
+        silent.merge(found)
+        .merge(memory)
+        .merge(
+            {
+                "optimizer/skipped": Total(0.0),
+                "optimizer/grad_norm": Mean(stats.grad_norm, 1.0),
+                "optimizer/lr": Max(stats.learning_rate),
+            }
+        )
     )
 
 

@@ -53,7 +53,7 @@ def build_engine(
     num_updates: int,
     temperature: float = 1.0,
     *,
-    replays_routing: bool = False,
+    routing: str = "free",
 ) -> TrainEngine:
     """A TrainEngine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
     config = job.config
@@ -66,7 +66,7 @@ def build_engine(
         train=config.train,
         num_updates=num_updates,
         temperature=temperature,
-        replays_routing=replays_routing,
+        routing=routing,
     )
     if role == "policy":
         kept_mtp(job)  # what an export would lack is told before the run, not after it

@@ -13,12 +13,13 @@ Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another
 of actions, each with its undo: an error anywhere inside one leaves the state before it, with
 everything where it was. An undo that fails as well leaves BROKEN, in which every call raises.
 
-Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer and a critic |
-bring back engine weights | reshard, prove, offload parameters, bring back the cache. Parameters
-stay after an update because they are about to be resharded; the cache comes last, when everything
-else has left. Reference and reward model are there for their own pass only.
-Towards TRAIN: free the cache, bring back parameters | free engine weights | critic, gradients,
-optimizer.
+Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back
+engine weights | reshard, prove, offload parameters, bring back the cache. Parameters stay after an
+update because they are about to be resharded; the cache comes last, when everything else has left.
+Towards TRAIN: free the cache, bring back parameters | free engine weights | gradients, optimizer.
+
+Reference, critic and reward model: what of them leaves is away in TRAIN, too, and comes for their
+own passes and updates (:meth:`Phases.resident`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from mindspeed_rl.memory.owners import LEAVING, TRAINER_ONLY, UPDATE_STATE, OffloadMode, Owner
+from mindspeed_rl.memory.owners import LEAVING, UPDATE_STATE, OffloadMode, Owner
 from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.phases.transition import Action, UndoFailed, nothing, perform
@@ -198,11 +199,11 @@ class Phases:
 
     def _train_to_idle(self) -> list[Action]:
         """After the update: what only training needs leaves."""
-        return [*self._offload(*UPDATE_STATE, *TRAINER_ONLY), *self._tidy("offload")]
+        return [*self._offload(*UPDATE_STATE), *self._tidy("offload")]
 
     def _idle_to_train(self) -> list[Action]:
         """The optimizer's copies run beside the first passes; ``step`` waits for them."""
-        return [*self._onload(*TRAINER_ONLY, wait=True), *self._onload(*UPDATE_STATE)]
+        return self._onload(*UPDATE_STATE)
 
     def _idle_to_sync(self) -> list[Action]:
         """Memory for the engine's weights; their content comes with the reshard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,6 +68,13 @@ class Platform(Protocol):
 
     def memory(self) -> DeviceMemory:
         """What the driver says now."""
+        ...
+
+    def watch_peak(self) -> Callable[[], int] | None:
+        """Start to watch the allocator; call the result for the bytes by which it grew at most.
+
+        ``None`` where it does not count.
+        """
         ...
 
     def release_cached_memory(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory
-from mindspeed_rl.platforms.host_pages import advise_large_pages
+from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
 
 _PAGE_BYTES = 4096
 
@@ -57,11 +56,12 @@ class CpuPlatform:
         sizes = {words[0]: int(words[1]) * 1024 for words in lines}
         return DeviceMemory(resident, sizes["MemAvailable:"], sizes["MemTotal:"])
 
+    def watch_peak(self) -> None:
+        """The C library does not count."""
+
     def release_cached_memory(self) -> None:
         """Make the C library return free pages to the system."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of GNU has it
-        if trim is not None:
-            trim(0)
+        give_back_free_pages()
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Plain memory: there is nothing to pin it for."""

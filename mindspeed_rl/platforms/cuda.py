@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -49,6 +51,12 @@ class CudaPlatform:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(torch.cuda.memory_reserved(self.device), free, total)
 
+    def watch_peak(self) -> Callable[[], int]:
+        """What tensors take, caches of the allocator aside."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        return lambda: int(torch.cuda.max_memory_allocated(self.device) - before)
+
     def release_cached_memory(self) -> None:
         """Wait, then empty the caching allocator: a block in use by a stream cannot leave (R18)."""
         gc.collect()
@@ -56,8 +64,14 @@ class CudaPlatform:
         torch.cuda.empty_cache()
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Pinned."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        """Pinned as it is: torch's own allocator of pinned memory rounds up to powers of two."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            address = buffer.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+            weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
+        return buffer
 
     @contextmanager
     def copies(self) -> Iterator[None]:

@@ -43,6 +43,13 @@ def advise_large_pages(address: int, num_bytes: int) -> None:
     _advise(first, size, mmap.MADV_HUGEPAGE)
 
 
+def give_back_free_pages() -> None:
+    """Make the C library return free memory to the system, where it can (that of GNU)."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
     """Address and bytes of the pages that lie within a range as a whole."""
     page = mmap.PAGESIZE
@@ -58,4 +65,5 @@ def _advise(first: int, size: int, advice: int) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL:
+    """Opened once: every handle is a class of its own, in a cycle that waits for the collector."""
     return ctypes.CDLL(None, use_errno=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,12 @@ class NpuPlatform:
         """Used is what torch's allocator has reserved; buffers of HCCL are outside of it."""
         free, total = self._npu.mem_get_info(self.device)
         return DeviceMemory(self._npu.memory_reserved(self.device), free, total)
+
+    def watch_peak(self) -> Callable[[], int]:
+        """What tensors take, caches of the allocator aside."""
+        self._npu.reset_peak_memory_stats(self.device)
+        before = self._npu.memory_allocated(self.device)
+        return lambda: int(self._npu.max_memory_allocated(self.device) - before)
 
     def release_cached_memory(self) -> None:
         """Wait, then empty the caching allocator: a block in use by a stream cannot leave (R18)."""

@@ -102,7 +102,7 @@ class Exchange:
             for t, span in _spans(flat, transfers):
                 span.copy_(source_view(read, t))
         self._arriving = [m for several in receives.values() for m in several]
-        self._pending = self._transport.start(_tensors(sends), _tensors(receives))
+        self._pending = self._transport.start(_tensors(sends), _tensors(receives), self._dtype)
 
     def _messages(
         self,

@@ -33,7 +33,7 @@ class Transport(Protocol):
     received_bytes: int
     device: torch.device
 
-    def start(self, sends: Tensors, receives: Tensors) -> Pending:
+    def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
         """Post one round; several may be on their way, in the same order on all ranks.
 
         Collective over the transport's ranks, including those that move nothing.
@@ -43,6 +43,8 @@ class Transport(Protocol):
             receives: memory for those from each peer, ascending, of the sizes that it sends.
                 Without ``many_messages`` each peer has at most one, and all of a direction follow
                 each other in one buffer.
+            dtype: element type of the round, on ranks that move nothing as well: device
+                collectives may compare it.
         """
         ...
 
@@ -78,18 +80,14 @@ class AllToAllTransport(_GroupTransport):
 
     many_messages = False
 
-    def start(self, sends: Tensors, receives: Tensors) -> Pending:
+    def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
         """Post the collective."""
         self._count(sends, receives)
-        outgoing, incoming = _joined(sends, self.device), _joined(receives, self.device)
+        outgoing, incoming = (_joined(m, dtype, self.device) for m in (sends, receives))
         received, sent = (
             [sum(m.numel() for m in of_peers.get(p, ())) for p in range(self._world)]
             for of_peers in (receives, sends)
         )
-        if not outgoing.numel():
-            outgoing = outgoing.to(incoming.dtype)
-        if not incoming.numel():
-            incoming = incoming.to(outgoing.dtype)
         work: Pending = dist.all_to_all_single(
             incoming, outgoing, received, sent, group=self._group, async_op=True
         )
@@ -112,7 +110,7 @@ class PointToPointTransport(_GroupTransport):
 
     many_messages = True
 
-    def start(self, sends: Tensors, receives: Tensors) -> Pending:
+    def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
         """Post one send or receive per message."""
         self._count(sends, receives)
         operations = [
@@ -129,11 +127,11 @@ def _bytes_of(messages: Tensors) -> int:
     return sum(m.numel() * m.element_size() for several in messages.values() for m in several)
 
 
-def _joined(messages: Tensors, device: torch.device) -> torch.Tensor:
+def _joined(messages: Tensors, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one buffer in which messages follow each other."""
     several = [message for of_peer in messages.values() for message in of_peer]
     if not several:
-        return torch.empty(0, dtype=torch.uint8, device=device)
+        return torch.empty(0, dtype=dtype, device=device)
     size = sum(message.numel() for message in several)
     return several[0].as_strided((size,), (1,))
 

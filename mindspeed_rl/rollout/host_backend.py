@@ -14,7 +14,7 @@ from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.backend import EngineParts
 from mindspeed_rl.rollout.engine_memory import ZeroedMemory, kv_tensors
-from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS, DerivedState
+from mindspeed_rl.rollout.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm_requests import model_settings
 from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
@@ -112,8 +112,8 @@ def parts_by_storage(llm: Any) -> EngineParts:
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     cache = ZeroedMemory(kv_tensors(runner))
     assert cache.num_bytes, "no key/value cache found in vLLM's runner"
-    named = runner.model.named_parameters()
-    own = [p.data for name, p in named if not name.endswith(DERIVED_PARAMS)]
-    weights = ZeroedMemory(own, refilled=True)
+    # derived ones, too: they are views of others, or are made anew by every update
+    parameters = [p.data for _, p in runner.model.named_parameters()]
+    weights = ZeroedMemory(parameters, refilled=True)
     derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
     return EngineParts(runner.model, derived, weights, cache, stable_addresses=False)

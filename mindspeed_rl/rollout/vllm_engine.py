@@ -146,7 +146,7 @@ class VllmEngine:
         """The trainer's update count of the weights; -1 while they are incomplete."""
         return self._version
 
-    def weight_views(self) -> dict[str, torch.Tensor]:
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
         """Live parameters by vLLM's names, for writing between begin and finish of an update.
 
         Raises:
@@ -275,11 +275,7 @@ class VllmEngine:
             RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
                 ranks of the engine were given different requests, or vLLM gave a request up.
         """
-        if self._state is not EngineState.AWAKE or self._version != trainer_version:
-            raise RuntimeError(
-                f"generate: the engine is {self._state.value} with weights of version "
-                f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
-            )
+        self._require("generate", trainer_version)
         self._check_agreement(requests_digest(requests, settings, trainer_version))
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
@@ -294,6 +290,14 @@ class VllmEngine:
                     on_step(finished)
         return [done[request.sample_id] for request in requests]
 
+    def _require(self, call: str, trainer_version: int) -> None:
+        """Only weights that are known are computed with (R3)."""
+        if self._state is not EngineState.AWAKE or self._version != trainer_version:
+            raise RuntimeError(
+                f"{call}: the engine is {self._state.value} with weights of version "
+                f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
+            )
+
     def _add(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> None:
         from vllm.inputs.engine import tokens_input
 
@@ -307,13 +311,21 @@ class VllmEngine:
             self._engine.add_request(str(request.sample_id), prompt, params)
 
     def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float, with_entropy: bool
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        trainer_version: int,
     ) -> list[list[tuple[float, float]]]:
         """log-prob and entropy of every token after the first of each sequence.
 
         Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs the
         argument ``max_logprobs=-1`` of the engine and time for its whole distribution.
+
+        Raises:
+            RuntimeError: the engine is not awake, or its weights are not ``trainer_version``.
         """
+        self._require("score", trainer_version)
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 

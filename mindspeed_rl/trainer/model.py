@@ -148,7 +148,9 @@ def _block_spec(layout: MegatronLayout, stage: int, chunk: int) -> TransformerBl
     layers = layout.parallel.stages.layers_of(stage, chunk)
     norm: Any = RMSNorm
     if modules.fused_norms:
-        from megatron.core.extensions.transformer_engine import TENorm as norm
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
     return TransformerBlockSubmodules(
         layer_specs=[kinds[spec.has_experts(layer)] for layer in layers], layer_norm=norm
     )

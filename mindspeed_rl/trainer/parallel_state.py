@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mindspeed_rl.parallel.groups import check_group
@@ -33,3 +38,36 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
     check_group(layout, "etp", parallel_state.get_expert_tensor_parallel_group())
     check_group(layout, "edp", parallel_state.get_expert_data_parallel_group())
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def unchanged(what: str) -> Iterator[None]:
+    """Refuse that the block replaces groups or sizes that the trainer works with (R33). Local.
+
+    Raises:
+        RuntimeError: afterwards, with the names of what changed.
+    """
+    before = _globals()
+    yield
+    after = _globals()
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
+    if changed:
+        shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if changed[5:] else "")
+        raise RuntimeError(
+            f"{what} changed process groups that the trainer works with: {shown}; it must bring "
+            "groups of its own"
+        )
+
+
+def _globals() -> dict[str, object]:
+    """megatron-core's groups, sizes and ranks, and torch's default group."""
+    found: dict[str, object] = {
+        f"megatron.core.parallel_state.{name}": list(value) if isinstance(value, list) else value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__")
+        if not callable(value) and not isinstance(value, ModuleType)
+    }
+    found["torch.distributed.group.WORLD"] = dist.group.WORLD
+    return found

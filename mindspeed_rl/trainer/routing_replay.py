@@ -45,11 +45,13 @@ class RoutingReplay:
 
     Args:
         modules: the chunks of the model.
+        replays: whether later passes take the recorded experts; else they are only compared.
     """
 
-    def __init__(self, modules: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[Any], *, replays: bool = True) -> None:
         routers = [layer for m in modules for layer in m.modules() if hasattr(layer, "routing")]
         self.current: Routes | None = None
+        self.replays = replays
         self.in_update = False
         self._tapes = [_Tape(self, number) for number in range(len(routers))]
         for router, tape in zip(routers, self._tapes, strict=True):
@@ -109,11 +111,14 @@ class _Tape:
             narrow = torch.uint8 if scores.size(1) <= 256 else torch.int16
             routes.experts[self.number] = ids.to(narrow)
             return found, ids
-        ids = known.long()
+        ids, replays = known.long(), self._replay.replays
+        found, present = scores, ids
+        if not (again and replays):
+            given = scores.detach() if replays else scores
+            found, present = choose(given, topk, num_groups, group_topk)
         if not again:
-            present = choose(scores.detach(), topk, num_groups, group_topk)[1]
             self._compare(ids[routes.counted], present[routes.counted])
-        return scores.gather(1, ids), ids
+        return (scores.gather(1, ids), ids) if replays else (found, present)
 
     def _compare(self, recorded: torch.Tensor, present: torch.Tensor) -> None:
         hits = (recorded[:, :, None] == present[:, None, :]).any(2)

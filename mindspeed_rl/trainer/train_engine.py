@@ -77,7 +77,8 @@ class TrainEngine:
         train: optimizer flags.
         num_updates: optimizer steps of the whole run: the horizon of the schedule (R47).
         temperature: logits are divided by it in every log-prob (R9).
-        replays_routing: later passes over a micro-batch take the experts of the first.
+        routing: ``"replay"``: later passes over a micro-batch take the experts of the first;
+            ``"compare"``: the metrics say how many they share; ``"free"``: neither.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TrainEngine:
         train: TrainConfig,
         num_updates: int,
         temperature: float = 1.0,
-        replays_routing: bool = False,
+        routing: str = "free",
     ) -> None:
         self.role = role
         self.layout = layout
@@ -110,7 +111,9 @@ class TrainEngine:
             build_model(self.spec, layout, config, platform.device, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
-        self._replay = RoutingReplay(self.modules) if replays_routing else None
+        self._replay = None
+        if routing != "free":
+            self._replay = RoutingReplay(self.modules, replays=routing == "replay")
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
         #: times that parameters were written from outside

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ascend.npu_ranks import run_npu_ranks
 from support.family_models import FAMILY_CASES, write_family_model
-from support.family_reshard import Rollout, family_reshard_world
+from support.family_reshard import Rollout
 
 pytestmark = pytest.mark.ascend_emul
 
@@ -23,26 +24,29 @@ LAYOUT = (
 )
 
 
-def test_two_npus_reshard_every_bit(tmp_path: Path) -> None:
+def test_two_npus_reshard_every_bit_and_exchange_samples(tmp_path: Path) -> None:
     """Three syncs by all-to-all and by single messages; the trainer's weights double in between."""
+    from ascend.worlds import movement_world
+
     names = ("qwen3-moe", "deepseek")
     models = {n: str(write_family_model(FAMILY_CASES[n], tmp_path / n)) for n in names}
-    ranks = run_npu_ranks(
-        family_reshard_world, 2, work_dir=tmp_path / "ranks", args=(models, LAYOUT, ROLLOUTS)
+    ranks, samples = zip(
+        *run_npu_ranks(
+            movement_world, 2, work_dir=tmp_path / "ranks", args=(models, LAYOUT, ROLLOUTS, 7)
+        ),
+        strict=True,
     )
+    assert_exchanged(*samples)
     for rank in ranks:
         assert rank.keys() == models.keys()
         for moved in (m for several in rank.values() for m in several):
             assert moved.wrong == [[], [], []] and moved.num_params > 10 and moved.num_rounds > 1
 
 
-def test_two_npus_exchange_samples(tmp_path: Path) -> None:
-    from ascend.worlds import exchange_world
-
-    ranks = run_npu_ranks(exchange_world, 2, work_dir=tmp_path, args=(7,))
-    assert ranks[0] == ranks[1]
-    assert [sample[0] for sample in ranks[0]] == list(range(7))
-    for i, prompt, response, logprobs, reward, parts in ranks[0]:
+def assert_exchanged(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> None:
+    assert first == second
+    assert [sample[0] for sample in first] == list(range(7))
+    for i, prompt, response, logprobs, reward, parts in first:
         assert (prompt, len(response), reward, parts) == (7 * i, i, 0.5 * i, (1.0,))
         assert response == list(range(2**40, 2**40 + i))
         assert logprobs == [-0.25 * n for n in range(i)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from support.family_reshard import Moved, Rollout, family_reshard_world
 from support.training_worlds import (
     Case,
     CaseResult,
@@ -130,18 +131,29 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     return facts
 
 
-def exchange_world(world: World, num_samples: int) -> list[tuple[object, ...]]:
+def movement_world(
+    world: World,
+    models: Mapping[str, str],
+    flags: Sequence[str],
+    rollouts: Sequence[Rollout],
+    num_samples: int,
+) -> tuple[dict[str, list[Moved]], list[tuple[object, ...]]]:
+    """Weights from trainers to engine layouts, then samples from engines to trainers."""
+    return family_reshard_world(world, models, flags, rollouts), exchange(world, num_samples)
+
+
+def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     """Ragged rollouts of every rank, as all ranks know them afterwards."""
     from mindspeed_rl.experience.exchange import exchange_rollouts
-    from mindspeed_rl.types import Completion, Prompt, Rollout
+    from mindspeed_rl.types import Completion, Prompt
+    from mindspeed_rl.types import Rollout as Finished
 
     mine = []
     for i in range(world.rank, num_samples, world.size):
         tokens = tuple(range(2**40, 2**40 + i))
         done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3)
-        mine.append(
-            Rollout(i, Prompt(7 * i, (1, 2), "text", "answer"), done, 0.5 * i, {"math": 1.0})
-        )
+        prompt = Prompt(7 * i, (1, 2), "text", "answer")
+        mine.append(Finished(i, prompt, done, 0.5 * i, {"math": 1.0}))
     found = exchange_rollouts(mine, ("math",), num_samples)
     return [
         (s.sample_id, s.prompt_index, s.response.tolist(), s.logprobs.tolist(), s.reward, s.parts)

@@ -47,6 +47,7 @@ def test_three_syncs_equal_a_fresh_load(family: str, path: str, tmp_path: Path) 
         assert len(syncs) == 3
         for sync in syncs:
             assert sync.num_params > 10 and sync.differing == []
+            assert sync.engine_bytes == sync.predicted_bytes and min(sync.engine_bytes) > 0
             assert sync.facts.trainer <= TOLERANCE and sync.facts.transformers <= TOLERANCE
             assert sync.facts.greedy_gap <= TOLERANCE
             assert sync.facts.change > 100 * TOLERANCE, "the update must matter"

@@ -1,4 +1,4 @@
-"""What is predicted of the trainer's memory against what real engines hold (issue 5, R16, R57)."""
+"""Predicted memory of the trainer against what real engines hold (issue 5, R16, R19, R57)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _DIST = ("--use-distributed-optimizer",)
 _TP2 = ("--tensor-model-parallel-size", "2")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _EP2 = ("--expert-model-parallel-size", "2")
+_KL = ("--grpo-kl-beta", "0.1")  # there is a reference
+STATES = {"train", "idle", "sync", "rollout"}
 
 
 def _mbs(size: int) -> tuple[str, ...]:
@@ -111,7 +113,12 @@ def measured(
     def run(name: str) -> list[dict[str, Measured]]:
         layout = LAYOUTS[name]
         cases = [
-            MemoryCase(f"{model}/{case}", str(models(model)), flags)
+            MemoryCase(
+                f"{model}/{case}",
+                str(models(model)),
+                (*flags, *_KL),
+                borders=case in (next(iter(several)), "bf16"),
+            )
             for model, several in layout.cases.items()
             for case, flags in several.items()
         ]
@@ -132,6 +139,25 @@ def test_owners_are_predicted_to_the_byte(
             assert case.owners == case.predicted, (rank, name)
             assert case.optimizer_at_start == case.predicted_at_start, (rank, name)
             assert min(case.owners.values()) > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_border_in_every_offload_mode_is_predicted_to_the_byte(
+    layout: str, measured: Callable[[str], list[dict[str, Measured]]]
+) -> None:
+    """And what the mode says leaves, while nothing else does."""
+    trained = {"grad_buffers", "optimizer"}
+    leave = {"none": set[str](), "optimizer": trained, "all": {*trained, "parameters", "reference"}}
+    for rank, cases in enumerate(measured(layout)):
+        walked = {name: case.borders for name, case in cases.items() if case.borders}
+        assert len(walked) >= len(LAYOUTS[layout].cases)
+        for name, borders in walked.items():
+            assert borders.keys() == {f"{mode}/{state}" for mode in leave for state in STATES}
+            for border, (found, predicted) in borders.items():
+                assert found == predicted, (rank, name, border)
+            for mode, owners in leave.items():
+                in_rollout, _ = borders[f"{mode}/rollout"]
+                assert {o for o, size in in_rollout.items() if not size} == owners, (rank, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

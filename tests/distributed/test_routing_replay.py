@@ -51,7 +51,8 @@ def replayed(
         job = make_job(world, model, [*COMMON, *flags])
         if not results:
             training.initialize_parallel(job)
-        engine = training.build_engine(job, "policy", 1, replays_routing=replays)
+        routing = "replay" if replays else "compare"
+        engine = training.build_engine(job, "policy", 1, routing=routing)
         batches = training.local_batches(job, engine, samples)
         engine.logprobs(batches)
         with torch.no_grad():
@@ -91,6 +92,7 @@ def test_the_drift_matters(model: Path, alone: Found) -> None:
     args = (str(model), runs, False)
     (free,) = run_ranks(replayed, 1, work_dir=model.parent, args=args)
     gradients, agreement = alone
+    assert free[0][1] == pytest.approx(agreement), "compared without replay as well"
     assert 0.3 < agreement < 0.95
     assert worst(free[0][0], gradients) > 0.1
     assert all(float(g.norm()) > 0 for n, g in gradients.items() if n.endswith("mlp.gate.weight"))

@@ -44,6 +44,7 @@ def test_samples_are_those_of_the_unpatched_engine(tmp_path: Path) -> None:
     assert idle.dummy_steps == idle.steps and not idle.running
 
 
+@pytest.mark.slow
 def test_replicas_with_data_parallel_ranks_share_a_world(tmp_path: Path) -> None:
     """Two engines of two ranks: each agrees within itself; vLLM alone refuses to build them."""
     model = write_tiny_model(tmp_path / "model", family="qwen3_moe")

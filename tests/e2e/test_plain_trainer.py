@@ -104,7 +104,8 @@ def test_a_plain_trainer_gets_the_same_weights(tmp_path: Path) -> None:
 def test_a_plain_trainer_gets_the_same_critic(tmp_path: Path) -> None:
     """Ten updates of the policy, twelve of the critic: two while the policy waits for it.
 
-    All memory of both leaves for the rollouts and comes back.
+    All memory of both leaves for the rollouts and comes back. Measured, of both models: 5.5e-7 of
+    the norm of a weight, 9.6e-6 of that of its change.
     """
     recipe = replace(RECIPE, kl_beta=0.0, clip_grad=1.0)
     trained = run_job(

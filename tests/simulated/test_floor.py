@@ -65,6 +65,14 @@ PUBLISHED = (QWEN_7B, QWEN_30B, QWEN_235B, DEEPSEEK)
 # Their shapes on at most 64 ranks and few layers, and what they leave out.
 SMALL = (
     QWEN_7B,
+    # experts that a rank keeps twice, in an engine that is the whole world
+    FloorCase(
+        "qwen3-30b-a3b",
+        Training(4, pp=2, ep=2, etp=1),
+        Rollout(4, dp=4, ep=4, slots=(0, 0, 1, 0, 2, 2, 3, 3)),
+        4,
+        {"num_experts": 4, "num_experts_per_tok": 2},
+    ).with_layers(1, 1),
     replace(QWEN_7B, changes={"tie_word_embeddings": True}).with_layers(3, 2),
     FloorCase("qwen2.5-7b", Training(32, tp=2, pp=2, vpp=2, cp=2), Rollout(32, tp=4)).with_layers(
         2, 1, 1, 2
@@ -132,10 +140,10 @@ def test_floors_of_published_models_equal_the_oracle(case: FloorCase) -> None:
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=str)
 def test_received_bytes_of_published_models_equal_the_floor(case: FloorCase) -> None:
-    """Whole models; ranks of the first, a middle and the last stage. The docs have all ranks."""
+    """Whole models; all ranks of worlds up to 16, of the others some of every stage."""
     source, target = layouts_of(case)
     bytes_of = element_bytes_of(source, BF16)
-    for rank in (0, case.world // 2 + 3, case.world - 1):
+    for rank in range(0, case.world, 1 if case.world <= 16 else 25):
         plan = plan_reshard(source, target, rank, case.ranks_per_node)
         traffic = rank_traffic(plan, bytes_of, case.ranks_per_node)
         floor = oracle.receive_floor(case.config, case.training, case.rollout, rank)
@@ -270,7 +278,15 @@ def test_the_send_load_is_near_the_optimum(case: FloorCase) -> None:
     assert largest <= 1.25 * best_largest_send(source, target, case.world)
 
 
-@pytest.mark.parametrize("case", PUBLISHED, ids=str)
+_TIE = {"tie_word_embeddings": True}
+TIED = (
+    replace(QWEN_7B, changes=_TIE),
+    FloorCase("qwen3-8b", Training(8, tp=2, pp=2), Rollout(8, tp=2), 8, _TIE),
+    FloorCase("qwen3-8b", Training(8, tp=1, pp=4), Rollout(8, tp=1), 8, _TIE),
+)
+
+
+@pytest.mark.parametrize("case", (*PUBLISHED, *TIED), ids=str)
 def test_the_critical_path_is_near_the_busiest_rank(case: FloorCase) -> None:
     """R26: rounds keep everybody busy. Of large worlds ranks of all stages and positions."""
     source, target = layouts_of(case)
@@ -286,7 +302,6 @@ def test_the_critical_path_is_near_the_busiest_rank(case: FloorCase) -> None:
     plans = [plan_reshard(source, target, rank, case.ranks_per_node) for rank in ranks]
     totals = [rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans]
     by_round = [round_traffic(plan, schedule, source, bytes_of) for plan in plans]
-    assert schedule.num_rounds > 30
     assert critical_bytes(by_round) <= 1.1 * max(t.busiest_bytes for t in totals)
 
 

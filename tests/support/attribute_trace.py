@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import builtins
 import importlib.machinery
 import json
 import os
@@ -28,14 +29,27 @@ _SEEN: dict[str, set[str]] = defaultdict(set)
 
 def traced_attribute_(value: Any, name: str) -> Any:
     """``value.name``, noted where the object is of another package."""
-    kind = type(value)
-    if kind is not ModuleType and kind is not type:
-        for owner in kind.__mro__:
-            module = owner.__module__
-            if module.partition(".")[0] in TOPS:
-                _SEEN[f"{module}:{owner.__qualname__}"].add(name)
-                break
+    if not isinstance(value, (ModuleType, type)) and (owner := _owner(type(value), name)):
+        _SEEN[f"{owner.__module__}:{owner.__qualname__}"].add(name)
     return getattr(value, name)
+
+
+def _owner(kind: type, name: str) -> type | None:
+    """The class of another package that gives an attribute; none where torch or we do.
+
+    An attribute that no class has was set on the object, by the class of the object.
+    """
+    if not any(_foreign(base) for base in kind.__mro__):
+        return None
+    defined = next((base for base in kind.__mro__ if name in vars(base)), None)
+    if defined is not None:
+        return defined if _foreign(defined) else None
+    by_torch = "torch" in sys.modules and hasattr(sys.modules["torch"].nn.Module(), name)
+    return kind if _foreign(kind) and not by_torch else None
+
+
+def _foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in TOPS
 
 
 class _Rewrite(ast.NodeTransformer):
@@ -69,10 +83,6 @@ class _Loader(importlib.machinery.SourceFileLoader):
         tree = ast.parse(Path(self.path).read_text(), self.path)
         return compile(ast.fix_missing_locations(_Rewrite().visit(tree)), self.path, "exec")
 
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)[_HELPER] = traced_attribute_
-        super().exec_module(module)
-
 
 class _Finder:
     """In front of python's own, for our package only."""
@@ -90,6 +100,7 @@ class _Finder:
 def install(folder: Path) -> None:
     """Rewrite modules of ours from now on; write what was seen when the process ends."""
     assert not any(name.partition(".")[0] == "mindspeed_rl" for name in sys.modules), "too late"
+    vars(builtins)[_HELPER] = traced_attribute_  # an entry is run without its loader
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
     atexit.register(write, folder)
 

@@ -11,6 +11,7 @@ from support.rollout_worlds import TEMPERATURE, Both, SyncFacts, build_both, syn
 from support.training_worlds import make_job
 
 from mindspeed_rl.bootstrap import World
+from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
 
 
@@ -23,12 +24,16 @@ class FamilySync:
         differing: engine parameters whose bits are not those of a fresh load.
         num_params: engine parameters of the rank.
         unreadable: the error of asking for live parameters outside an update.
+        engine_bytes: weights and cache that the engine holds.
+        predicted_bytes: the same.
     """
 
     facts: SyncFacts
     differing: list[str]
     num_params: int
     unreadable: str
+    engine_bytes: tuple[int, int]
+    predicted_bytes: tuple[int, int]
 
 
 def family_sync_world(
@@ -72,7 +77,15 @@ def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
         unreadable = ""
     except RuntimeError as error:
         unreadable = str(error)
-    return FamilySync(facts, differing, len(fresh), unreadable)
+    predicted = predict(both.job.config, both.job.plan).engine
+    return FamilySync(
+        facts,
+        differing,
+        len(fresh),
+        unreadable,
+        (both.engine.weight_bytes, both.engine.cache_bytes),
+        (predicted.weights(rank), predicted.kv_cache()),
+    )
 
 
 def _shown(params: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:

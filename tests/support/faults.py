@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from support.faults_algorithms import ALGORITHM_MUTATIONS
+from support.faults_ascend import ASCEND_MUTATIONS
+from support.faults_ascend_engine import ASCEND_ENGINE_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
@@ -213,7 +215,7 @@ MUTATIONS = (
         "data/balance.py",
         "zip(first.parts, reversed(second.parts), strict=True)",
         "zip(first.parts, second.parts, strict=True)",
-        "tests/unit/test_balance.py::test_a_large_step_is_even_and_full",
+        "tests/unit/test_balance.py::test_two_parts_are_close_to_the_best_of_equal_number",
     ),
     Mutation(
         "rows-take-what-does-not-fit",
@@ -336,7 +338,9 @@ MUTATIONS = (
     ),
     *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
+    *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,
+    *ASCEND_MUTATIONS,
     *MODEL_MUTATIONS,
     *MEMORY_MUTATIONS,
     *REWARD_MUTATIONS,

@@ -120,16 +120,67 @@ MEMORY_MUTATIONS = (
     Mutation(
         "released-without-a-copy",
         "offload/group.py",
-        "            self._copy(storages, self._pool, to_host=True)\n",
-        "            pass\n",
+        "                self._copy(storages, self._pool, to_host=True)\n",
+        "                pass\n",
         _OFFLOAD + "test_views_stay_valid_and_every_byte_counts_once",
     ),
     Mutation(
         "half-a-restore",
         "offload/group.py",
-        "                storage.resize_(0)\n            raise\n",
-        "                pass\n            raise\n",
+        "            self.release()\n            raise\n",
+        "            raise\n",
         _OFFLOAD + "test_a_failing_copy_changes_nothing",
+    ),
+    Mutation(
+        "a-changed-reference-is-not-copied-again",
+        "offload/group.py",
+        "self._copied_at == self._num_writes()",
+        "self._copied_at is not None",
+        _OFFLOAD + "test_what_is_only_read_is_copied_to_the_host_once",
+    ),
+    Mutation(
+        "packed-storages-overlap",
+        "offload/packed.py",
+        "        end += storage.nbytes()\n",
+        "        end += storage.nbytes() // 2\n",
+        _OFFLOAD + "test_packed_tensors_come_back_as_one_storage_without_a_gap",
+    ),
+    Mutation(
+        "half-done-actions-stay",
+        "phases/transition.py",
+        "                    begun.append(action)\n                    action.do()\n",
+        "                    action.do()\n                    begun.append(action)\n",
+        "tests/unit/test_phase_faults.py::test_a_fault_before_any_line_of_any_action",
+    ),
+    Mutation(
+        "freed-memory-is-still-called-awake",
+        "rollout/vllm_engine.py",
+        "        self._state = EngineState.ASLEEP\n        self._weights.free()\n",
+        "        self._weights.free()\n        self._state = EngineState.ASLEEP\n",
+        "tests/unit/test_phase_faults.py::test_a_fault_before_any_line_of_any_action",
+    ),
+    Mutation(
+        "a-run-counts-other-kernels-than-its-dry-run",
+        "dryrun/budget.py",
+        "        kernels=machine.kernels,\n",
+        "",
+        "tests/unit/test_memory_budget.py::test_the_machine_is_that_of_the_platform_the_run_is_on",
+    ),
+    Mutation(
+        "reserved-memory-is-used",
+        "dryrun/budget.py",
+        "return max(0, device - int(machine.reserved_gib * _GIB))",
+        "return device",
+        "tests/unit/test_memory_budget.py::test_what_is_reserved_is_taken_from_any_device",
+    ),
+    Mutation(
+        "changed-groups-go-unnoticed",
+        "trainer/parallel_state.py",
+        "list(value) if isinstance(value, list) else value",
+        "value",
+        "tests/unit/test_process_groups.py::"
+        "test_an_engine_that_touches_the_trainers_groups_is_caught[_change_in_place-"
+        "_DATA_PARALLEL_GLOBAL_RANKS;]",
     ),
     Mutation(
         "leak-is-not-told",
@@ -148,8 +199,9 @@ MEMORY_MUTATIONS = (
     Mutation(
         "freed-engine-weights-count-as-synced",
         "rollout/vllm_engine.py",
-        "        self._version = -1\n        self._updating = False\n        self._state = ",
-        "        self._state = ",
+        "        self._version = -1\n        self._updating = False\n"
+        "        self._state = EngineState.ASLEEP",
+        "        self._state = EngineState.ASLEEP",
         "tests/unit/test_vllm_engine.py::test_no_order_of_calls_generates_with_wrong_weights",
     ),
     Mutation(

@@ -143,6 +143,13 @@ RL_MUTATIONS = (
         _PHASES + "test_weights_move_only_when_their_version_changed",
     ),
     Mutation(
+        "both-rounds-in-one-staging",
+        "resharding/executor.py",
+        "staging[i % len(staging)]",
+        "staging[0]",
+        "tests/simulated/test_planner.py::test_export_puts_whole_tensors_on_the_writer",
+    ),
+    Mutation(
         "a-third-round-in-flight",
         "resharding/executor.py",
         "[self._new_staging() for _ in range(self._num_slots)]",

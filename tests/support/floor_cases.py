@@ -145,6 +145,10 @@ def floor_cases(draw: st.DrawFn) -> FloorCase:
         training = replace(training, ep=ep, etp=etp, extend_ep=extend)
         dp = draw(_up_to(min(world // rollout_pp, EXPERTS) // rollout_tp))
         rollout = replace(rollout, dp=dp, ep=draw(st.sampled_from([1, rollout_tp * dp])))
+        if rollout.ep > 1 and EXPERTS % rollout.ep == 0 and draw(st.booleans()):
+            more = [draw(st.integers(0, EXPERTS - 1)) for _ in range(rollout.ep)]
+            slots = draw(st.permutations([*range(EXPERTS), *more]))
+            rollout = replace(rollout, slots=tuple(slots))
     if model == "deepseek-v3":
         changes = changes | {"first_k_dense_replace": draw(st.integers(0, sum(layers)))}
     case = FloorCase(model, training, rollout, draw(_up_to(MAX_WORLD)), changes)

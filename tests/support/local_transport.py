@@ -96,13 +96,16 @@ class LocalTransport:
         self.many_messages = False
         self._started = 0
 
-    def start(self, sends: Tensors, receives: Tensors) -> LocalPending:
+    def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> LocalPending:
         """Post this rank's messages."""
+        everything = [m for several in (*sends.values(), *receives.values()) for m in several]
+        assert {m.dtype for m in everything} <= {dtype}
         world, self._started = self._world, self._started + 1
         for peer, messages in sends.items():
             assert peer != self._rank, f"rank {self._rank} sends to itself"
             assert self.many_messages or len(messages) == 1
-            world.messages[self._started, self._rank, peer] = [m.clone() for m in messages]
+            # not copied, so that what is overwritten too early arrives wrong
+            world.messages[self._started, self._rank, peer] = list(messages)
         self.sent_bytes += _num_bytes(sends)
         self.received_bytes += _num_bytes(receives)
         return LocalPending(world, self._rank, self._started, receives)

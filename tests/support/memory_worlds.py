@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.memory.model_state import registration_key
-from mindspeed_rl.memory.owners import MemoryPhase, Owner
-from mindspeed_rl.memory.prediction import predict
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, predict
 from mindspeed_rl.memory.training import Workload
 from mindspeed_rl.observability.tensor_tracker import TensorTracker
 from mindspeed_rl.offload.storages import num_bytes, storages_of
+from mindspeed_rl.phases.machine import Phases, Sharing
+from mindspeed_rl.phases.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
@@ -32,6 +36,7 @@ class MemoryCase:
     name: str
     model: str
     flags: tuple[str, ...] = ()
+    borders: bool = False  # all offload modes are walked through as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Measured:
         predicted_in_step: the same.
         grad_norm: of the first update.
         in_order: whether parameters are registered in the order that the model counts on.
+        borders: ``mode/state`` -> bytes by owner, measured and predicted.
     """
 
     owners: dict[str, int]
@@ -57,6 +63,7 @@ class Measured:
     predicted_in_step: int
     grad_norm: float
     in_order: bool
+    borders: dict[str, tuple[dict[str, int], dict[str, int]]]
 
 
 def measure_world(
@@ -71,7 +78,11 @@ def measure_world(
         if not results:
             training.initialize_parallel(job)
         engine = training.build_engine(job, "policy", 1)
-        results[case.name] = _measure(job, engine)
+        measured = _measure(job, engine)
+        if case.borders:
+            reference = training.build_engine(job, "reference", 0)
+            measured = replace(measured, borders=walk_borders(job, engine, reference))
+        results[case.name] = measured
     return results
 
 
@@ -105,7 +116,45 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
         predicted_in_step=peak.in_step,
         grad_norm=stats.grad_norm,
         in_order=all(_is_sorted(module) for module in engine.modules),
+        borders={},
     )
+
+
+def walk_borders(
+    job: Any, policy: TrainEngine, reference: TrainEngine
+) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """There and back in every offload mode, the engine a double; bytes at every border."""
+    from mindspeed_rl.trainer.resident_memory import trainer_memory
+
+    groups = trainer_memory(policy, reference)
+    found: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
+    for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):
+        prediction = predict(job.config, job.plan, MemoryAssumptions(offload=mode))
+
+        def look(
+            state: str, mode: OffloadMode = mode, prediction: MemoryPrediction = prediction
+        ) -> None:
+            measured = _owners(policy) | {
+                Owner.REFERENCE.value: _bytes(
+                    [p.data for module in reference.modules for p in module.parameters()]
+                )
+            }
+            expected = prediction.border(job.world.rank, state)
+            found[f"{mode.value}/{state}"] = (measured, {o: expected.get(o, 0) for o in measured})
+
+        sharing = Sharing(groups, mode, at_border=look)
+        sharing.leave_all()
+        table = {"table": first_table()}
+        sync = WeightSync(
+            cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda table=table: table, 0
+        )
+        phases = Phases(TableEngine(), sync, lambda name: nullcontext(), sharing)
+        phases.to_train()
+        phases.to_rollout(0)
+        phases.to_train()
+        for group in groups.values():
+            group.restore()
+    return found
 
 
 def _is_sorted(module: torch.nn.Module) -> bool:

@@ -65,6 +65,7 @@ class TablePolicy:
     Attributes:
         table: [VOCAB], log p of each token.
         num_passes: forward passes without gradient.
+        num_writes: times that it was told of a write.
         gradients: of every update.
     """
 
@@ -72,12 +73,16 @@ class TablePolicy:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table.clone().requires_grad_()
-        self.num_passes = 0
+        self.num_passes = self.num_writes = 0
         self.gradients: list[torch.Tensor] = []
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """The table."""
         return {"table": self.table}
+
+    def weights_changed(self) -> None:
+        """Counted."""
+        self.num_writes += 1
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
         """Nothing to move."""

@@ -93,13 +93,29 @@ def test_the_snapshot_is_that_of_the_installed_packages() -> None:
     sources = {}
     for name, package in INSTALLED.items():
         spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.submodule_search_locations is not None
+        assert spec is not None and spec.submodule_search_locations
         sources[name] = Sources(Path(next(iter(spec.submodule_search_locations))).parent, package)
     traced = {p: c for p, c in snapshot()["traced"].items() if p in sources}
     fresh, missing = symbols(uses(), traced, sources)
     assert missing == []
     for name in INSTALLED:
         assert fresh[name] == snapshot()["packages"][name]
+
+
+def test_patches_of_mindspeed_find_their_targets() -> None:
+    """In the installed megatron-core; those that are missing are of features that we refuse."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    megatron = Sources(Path(spec.origin).parents[2], "megatron")
+    targets = snapshot()["patch_targets"]["megatron-core 0.16.1"]
+    assert len(targets) > 200
+    for target, there in targets.items():
+        path = target.removeprefix("megatron.")
+        assert (lookup(megatron, "megatron", path) is not None) is there, target
+    missing = {target for target, there in targets.items() if not there}
+    assert len(missing) < 20
+    used = {f"{use.module}.{use.path}" for use in uses() if use.module.startswith("megatron")}
+    assert not missing & used
 
 
 SOURCE = """

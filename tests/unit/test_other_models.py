@@ -81,6 +81,7 @@ def test_the_policy_becomes_the_reference(tmp_path: Path) -> None:
     assert torch.equal(reference.table, first_table())
     rl_step.refresh_reference(run, 2)
     assert torch.equal(reference.table, policy.table)
+    assert reference.num_writes == 1, "else its copy on the host would come back later"
     with torch.no_grad():
         policy.table += 1.0
     assert not torch.equal(reference.table, policy.table), "a copy, not the same memory"

@@ -29,28 +29,19 @@ from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.engine import EngineState
 
 MODES = (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
+UPDATE = {Owner.GRAD_BUFFERS, Owner.OPTIMIZER}
+CRITIC_UPDATE = {Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER}
+OTHERS = {Owner.REFERENCE, Owner.REWARD_MODEL, Owner.CRITIC, *CRITIC_UPDATE}
 LEAVES_IN_TRAIN: dict[OffloadMode, set[Owner]] = {
     OffloadMode.NONE: set(),
-    OffloadMode.OPTIMIZER: set(),
-    OffloadMode.ALL: {Owner.REFERENCE, Owner.REWARD_MODEL},
-}
-UPDATE = {
-    Owner.GRAD_BUFFERS,
-    Owner.OPTIMIZER,
-    Owner.CRITIC_GRAD_BUFFERS,
-    Owner.CRITIC_OPTIMIZER,
+    OffloadMode.OPTIMIZER: CRITIC_UPDATE,
+    OffloadMode.ALL: OTHERS,
 }
 DROPPED = {Owner.GRAD_BUFFERS, Owner.CRITIC_GRAD_BUFFERS}
 LEAVES_IN_ROLLOUT = {
     OffloadMode.NONE: set(),
-    OffloadMode.OPTIMIZER: UPDATE,
-    OffloadMode.ALL: {
-        *UPDATE,
-        Owner.PARAMETERS,
-        Owner.CRITIC,
-        Owner.REFERENCE,
-        Owner.REWARD_MODEL,
-    },
+    OffloadMode.OPTIMIZER: UPDATE | CRITIC_UPDATE,
+    OffloadMode.ALL: UPDATE | OTHERS | {Owner.PARAMETERS},
 }
 
 
@@ -208,18 +199,22 @@ def test_the_reference_comes_for_its_pass_only() -> None:
     machine.check()
 
 
-def test_a_critic_leaves_with_the_optimizer_and_is_back_before_the_trainer_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its parameters are not resharded; what reads them next waits for their arrival."""
-    machine = Machine(mode=OffloadMode.ALL)
-    seen = fail_at(monkeypatch, 0)
-    machine.phases.to_rollout(1)
-    machine.phases.to_train()
-    assert seen.index("offload critic") < seen.index("reshard") < seen.index("offload parameters")
-    last = seen[-6:]
-    assert last[:2] == ["onload critic", "arrival"]
-    assert set(last[2:]) == {f"onload {owner}" for owner in UPDATE}
+@pytest.mark.parametrize("mode", MODES)
+def test_a_critic_comes_for_its_own_updates_only(mode: OffloadMode) -> None:
+    machine = Machine(mode=mode)
+    critic = (Owner.CRITIC, *CRITIC_UPDATE)
+    with machine.phases.resident(*critic):
+        assert all(machine.tensors[o].untyped_storage().nbytes() for o in critic)
+        machine.tensors[Owner.CRITIC].add_(1)
+        machine.tensors[Owner.CRITIC_OPTIMIZER].sub_(1)
+    machine.expected[Owner.CRITIC] += 1
+    machine.expected[Owner.CRITIC_OPTIMIZER] -= 1
+    machine.check()
+    machine.step(0)
+    machine.check()
+    with machine.phases.resident(*critic):
+        for owner in (Owner.CRITIC, Owner.CRITIC_OPTIMIZER):
+            assert torch.equal(machine.tensors[owner], machine.expected[owner])
 
 
 def test_weights_move_only_when_their_version_changed() -> None:

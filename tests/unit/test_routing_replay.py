@@ -160,3 +160,23 @@ def test_without_routes_nothing_changes() -> None:
     RoutingReplay([torch.nn.ModuleList([router])])
     x = torch.randn(TOKENS, 6)
     assert all(torch.equal(a, b) for a, b in zip(router(x), plain(x), strict=True))
+
+
+def test_experts_are_compared_without_replay() -> None:
+    """Also where layers are recomputed; nothing that is computed changes."""
+    router, plain = Router("softmax"), Router("softmax")
+    replay = RoutingReplay([torch.nn.ModuleList([router])], replays=False)
+    x, kept = torch.randn(TOKENS, 6, requires_grad=True), routes()
+    replay.current = kept
+    with torch.no_grad():
+        _, chosen = router(x)
+        router.weight += torch.randn_like(router.weight)
+    plain.load_state_dict(router.state_dict())
+    with replay.update():
+        out: Any = checkpoint(lambda x: router(x)[0], x, use_reentrant=True)
+        out.square().sum().backward()
+    expected, present = plain(x)
+    assert torch.equal(out, expected)
+    expected.square().sum().backward()
+    torch.testing.assert_close(router.weight.grad, plain.weight.grad)
+    assert agreement(replay) == pytest.approx(float((present & chosen).sum() / chosen.sum()))

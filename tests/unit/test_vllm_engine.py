@@ -147,6 +147,8 @@ def test_no_order_of_calls_generates_with_wrong_weights(
             else:
                 with pytest.raises(RuntimeError, match="sync and wake it first"):
                     engine.generate(REQUESTS, SETTINGS, trainer)
+                with pytest.raises(RuntimeError, match="sync and wake it first"):
+                    engine.score([], 1.0, with_entropy=False, trainer_version=trainer)
 
 
 def test_generating_leaves_the_trainers_random_state_alone() -> None:

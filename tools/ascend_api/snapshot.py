@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,8 @@ def settings(ascend: Sources, vllm: Sources) -> dict[str, list[str]]:
 def lookup(sources: Sources, module: str, path: str) -> Symbol | None:
     """A use in the sources of its package: a module, a name, or a member of a class."""
     parts = path.split(".") if path else []
+    if "_C" in parts:
+        return Symbol("extension")  # compiled: its sources say nothing
     while parts and sources.module(f"{module}.{parts[0]}") is not None:
         module = f"{module}.{parts.pop(0)}"
     if not parts:
@@ -47,10 +50,39 @@ def lookup(sources: Sources, module: str, path: str) -> Symbol | None:
         return symbol
     if symbol.kind == "value":
         return symbol  # attributes of objects are traced, not read
+    if symbol.kind == "class" and parts[1] == "__init__" and symbol.parameters is not None:
+        return Symbol("member", symbol.parameters)  # of a record it is made by the decorator
     if symbol.kind != "class" or parts[1] not in symbol.members:
         return None
     text = symbol.members[parts[1]]
     return Symbol("member", text if text and not text.startswith("=") else None)
+
+
+def patch_targets(mindspeed: Sources, megatron: Sources) -> dict[str, bool]:
+    """The names of megatron-core that MindSpeed registers patches for: whether they are there.
+
+    Those that it makes itself are left out.
+    """
+    found: dict[str, bool] = {}
+    for path in sorted((mindspeed.root / "mindspeed").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8-sig"))):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            target = node.args[0]
+            made = any(
+                k.arg == "create_dummy" and getattr(k.value, "value", False) for k in node.keywords
+            )
+            if (
+                ast.unparse(node.func).endswith("register_patch")
+                and isinstance(target, ast.Constant)
+                and str(target.value).startswith("megatron.core")
+                and not made
+            ):
+                name = str(target.value)
+                found[name] = (
+                    lookup(megatron, "megatron", name.removeprefix("megatron.")) is not None
+                )
+    return dict(sorted(found.items()))
 
 
 def symbols(

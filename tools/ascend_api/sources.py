@@ -47,7 +47,8 @@ class Sources:
             paths = (base.with_name(base.name + ".py"), base / "__init__.py")
             path = next((p for p in paths if p.is_file()), None)
             text = path.read_text(encoding="utf-8-sig") if path else ""
-            self._trees[name] = ast.parse(text) if path else None
+            # a folder without __init__ is a package with nothing of its own
+            self._trees[name] = ast.parse(text) if path or base.is_dir() else None
         return self._trees[name]
 
     def is_package(self, name: str) -> bool:

@@ -163,6 +163,10 @@ def build_case(
     default = case.experts_per_rank * num_ranks
     experts = (num_experts or default) if case.published_experts else 0
     least = num_ranks if experts else 0
+    if experts > max(default, case.published_experts):
+        raise ValueError(
+            f"--num-experts {experts}: {name} has {case.published_experts}; give at most that"
+        )
     while True:
         built = _build(case, num_ranks, experts)
         needed = _needed_bytes(built, ways)
@@ -173,7 +177,7 @@ def build_case(
                 f"--cases {name}: needs {needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free; "
                 "choose a smaller case, fewer --ranks or --ways, or free memory"
             )
-        experts //= 2
+        experts = experts // 2 // num_ranks * num_ranks
 
 
 def _build(case: BenchCase, num_ranks: int, experts: int) -> BuiltCase:
@@ -221,8 +225,9 @@ def _needed_bytes(built: BuiltCase, ways: Sequence[str]) -> int:
     """
     parallel = built.source.parallel
     largest = max(t.group * t.shard_bytes for t in trainer_tensors(built.source, 2))
-    num_staging = max(1, len(_STAGING_WAYS.intersection(ways)))
-    buffers = num_staging * (parallel.pp * largest + _OTHER_BUFFERS_BYTES)
+    engine_case = not isinstance(built.target, MegatronLayout)
+    num_staging = len(_STAGING_WAYS.intersection(ways)) if engine_case else 1
+    buffers = num_staging * (parallel.pp * largest + _OTHER_BUFFERS_BYTES) + _OTHER_BUFFERS_BYTES
     total = hf_bytes(built.source) + parallel.world * (buffers + _RANK_BYTES)
     for layout in (built.source, built.target):
         for rank in range(parallel.world):

@@ -105,6 +105,9 @@ def run_case(case: BuiltCase, options: Options, say: Callable[[str], None]) -> d
         hf.write(options.seed)
     dist.barrier()
     weights = hf.map()
+    dist.barrier()
+    if rank == 0:  # it stays mapped; a run that is stopped leaves nothing behind
+        (options.folder / f"{case.name}.bin").unlink()
     read = empty_params(case.source, rank, DTYPE, 0)
     load(case.source, rank, read, weights)
     write = empty_params(case.target, rank, DTYPE, UNTOUCHED)
@@ -129,9 +132,6 @@ def run_case(case: BuiltCase, options: Options, say: Callable[[str], None]) -> d
         speeds.append(raw.measure())
         took = ", ".join(f"{name} {samples[name].seconds[-1]:.2f} s" for name in ways)
         say(f"{case.name}: repeat {repeat + 1}/{options.repeats}: {took}")
-    dist.barrier()
-    if rank == 0:
-        (options.folder / f"{case.name}.bin").unlink()
     usual = {key: statistics.median(s[key] for s in speeds) for key in speeds[0]}
     return _record(case, model, hf.num_bytes, samples, usual)
 

@@ -1,13 +1,14 @@
 """Times the switch between training and rollout on real engines, action by action.
 
     python tools/bench/switch.py                        # 2 ranks, 205 MB of bf16 weights, 2 minutes
-    python tools/bench/switch.py --cycles 200 --num-layers 1    # many cycles: does memory grow?
+    python tools/bench/switch.py --cycles 800 --num-layers 1    # many cycles: does memory grow?
 
 ours        the product's state machine: one persistent host region per owner, storages resized
 sequential  the order and the way of the CANN recipe: the same steps, each tensor copied to freshly
             allocated host memory at every switch (without the second copy into pinned memory that
             the recipe makes on devices), one after another
-copy        a plain copy of as many bytes as ours copies, into memory that is as warm or fresh
+copy        a plain copy of as many bytes as ours copies, into memory that is as warm or fresh;
+            fresh pages once ordinary, once large, as ours asks the system for
 
 The three alternate in one run; numbers are medians over the cycles of the slowest rank. The
 engine's weights leave as well (--rollout-sleep all). The last line is RESULT and a JSON object.

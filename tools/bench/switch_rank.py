@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,10 +23,16 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import check_rl
 from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.observability.memory_ledger import Slope
 from mindspeed_rl.offload.storages import as_bytes, storages_of
 from mindspeed_rl.phases import machine, transition
+from mindspeed_rl.platforms.host_pages import advise_large_pages
 
 Seconds = dict[str, list[float]]
+WARM_CYCLES = 3
+COMPARED_CYCLES = 7
+# torch's flight recorder keeps this many collectives (about 1 KiB each) before it reuses memory.
+RECORDED_COLLECTIVES = 2000
 FLAGS = (
     "--platform cpu --bf16 --use-distributed-optimizer --train-iters 1 --lr 1e-4 "
     "--max-prompt-length 32 --rollout-max-response-length 32 --micro-batch-size 4 "
@@ -40,29 +47,36 @@ def race(args: argparse.Namespace) -> dict[str, Any] | None:
     ours: Seconds = defaultdict(list)
     theirs: Seconds = defaultdict(list)
     plain: Seconds = defaultdict(list)
-    resident: list[int] = []
     bytes_of = sizes(sharing, engine)
-    with timed_actions(ours):
-        phases.to_rollout(0)
+    for version in range(WARM_CYCLES):  # proves the weights, allocates host memory, packs
+        phases.to_rollout(version)
         phases.to_train()
-    ours.clear()  # the first proves the weights and allocates the host memory
-    for cycle in range(1, args.cycles + 1):
+    for _ in range(RECORDED_COLLECTIVES):
         dist.barrier()
-        with timed_actions(ours), timed(ours["total"]):
-            phases.to_rollout(cycle)
+    # of fixed size: what the bench keeps itself must not look like growth
+    resident, seconds = (array("d", bytes(8 * args.cycles)) for _ in range(2))
+    for cycle in range(args.cycles):
+        dist.barrier()
+        detailed = cycle < COMPARED_CYCLES
+        begin = time.perf_counter()
+        with timed_actions(ours) if detailed else nullcontext():
+            phases.to_rollout(WARM_CYCLES + cycle)
             phases.to_train()
-        resident.append(job.platform.memory().used_bytes)
-        if cycle > 7:
+        seconds[cycle] = time.perf_counter() - begin
+        resident[cycle] = job.platform.memory().used_bytes
+        if not detailed:
             continue  # further cycles are for memory and for the trend of ours
+        ours["total"].append(seconds[cycle])
         dist.barrier()
         with timed(theirs["total"]):
             sequential(sharing, phases, engine, cycle, theirs)
-        dist.barrier()
-        with timed(plain["total"]):
-            plain_copy(bytes_of)
+        for name, large_pages in (("ordinary", False), ("large", True)):
+            dist.barrier()
+            with timed(plain[f"{name} pages"]):
+                plain_copy(bytes_of, large_pages)
         if dist.get_rank() == 0:
-            print(f"cycle {cycle}/{args.cycles}", file=sys.stderr, flush=True)
-    return report(args, bytes_of, [ours, theirs, plain], resident)
+            print(f"cycle {cycle + 1}/{args.cycles}", file=sys.stderr, flush=True)
+    return report(args, bytes_of, [ours, theirs, plain], (resident, seconds))
 
 
 def start(args: argparse.Namespace) -> Any:
@@ -194,26 +208,28 @@ def back(stored: Away) -> None:
     """Each storage from its host memory, which is given up."""
     for storage, size, host in stored:
         storage.resize_(size)
-        if host is None:
-            as_bytes(storage).zero_()
-        else:
+        if host is not None:  # gradients are zeroed by the update itself, as in ours
             as_bytes(storage).copy_(host)
 
 
-def plain_copy(bytes_of: dict[str, int]) -> None:
-    """As many bytes from warm memory, 64 MiB at a time.
+def plain_copy(bytes_of: dict[str, int], large_pages: bool) -> None:
+    """As many bytes from warm memory, 64 MiB at a time, into memory as warm as the switch has it.
 
-    Into warm memory where the switch has it (towards the host), into fresh memory where it has not.
+    What goes to the host goes into the same memory again and again. What comes back and the
+    engine's weights go into pages that were just allocated: ordinary ones, as any plain copy gets
+    them, or large ones, as ours asks for.
     """
     piece = 64 << 20
     source = _warm(piece)
     to_host = (bytes_of["copied"] - bytes_of["engine_weights"]) // 2
+    target = source.clone()
     for left, fresh in ((to_host, False), (bytes_of["copied"] - to_host, True)):
-        target = source.clone()
         while left > 0:
             size = min(piece, left)
             if fresh:
                 target = torch.empty(size, dtype=torch.uint8)
+                if large_pages:
+                    advise_large_pages(target.data_ptr(), size)
             target[:size].copy_(source[:size])
             left -= size
 
@@ -228,10 +244,14 @@ def _warm(size: int) -> torch.Tensor:
 
 
 def report(
-    args: argparse.Namespace, bytes_of: dict[str, int], ways: list[Seconds], resident: list[int]
+    args: argparse.Namespace,
+    bytes_of: dict[str, int],
+    ways: list[Seconds],
+    series: tuple[array[float], array[float]],
 ) -> dict[str, Any] | None:
     """Gather, print, give the record. Collective: the world."""
-    mine = ([{k: statistics.median(v) for k, v in way.items()} for way in ways], resident)
+    trends = [trend(values) for values in series]
+    mine = ([{k: statistics.median(v) for k, v in way.items()} for way in ways], trends)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     if dist.get_rank():
@@ -244,36 +264,35 @@ def report(
     for name in ours:
         other = f"{theirs[name]:14.4f}" if name in theirs else ""
         print(f"{name:24}{ours[name]:10.4f}{other}")
-    limit = 2 * plain["total"] + 0.05
-    print(
-        f"plain copy {plain['total']:.4f} s; ours is {ours['total'] / plain['total']:.2f} of it "
-        f"(limit 2 and 0.05 s: {limit:.4f} s), sequential {theirs['total'] / plain['total']:.2f}"
-    )
-    slope, error = trend([float(b) for b in resident])
-    print(
-        f"resident memory over {len(resident)} switches: {slope / 2**20:+.3f} +- "
-        f"{2 * error / 2**20:.3f} MiB per switch (least squares, 2 standard errors)"
-    )
-    fifths = [resident[i * len(resident) // 5] / 2**20 for i in range(5)]
-    print("MiB at the start of each fifth: " + "  ".join(f"{mib:.1f}" for mib in fifths))
+    for name, value in plain.items():
+        print(
+            f"plain copy into {name}: {value:.4f} s; ours is {ours['total'] / value:.2f} of it "
+            f"(limit 2 and 0.05 s: {2 * value + 0.05:.4f} s), "
+            f"sequential {theirs['total'] / value:.2f}"
+        )
+    of_rank = [rank[1] for rank in ranks]
+    for rank, ((growth, error), (slope, slope_error)) in enumerate(of_rank):
+        print(
+            f"rank {rank}, {args.cycles} switches, least squares over the last four fifths, 2 "
+            f"standard errors: resident memory {growth / 1024:+.3f} +- {2 * error / 1024:.3f} KiB, "
+            f"seconds {slope * 1e6:+.2f} +- {2 * slope_error * 1e6:.2f} us per switch"
+        )
     return {
         "ranks": len(ranks),
         "cycles": args.cycles,
         "bytes": bytes_of,
         "ours_s": ours,
         "sequential_s": theirs,
-        "plain_copy_s": plain["total"],
-        "ratio_to_plain_copy": ours["total"] / plain["total"],
+        "plain_copy_s": plain,
+        "ratio_to_plain_copy": {k: ours["total"] / v for k, v in plain.items()},
         "ratio_to_sequential": ours["total"] / theirs["total"],
-        "rss_slope_bytes": slope,
-        "rss_slope_error_bytes": error,
+        "rss_bytes_per_switch": [t[0] for t in of_rank],
+        "seconds_per_switch": [t[1] for t in of_rank],
     }
 
 
-def trend(values: list[float]) -> tuple[float, float]:
+def trend(values: Sequence[float]) -> tuple[float, float]:
     """Slope per switch and its standard error, the first fifth left out."""
-    from mindspeed_rl.observability.memory_ledger import Slope
-
     kept = values[len(values) // 5 :]
     slope = Slope(window=max(5, len(kept)))
     for value in kept:

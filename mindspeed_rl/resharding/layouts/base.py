@@ -130,6 +130,21 @@ def merge_holders(several: list[range]) -> list[range]:
     return several
 
 
+def _boxes_kept_twice(found: Iterable[tuple[Cut, list[range]]]) -> set[Box]:
+    """Rectangles that some rank keeps in two places (redundant experts).
+
+    Their holders stay as they are, so that the places of one rank are known by equal holders.
+    """
+    of_box: dict[Box, list[range]] = {}
+    for cut, several in found:
+        of_box.setdefault(cut.hf_box, []).extend(several)
+    return {
+        box
+        for box, several in of_box.items()
+        if len(several) > 1 and len(set().union(*several)) < sum(map(len, several))
+    }
+
+
 def layer_name(pattern: str, layer: int) -> str:
     """A name with its layer filled in."""
     return pattern.replace("{l}", str(layer))
@@ -140,6 +155,7 @@ def expert_name(pattern: str, expert: int) -> str:
     return pattern.replace("{e}", str(expert))
 
 
+_LANE_OF_NO_STAGE = -1
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -264,7 +280,9 @@ class TableLayout(ABC):
             for layer in row.layers(self.spec):
                 named = layer_name(pattern, layer)
                 names = tuple(expert_name(named, expert) for expert in experts)
-                yield Unit(named, self.lane_of(row, layer), layer, names)
+                # a tied embedding is on two stages: it waits behind the layers of neither
+                lane = self.lane_of(row, layer) if len(rows) == 1 else _LANE_OF_NO_STAGE
+                yield Unit(named, lane, layer, names)
 
     def unit_of(self, hf_name: str) -> str:
         """The name with its expert left open."""
@@ -325,9 +343,11 @@ class TableLayout(ABC):
                         if tied or cut.hf_name == pattern:
                             key = (id(cut), place.param, place.mirror)
                             found.setdefault(key, (cut, []))[1].append(placed.holders)
+        kept_twice = _boxes_kept_twice(found.values())
         for (_, param, mirror), (cut, several) in found.items():
             piece = Piece(hf_name, cut.hf_box, param, cut.param_box, cut.view)
-            for position, holders in enumerate(merge_holders(several)):
+            merged = several if cut.hf_box in kept_twice else merge_holders(several)
+            for position, holders in enumerate(merged):
                 yield Shard(piece, holders, mirror or position > 0)
 
     def _parameters(self, rank: int) -> dict[str, tuple[Row, Share]]:

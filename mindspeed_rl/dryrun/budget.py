@@ -1,0 +1,85 @@
+"""What a run may use of a device and what it assumes: one answer for dry runs and runs."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.dryrun.machine import SHIPPED, Machine, read_machine
+from mindspeed_rl.memory.owners import OffloadMode
+from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, least_offload
+
+Config = RLRunConfig | PretrainRunConfig
+_GIB, _MIB = 2**30, 2**20
+
+
+def machine_on(config: Config, platform: str) -> Machine:
+    """The machine of ``--rl-dry-run-machine``, or the first shipped one of a run's platform.
+
+    Args:
+        config: of the run.
+        platform: ``"cpu"``, ``"cuda"`` or ``"npu"``.
+
+    Raises:
+        ValueError: the flag names no machine.
+    """
+    machine = read_machine(config.dry_run.rl_dry_run_machine)
+    if machine.platform == platform:
+        return machine
+    shipped = tomllib.loads(SHIPPED.read_text(encoding="utf-8"))
+    return read_machine(next(n for n, table in shipped.items() if table["platform"] == platform))
+
+
+def device_bytes(config: Config, found_bytes: float) -> int:
+    """Memory of a device: ``--device-memory-gb``, else what the machine or the driver says."""
+    given = config.memory.device_memory_gb if isinstance(config, RLRunConfig) else 0.0
+    return int(given * _GIB or found_bytes)
+
+
+def usable_bytes(device: int, machine: Machine) -> int:
+    """What predictions may fill of a device: all but the machine's ``reserved_gib``."""
+    return max(0, device - int(machine.reserved_gib * _GIB))
+
+
+def assumptions_of(
+    config: Config, machine: Machine, *, swap_optimizer: bool = False
+) -> MemoryAssumptions:
+    """Machine and flags; the offload mode is still to be resolved."""
+    buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
+    communicator = machine.communicator_mib
+    if buffer_mb.isdecimal() and machine.platform == "npu":
+        communicator = 2.0 * int(buffer_mb)  # one to send, one to receive
+    return MemoryAssumptions(
+        kernels=machine.kernels,
+        train_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
+        rollout_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
+        communicator_bytes=int(communicator * _MIB),
+        graph_bytes=int(machine.graph_mib * _MIB),
+        copies_latent=machine.platform == "npu",
+        swap_optimizer=swap_optimizer and machine.platform == "npu",
+    )
+
+
+def resolve_offload(
+    prediction: MemoryPrediction, ranks: Sequence[int], usable: int
+) -> tuple[OffloadMode, str]:
+    """What leaves the device during rollouts, and why. Pure.
+
+    Args:
+        prediction: of the run.
+        ranks: that have to fit.
+        usable: bytes of a device.
+    """
+    config = prediction.config
+    if not isinstance(config, RLRunConfig):
+        return OffloadMode.NONE, "nothing shares the device"
+    asked = OffloadMode(config.memory.rl_offload)
+    if asked is not OffloadMode.AUTO:
+        return asked, "as --rl-offload says"
+    limit = f"{usable / _GIB:.3g} GiB that may be used"
+    mode = least_offload(prediction, ranks, usable)
+    if mode is None:
+        return OffloadMode.ALL, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"
+    return mode, f"auto: the least whose predicted peak fits the {limit}"

@@ -1,0 +1,77 @@
+"""The process groups that exist in this process, whoever made them (R24)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# Backends whose communicators hold buffers on the device.
+_DEVICE_BACKENDS = ("nccl", "hccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process group of this rank.
+
+    Attributes:
+        name: what its maker calls it.
+        ranks: global.
+        backend: as given to ``new_group``.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it has buffers on the device as soon as it is used."""
+        return len(self.ranks) > 1 and any(b in self.backend for b in _DEVICE_BACKENDS)
+
+
+def existing_groups() -> list[Group]:
+    """Every group that this rank is in, in the order in which they were made. Local."""
+    found = []
+    for group, (_, _) in distributed_c10d._world.pg_map.items():
+        ranks = tuple(dist.get_process_group_ranks(group))
+        name = "world" if group is dist.group.WORLD else group.group_desc.lower()
+        config = distributed_c10d._world.pg_backend_config.get(group, "")
+        found.append(Group(name, ranks, str(config) or dist.get_backend(group)))
+    return found
+
+
+def group_lines(groups: Sequence[Group], communicator_bytes: int) -> Iterator[str]:
+    """What a run says of its groups at start: those of more than one rank, equal ones together.
+
+    Args:
+        groups: of one rank.
+        communicator_bytes: of one communicator on the device.
+    """
+    alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for group in groups:
+        if len(group.ranks) > 1:
+            alike.setdefault((group.ranks, group.backend), []).append(group.name)
+    several = sum(len(names) for names in alike.values())
+    yield f"process groups of this rank: {len(groups)}, {several} of more than one rank"
+    for (ranks, backend), names in alike.items():
+        yield f"  {_ranks(ranks)} {backend}: {', '.join(names)}"
+    count = sum(group.on_device for group in groups)
+    size = communicator_bytes / 2**20
+    yield (
+        f"  device buffers: at most {count * size:.0f} MiB, {count} groups of {size:.0f} MiB"
+        if count
+        else "  device buffers: none"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks at equal distances as first-last/step."""
+    steps = {b - a for a, b in pairwise(ranks)}
+    if len(ranks) > 3 and len(steps) == 1:
+        step = steps.pop()
+        return f"{ranks[0]}-{ranks[-1]}" + (f"/{step}" if step > 1 else "")
+    return ",".join(map(str, ranks))

@@ -1,0 +1,227 @@
+"""Order of imports, command lines and environments of an NPU process (R15, R17, R53).
+
+Each case is a process of its own. ``mindspeed`` is a small stand-in that does to the process what
+MindSpeed's adaptor does: it reads the command line, replaces functions of torch, makes modules up
+and asks every module for attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ascend_emul
+
+ADAPTOR = """
+import argparse, importlib.machinery, sys, types
+import torch
+from torch_npu.contrib import transfer_to_npu
+import mindspeed.patch_utils as patch_utils
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--optimizer-selection", choices=["fused_adamw"])
+parser.parse_known_args()
+SEEN = {"argv": list(sys.argv), "features": None}
+
+
+def _dummy(function=None, **options):
+    return function if function else lambda other: other
+
+
+def _init(original):
+    def wrapper(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+    return wrapper
+
+
+def _patch():
+    torch.compile = torch.jit.script = _dummy
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "fused_layer_norm_cuda"):
+        module = types.ModuleType(name)
+        module.__file__ = "mindspeed.dummy_module.py"
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        patch_utils.sys.modules[name] = module
+    for name, module in patch_utils.sys.modules.copy().items():
+        hasattr(module, "TransformerConfig")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    TransformerConfig.__init__ = _init(TransformerConfig.__init__)
+
+
+def repatch(features):
+    assert SEEN["features"] is None, "features are set once"
+    SEEN["features"] = dict(features)
+    _patch()
+
+
+torch.compile = torch.jit.script = _dummy
+"""
+# A driver that believes in any CUDA, and a package that imports what it is asked for.
+PACKAGES = """
+import triton.backends, types
+
+class Driver:
+    @staticmethod
+    def is_active():
+        import torch
+        return torch.cuda.is_available()
+
+class Backend:
+    driver = Driver
+
+triton.backends.backends = {"nvidia": Backend}
+
+def missing(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ImportError("torchvision is missing: " + name)
+
+sys.modules["transformers.lazy"] = lazy = types.ModuleType("transformers.lazy")
+lazy.__getattr__ = missing
+"""
+START = """
+import json, os, sys
+sys.argv = ["entry", *{argv!r}]
+{before}
+from mindspeed_rl import bootstrap
+told = bootstrap.prepare_environment({platform!r}, os.environ)
+from mindspeed_rl.config.npu import NpuSetup
+{between}
+platform = bootstrap.start({platform!r}, 5, bootstrap.World.from_environment(), {setup})
+{after}
+import torch
+answer = {{"platform": platform.name, "argv": sys.argv, "told": told}}
+answer["compile"] = torch.compile.__module__
+answer["script"] = torch.jit.script.__module__
+adaptor = sys.modules.get("mindspeed.megatron_adaptor")
+answer["seen"] = adaptor.SEEN if adaptor else None
+answer["dummies"] = sorted(n for n in ("flash_attn", "fused_layer_norm_cuda") if n in sys.modules)
+import megatron.core.jit
+answer["jit_fuser"] = megatron.core.jit.jit_fuser.__module__
+if "triton.backends" in sys.modules:
+    from triton.backends import backends
+    answer["triton"] = backends["nvidia"].driver.is_active()
+answer["environment"] = {{k: v for k, v in os.environ.items() if "HCCL" in k or "ALLOC" in k}}
+print("ANSWER" + json.dumps(answer))
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    """A package that stands in for MindSpeed."""
+    files = {
+        "mindspeed/__init__.py": "",
+        "mindspeed/patch_utils.py": "import sys\n",
+        "mindspeed/megatron_adaptor.py": ADAPTOR,
+    }
+    for name, text in files.items():
+        file = tmp_path / "stubs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "stubs"
+
+
+def start(
+    stubs: Path | None, *, argv: tuple[str, ...] = (), setup: str = "NpuSetup()", before: str = "",
+    between: str = "", after: str = "", platform: str = "npu", **environment: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    script = START.format(
+        argv=list(argv), before=before, between=between, after=after, platform=platform, setup=setup
+    )
+    path = [os.environ["PYTHONPATH"]] if stubs is None else [str(stubs), os.environ["PYTHONPATH"]]
+    variables = os.environ | {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0", "MINDSPEED_RL_ALLOW_VERSIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path), **environment,
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=240
+    )
+
+
+def answer_of(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("ANSWER")]
+    found: dict[str, object] = json.loads(line.removeprefix("ANSWER"))
+    return found
+
+
+def test_the_adaptor_changes_nothing_for_others(stubs: Path) -> None:
+    """A hostile command line, features by repatch alone, and torch as vLLM needs it."""
+    argv = ("--help", "--lr", "-1", "--optimizer-selection", "nonsense", "--seq-length=x")
+    found = answer_of(
+        start(
+            stubs, argv=argv, setup="NpuSetup({'swap_optimizer': True}, {'tp': 64}, True)",
+            before="from ascend.emulator.stand_ins import install; install('triton')",
+            between=PACKAGES, platform="auto",
+            PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64",
+            HCCL_CONNECT_TIMEOUT="77",
+        )
+    )  # fmt: skip
+    assert found["platform"] == "npu"
+    assert found["argv"] == ["entry", *argv]
+    assert found["seen"] == {"argv": ["entry"], "features": {"swap_optimizer": True}}
+    assert found["compile"] == "torch" and found["script"] == "torch.jit._script"
+    assert found["jit_fuser"] == "mindspeed.megatron_adaptor", "megatron-core compiles nothing"
+    assert found["dummies"] == ["fused_layer_norm_cuda"], "vLLM would import flash_attn.ops"
+    assert found["triton"] is False, "CUDA that an NPU answers for is none"
+    assert found["environment"] == {
+        "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64",
+        "HCCL_CONNECT_TIMEOUT": "77",
+        "HCCL_EXEC_TIMEOUT": "3600",
+        "HCCL_DETERMINISTIC": "true",
+    }
+    assert found["told"] == [
+        "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True,max_split_size_mb:64: expandable_segments "
+        "is taken out, the engine's memory pool does not work with it"
+    ]
+
+
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_without_mindspeed_torch_npu_answers_for_cuda(autoload: str) -> None:
+    found = answer_of(start(None, argv=("--help",), TORCH_DEVICE_BACKEND_AUTOLOAD=autoload))
+    assert found["platform"] == "npu" and found["seen"] is None
+    assert found["compile"] == "torch"
+    assert found["jit_fuser"] == "mindspeed_rl.platforms.npu_install"
+
+
+def test_another_set_up_in_the_same_process_is_refused(stubs: Path) -> None:
+    twice = "platform.install(NpuSetup()); platform.install(NpuSetup({'recompute_norm': True}))"
+    done = start(stubs, after=twice)
+    assert done.returncode and "an NPU process is set up once" in done.stderr
+
+
+def test_megatron_before_the_adaptor_is_refused(stubs: Path) -> None:
+    done = start(stubs, between="import megatron.core.transformer")
+    assert done.returncode and "MindSpeed must be applied before megatron.core" in done.stderr
+
+
+def test_torch_before_the_environment_is_refused(stubs: Path) -> None:
+    done = start(stubs, before="import torch")
+    assert done.returncode and "torch was imported before the environment" in done.stderr
+
+
+def test_patches_that_are_not_in_force_are_found(stubs: Path) -> None:
+    """Such as those of an adaptor for another megatron-core."""
+    file = stubs / "mindspeed" / "megatron_adaptor.py"
+    file.write_text(ADAPTOR.replace("TransformerConfig.__init__ = _init", "unused = _init"))
+    done = start(stubs)
+    assert done.returncode and "are not in force" in done.stderr
+
+
+def test_hccl_buffers_are_of_the_group(stubs: Path) -> None:
+    """The real torch_npu takes the options; other groups keep theirs."""
+    after = (
+        "from megatron.core.parallel_state import get_nccl_options as o;"
+        "print('BUFFER', o('tp', {}).hccl_config, o('dp', {}))"
+    )
+    done = start(stubs, setup="NpuSetup({}, {'tp': 64})", after=after)
+    answer_of(done)
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("BUFFER")]
+    assert "'hccl_buffer_size': 64" in line and "'group_name': 'tp'" in line
+    assert line.endswith(" None")

@@ -1,0 +1,111 @@
+"""Named faults of the NPU's engine and of what is planned for it."""
+
+from __future__ import annotations
+
+from support.mutation import Mutation
+
+_ENGINE = "tests/unit/test_ascend_engine.py::"
+_CYCLES = _ENGINE + "test_three_cycles_of_sleep_wake_and_sync"
+_VERSIONS = "tests/unit/test_ascend_versions.py::"
+_SIZES = "tests/unit/test_graph_sizes.py::"
+
+ASCEND_ENGINE_MUTATIONS = (
+    Mutation(
+        "experts-turned-twice-after-waking",
+        "rollout/ascend/experts.py",
+        "            if not param.loadable:\n",
+        "            if True:\n",
+        _CYCLES,
+    ),
+    Mutation(
+        "experts-without-their-loader",
+        "rollout/ascend/experts.py",
+        "getattr(param.module, param.attribute).weight_loader = _loader(param)",
+        "_loader(param)",
+        _CYCLES,
+    ),
+    Mutation(
+        "layout-of-experts-by-shape",
+        "rollout/ascend/experts.py",
+        "same = now.shape == expected.shape and _strides(now) == _strides(expected)",
+        "same = now.shape == expected.shape",
+        _CYCLES,
+    ),
+    Mutation(
+        "old-version-turns-experts-once-only",
+        "rollout/ascend/experts.py",
+        "                _method(param).transpose = True\n",
+        "                pass\n",
+        _CYCLES,
+    ),
+    Mutation(
+        "stray-tensors-lost-in-sleep",
+        "rollout/ascend/backend.py",
+        "self._platform, save=True,",
+        "self._platform, save=False,",
+        _CYCLES,
+    ),
+    Mutation(
+        "cache-comes-back-with-old-contents",
+        "rollout/ascend/memory.py",
+        "            tensor.zero_()\n",
+        "            pass\n",
+        _CYCLES,
+    ),
+    Mutation(
+        "nz-weights-pass",
+        "rollout/ascend/backend.py",
+        "        self._refuse_nz()\n",
+        "",
+        _ENGINE + "test_an_engine_with_nz_weights_is_refused",
+    ),
+    Mutation(
+        "size-of-the-cache-ignored-by-old-versions",
+        "rollout/ascend/backend.py",
+        "        if self.behaviour.cache_bytes:\n",
+        "        if True:\n",
+        _ENGINE + "test_the_engine_is_built_for_updates",
+    ),
+    Mutation(
+        "key-of-the-version-before",
+        "rollout/ascend_versions.py",
+        'Key(f"{_A}.rl_config.sleep_mode_extra_cleanup"),',
+        'Key(f"{_A}.enable_sleep_mode_extra_cleanup"),',
+        _VERSIONS + "test_every_key_is_read_by_the_version",
+    ),
+    Mutation(
+        "versions-by-the-first-digits",
+        "rollout/ascend_versions.py",
+        'full.startswith(known + ".")',
+        "full.startswith(known)",
+        _VERSIONS + "test_versions_between_are_refused",
+    ),
+    Mutation(
+        "graph-sizes-not-optimal",
+        "rollout/graph_sizes.py",
+        "for j in range(i):",
+        "for j in range(i - 1):",
+        _SIZES + "test_no_choice_of_sizes_pads_less",
+    ),
+    Mutation(
+        "first-token-counted-as-a-decode-step",
+        "rollout/graph_sizes.py",
+        "[length - 1 for length in response_lengths if length > 1]",
+        "[length for length in response_lengths if length > 1]",
+        _SIZES + "test_batches_follow_from_lengths",
+    ),
+    Mutation(
+        "packed-vector-forgets-who-is-left",
+        "rollout/patches/step_sync.py",
+        "        vector[-2] = self._unfinished\n",
+        "",
+        "tests/unit/test_step_loop.py::test_ranks_stop_together_when_nobody_has_requests",
+    ),
+    Mutation(
+        "finish-looked-at-between-intervals",
+        "rollout/step_loop.py",
+        "steps % interval == 0 and agreement.finished()",
+        "agreement.finished()",
+        "tests/unit/test_step_loop.py::test_ranks_stop_together_when_nobody_has_requests",
+    ),
+)

@@ -1,0 +1,103 @@
+"""One budget and one choice of ``--rl-offload auto`` for dry runs and runs (issue 5)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.published import PUBLISHED
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.dryrun.budget import assumptions_of, device_bytes, machine_on, usable_bytes
+from mindspeed_rl.dryrun.findings import find_out
+from mindspeed_rl.dryrun.machine import read_machine
+from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.layers import Kernels
+from mindspeed_rl.memory.owners import OffloadMode
+from mindspeed_rl.orchestration import rl_phases
+from mindspeed_rl.platforms.base import DeviceMemory
+
+WORLD, GIB = 32, 2**30
+FLAGS = f"""
+    --hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-distributed-optimizer
+    --grpo-prompts-per-step 32 --grpo-group-size 8 --grpo-kl-beta 0.001
+    --max-prompt-length 512 --rollout-max-response-length 1536 --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1
+    --rollout-tp 2 --rollout-dp 8 --rollout-ep 16 --rollout-kv-cache-gb 48
+"""
+
+
+def config_of(*flags: str) -> RLRunConfig:
+    return parse(RLRunConfig, [*FLAGS.split(), *flags], "test").config
+
+
+def run_on(
+    platform: str, total_gib: float, config: RLRunConfig, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """What a run on a device of this size decides."""
+    monkeypatch.setattr(rl_phases, "_least", lambda number: number)
+    total = int(total_gib * GIB)
+    device = SimpleNamespace(
+        name=platform,
+        shares_host_memory=platform == "cpu",
+        memory=lambda: DeviceMemory(0, total, total),
+    )
+    job = SimpleNamespace(config=config, plan=plan_of(config, WORLD), platform=device)
+    return rl_phases.predict_run(cast(Any, job))
+
+
+@pytest.mark.parametrize("memory_gb", [40, 55, 61, 66, 73, 128])
+@pytest.mark.parametrize("machine", ["a3", "h200"])
+def test_a_run_decides_what_its_dry_run_said(
+    machine: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("--rl-dry-run-machine", machine, "--device-memory-gb", str(memory_gb))
+    said = find_out(config, WORLD)
+    platform = read_machine(machine).platform
+    # the driver reports another size than the flag allows
+    prediction, why = run_on(platform, 2 * memory_gb, config, monkeypatch)
+    assert prediction == said.prediction
+    assert why == said.offload_reason
+    assert said.budget_bytes == (memory_gb - 2) * GIB
+
+
+def test_the_choices_differ_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flag the driver's size counts, and every mode is somebody's choice."""
+    config = config_of("--rl-dry-run-machine", "h200")
+    found = {
+        size: run_on("cuda", size, config, monkeypatch)[0].assumptions.offload
+        for size in (10, 56, 62, 141)
+    }
+    assert list(found.values()) == sorted(found.values(), key=list(OffloadMode).index, reverse=True)
+    assert set(found.values()) >= {OffloadMode.NONE, OffloadMode.ALL}
+
+
+def test_the_machine_is_that_of_the_platform_the_run_is_on() -> None:
+    """The flag's default is an NPU; a run on CPU must not count fused kernels and HCCL."""
+    config = config_of()
+    assert machine_on(config, "npu").name == "a3"
+    assert machine_on(config, "cpu").kernels is Kernels.EAGER
+    kernels = {p: assumptions_of(config, machine_on(config, p)).kernels for p in ("cpu", "npu")}
+    assert kernels == {"cpu": Kernels.EAGER, "npu": Kernels.FUSED}
+    assert machine_on(config, "cuda").name == "h200"
+    assert machine_on(config_of("--rl-dry-run-machine", "a2"), "npu").name == "a2"
+
+
+def test_what_is_reserved_is_taken_from_any_device() -> None:
+    machine = read_machine("a3")
+    assert usable_bytes(device_bytes(config_of(), 64 * GIB), machine) == 62 * GIB
+    smaller = config_of("--device-memory-gb", "10")
+    assert usable_bytes(device_bytes(smaller, 64 * GIB), machine) == 8 * GIB
+    assert usable_bytes(GIB, machine) == 0
+
+
+def test_a_host_without_a_limit_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    prediction, why = run_on("cpu", 16, config_of(), monkeypatch)
+    assert prediction.assumptions.offload is OffloadMode.NONE and "device is the host" in why
+    limited = config_of("--device-memory-gb", "8")
+    prediction, why = run_on("cpu", 16, limited, monkeypatch)
+    assert prediction.assumptions.offload is OffloadMode.ALL and "exceeds the 7 GiB" in why

@@ -1,0 +1,142 @@
+"""Flags of Ascend NPUs: what is refused with which reason, and what MindSpeed is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import npu as npu_flags
+from mindspeed_rl.config.modules import module_names
+from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
+from mindspeed_rl.memory.communicators import hccl_lines
+from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
+from mindspeed_rl.platforms import installed
+
+
+def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:
+    given = ("--hf-checkpoint", "x", "--prompt-data", "y", *argv)
+    result = parse(RLRunConfig, given, "test")
+    return result.config, result.ignored
+
+
+def check(*argv: str) -> None:
+    config, ignored = parsed(*argv)
+    check_npu(config.ascend, config.parallel, config.train, config.memory, ignored)
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
+    """On an NPU; elsewhere the flag does nothing, so a script may keep it."""
+    values = {"--virtual-optimizer": ["1"], "--swap-attention": [], "--moe-zero-memory": ["level0"]}
+    argv = [flag, *values.get(flag, [])]
+    with pytest.raises(ValueError, match=r"on an NPU: .*; remove the flag"):
+        check(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("--swap-optimizer", "needs --use-distributed-optimizer"),
+        ("--swap-optimizer --use-distributed-optimizer", "--rl-offload auto; allowed: none"),
+        (
+            "--swap-optimizer --reuse-fp32-param --use-distributed-optimizer --bf16",
+            "exclude each other",
+        ),
+        ("--reuse-fp32-param", "needs --bf16"),
+        ("--reuse-fp32-param --bf16 --rl-offload all", "--rl-offload all; allowed: none"),
+        ("--hccl-group-buffer tp=200", "'tp=200' is not a new group:MiB"),
+        ("--hccl-group-buffer tp:200;tp:64", "'tp:64' is not a new group:MiB"),
+    ],
+)
+def test_combinations_that_do_not_work_are_refused(argv: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check(*argv.split())
+
+
+def test_the_rest_is_accepted() -> None:
+    check(*["--swap-optimizer", "--use-distributed-optimizer", "--rl-offload", "none"])
+    check(
+        *["--recompute-norm", "--use-fused-rmsnorm", "--context-parallel-algo", "ulysses_cp_algo"]
+    )
+
+
+def test_buffers_of_groups() -> None:
+    assert group_buffers("dp:64; tp : 200;") == {"dp": 64, "tp": 200}
+    assert group_buffers("") == {}
+
+
+def test_groups_are_listed_with_their_buffers() -> None:
+    """Equal rank sets are one communicator; the larger of its sizes counts (R24)."""
+    groups = {"world": tuple(range(8)), "tp = rollout tp": (0, 1), "dp-cp": (0, 2, 4, 6)}
+    lines = list(hccl_lines(groups, {"tp": 64, "dp_cp": 300, "ep": 1}, 200))
+    assert lines[:3] == [
+        "hccl group world: 8 ranks, 2 x 200 MiB",
+        "hccl group tp = rollout tp: 2 ranks, 2 x 64 MiB",
+        "hccl group dp-cp: 4 ranks, 2 x 300 MiB",
+    ]
+    assert "3, 1128 MiB" in lines[3]
+
+
+def setup_of(*argv: str, grouped: bool = False) -> Any:
+    config, _ = parsed(*argv)
+    return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
+
+
+def test_mindspeed_is_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's names with underscores, and MindSpeed's own types."""
+    monkeypatch.setattr(npu_flags, "has_mindspeed", lambda: True)
+    argv = "--swap-optimizer --swap-optimizer-times 8 --bf16 --use-distributed-optimizer "
+    argv += "--moe-permute-fusion --recompute-granularity full --recompute-method block "
+    argv += "--recompute-num-layers 1 --hccl-group-buffer dp:64 --npu-deterministic"
+    found = setup_of(*argv.split(), grouped=True)
+    assert found.group_buffers_mb == {"dp": 64} and found.deterministic
+    assert found.features == {
+        "use_flash_attn": True, "use_fused_rmsnorm": True, "use_fused_swiglu": True,
+        "swiglu": True, "position_embedding_type": "rope", "bf16": True,
+        "use_distributed_optimizer": True, "swap_optimizer": True, "swap_optimizer_times": 8,
+        "use_fused_moe_token_permute_and_unpermute": True, "moe_permute_fusion": True,
+        "moe_grouped_gemm": True, "recompute_method": "block",
+    }  # fmt: skip
+    plain = setup_of()
+    assert not {"swap_optimizer", "recompute_method", "moe_grouped_gemm"} & plain.features.keys()
+
+
+def test_features_without_mindspeed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu_flags, "has_mindspeed", lambda: False)
+    with pytest.raises(ValueError, match="--recompute-norm is a feature of MindSpeed, which is"):
+        setup_of("--recompute-norm")
+    assert setup_of("--npu-deterministic").features == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "packages", "expected"),
+    [
+        ("", "auto", (), LOCAL),
+        ("", "npu", ("torch_npu",), LOCAL),
+        ("", "npu", ("torch_npu", "mindspeed"), TRANSFORMER_ENGINE),
+        ("", "auto", ("torch_npu", "mindspeed"), TRANSFORMER_ENGINE),
+        ("--moe-grouped-gemm", "auto", ("torch_npu", "mindspeed"), GROUPED),
+        ("--transformer-impl local --moe-grouped-gemm", "npu", ("torch_npu", "mindspeed"), LOCAL),
+        ("--transformer-impl transformer_engine", "cpu", ("transformer_engine",), LOCAL),
+        ("--transformer-impl transformer_engine", "cuda", (), LOCAL),
+        ("--transformer-impl transformer_engine", "cuda", ("transformer_engine",),
+         TRANSFORMER_ENGINE),
+        ("--moe-grouped-gemm", "cuda", ("transformer_engine",), LOCAL),
+    ],
+)  # fmt: skip
+def test_modules_follow_flags_and_what_is_installed(
+    flags: str, platform: str, packages: tuple[str, ...], expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(installed, "find_spec", lambda name: name if name in packages else None)
+    config, _ = parsed(*flags.split())
+    assert module_names(config.model, platform) == expected
+
+
+def test_supervised_runs_have_the_flags_too() -> None:
+    config = parse(PretrainRunConfig, ["--hf-checkpoint", "x", "--recompute-norm"], "test").config
+    assert replace(config.ascend, recompute_norm=False) == type(config.ascend)()

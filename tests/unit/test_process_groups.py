@@ -1,0 +1,87 @@
+"""Groups are listed with their buffers, and an engine may not replace the trainer's (R24, R33)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state as megatron_state
+from support.table_engine import single_rank
+
+from mindspeed_rl.platforms.process_groups import Group, existing_groups, group_lines
+from mindspeed_rl.trainer import parallel_state
+
+
+def test_groups_of_this_process_are_found_by_name() -> None:
+    with single_rank():
+        mine = dist.new_group([0], group_desc="EXPERT_PARALLEL_GROUP")
+        found = existing_groups()
+        dist.destroy_process_group(mine)
+        left = existing_groups()
+    assert [group.name for group in found] == ["world", "expert_parallel_group"]
+    assert {group.ranks for group in found} == {(0,)}
+    assert all("gloo" in group.backend for group in found)
+    assert found[:1] == left
+
+
+def test_equal_groups_are_told_together_and_buffers_counted_for_devices_only() -> None:
+    groups = [
+        Group("world", tuple(range(8)), "cpu:gloo,npu:hccl"),
+        Group("tp", (0, 1), "hccl"),
+        Group("ep", (0, 1), "hccl"),
+        Group("dp", (0, 2, 4, 6), "hccl"),
+        Group("data_gloo", (0, 2, 4, 6), "gloo"),
+        Group("pp", (0,), "hccl"),
+    ]
+    assert list(group_lines(groups, 400 << 20)) == [
+        "process groups of this rank: 6, 5 of more than one rank",
+        "  0-7 cpu:gloo,npu:hccl: world",
+        "  0,1 hccl: tp, ep",
+        "  0-6/2 hccl: dp",
+        "  0-6/2 gloo: data_gloo",
+        "  device buffers: at most 1600 MiB, 4 groups of 400 MiB",
+    ]
+    assert list(group_lines(groups[4:], 0))[-1] == "  device buffers: none"
+
+
+def _replace_group() -> None:
+    megatron_state._TENSOR_MODEL_PARALLEL_GROUP = dist.new_group([0])
+
+
+def _change_ranks() -> None:
+    megatron_state._TENSOR_GLOBAL_RANKS = [0, 1]
+
+
+def _change_in_place() -> None:
+    megatron_state._DATA_PARALLEL_GLOBAL_RANKS.append(7)
+
+
+def _destroy() -> None:
+    megatron_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("touch", "named"),
+    [
+        (_replace_group, "_TENSOR_MODEL_PARALLEL_GROUP;"),
+        (_change_ranks, "_TENSOR_GLOBAL_RANKS;"),
+        (_change_in_place, "_DATA_PARALLEL_GLOBAL_RANKS;"),
+        (_destroy, "more;"),
+    ],
+)
+def test_an_engine_that_touches_the_trainers_groups_is_caught(
+    touch: Callable[[], None], named: str
+) -> None:
+    with single_rank():
+        megatron_state.initialize_model_parallel(create_gloo_process_groups=False)
+        try:
+            with parallel_state.unchanged("building the rollout engine"):
+                dist.new_group([0])  # groups of its own are its own affair
+            with (
+                pytest.raises(RuntimeError, match=f"building the rollout engine .*{named}"),
+                parallel_state.unchanged("building the rollout engine"),
+            ):
+                touch()
+        finally:
+            megatron_state.destroy_model_parallel()

@@ -1,0 +1,122 @@
+"""The step loop and the packed vector with one rank; four real ranks are in test_step_sync.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.rollout.patches.step_sync import StepSync
+from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+
+LENGTHS = (5, 2, 4)
+GROUP = SimpleNamespace(world_size=1, device="cpu", device_group=None)
+
+
+class Engine:
+    """Gives every request one token per step and reduces once per step, as the engines do.
+
+    Attributes:
+        dummies: steps without a request.
+        read_prompts: of each step, what the vector said.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], sync: StepSync | None) -> None:
+        self._left = {str(i): [length, 0] for i, length in enumerate(lengths)}
+        self._sync = sync
+        self.should_execute_dummy_batch = False
+        self.dummies = 0
+        self.read_prompts: list[bool] = []
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._left)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._left)
+
+    def step(self) -> list[Any]:
+        if self._sync is not None:
+            first = any(done == 0 for _, done in self._left.values())
+            tokens = 7 * len(self._left) if first else max(len(self._left), 1)
+            counts = self._sync.reduce((tokens, 5), 0, GROUP)
+            assert counts.tolist() == [[tokens], [5]] and counts.dtype == torch.int32
+            self.read_prompts.append(self._sync.reads_prompts)
+        if self.should_execute_dummy_batch:
+            assert not self._left
+            self.dummies += 1
+            return []
+        outputs = []
+        for key, state in list(self._left.items()):
+            state[1] += 1
+            finished = state[1] == state[0]
+            tokens = SimpleNamespace(token_ids=[1] * state[1])
+            outputs.append(SimpleNamespace(request_id=key, finished=finished, outputs=[tokens]))
+            if finished:
+                del self._left[key]
+        return outputs
+
+
+def all_steps(
+    engine: Engine,
+    sync: StepSync | None,
+    interval: int,
+    capacity: int,
+    stats: StepStats | None = None,
+) -> tuple[dict[int, Any], StepStats]:
+    stats = stats or StepStats()
+    finished: dict[int, Any] = {}
+    for step in run_steps(engine, sync, interval, capacity, stats):
+        assert not finished.keys() & step.keys()
+        finished |= step
+    return finished, stats
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("interval", [1, 3, 4])
+def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
+    """At the first look after a step that nobody needed: all ranks see it in the same step."""
+    sync = StepSync()
+    engine = Engine(LENGTHS, sync)
+    finished, stats = all_steps(engine, sync, interval, 8)
+    assert sorted(finished) == [0, 1, 2]
+    needed = max(LENGTHS)
+    expected = -(-(needed + 1) // interval) * interval
+    assert stats.steps == expected and stats.reductions == expected
+    assert stats.dummy_steps == engine.dummies == expected - needed
+    assert engine.read_prompts == [True] + [False] * (expected - 1)
+    assert stats.running == {3: 1, 2: 2, 1: 1}, "lengths 5, 2, 4 without their first tokens"
+    assert stats.seconds >= stats.sync_seconds > 0
+
+
+def test_the_engine_s_own_agreement_stays() -> None:
+    engine = Engine(LENGTHS, None)
+    finished, stats = all_steps(engine, None, 1, 2)
+    assert sorted(finished) == [0, 1, 2] and stats.steps == max(LENGTHS)
+    assert stats.reductions == 0 and stats.sync_seconds == 0
+    assert stats.ms_per_step == pytest.approx(1e3 * stats.seconds / stats.steps)
+
+
+def test_a_step_without_its_reduction_is_an_error() -> None:
+    """An engine that forgot it would let its peers hang."""
+    sync = StepSync()
+    with pytest.raises(AssertionError, match="passed without its reduction"):
+        all_steps(Engine(LENGTHS, None), sync, 1, 8)
+
+
+def test_stats_add_up() -> None:
+    total, engine = StepStats(), Engine((2, 2), None)
+    for _ in range(2):
+        engine._left = {"0": [2, 0], "1": [2, 0]}
+        all_steps(engine, None, 1, 8, total)
+    assert total.steps == 4 and total.running == {2: 2}
+    assert StepStats().ms_per_step == 0
