@@ -16,8 +16,8 @@ class NpuConfig:
     """Ascend NPU.
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
-    group. On other platforms they are accepted and do nothing. Fused attention, norms and
-    activations are always on where MindSpeed is installed.
+    group. On other platforms they do nothing (--swap-optimizer is refused there). Fused attention,
+    norms and activations are always on where MindSpeed is installed.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
     """
@@ -31,7 +31,8 @@ class NpuConfig:
     swap_optimizer: bool = flag(
         False,
         "Keep the optimizer state on the host and bring it to the device in parts at every update; "
-        "needs --use-distributed-optimizer. --rl-offload then moves what is left on the device.",
+        "MindSpeed does it, so --rl-offload moves everything else. Needs "
+        "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
     npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")

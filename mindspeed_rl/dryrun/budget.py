@@ -56,8 +56,13 @@ def assumptions_of(config: Config, machine: Machine) -> MemoryAssumptions:
         communicator_bytes=int(communicator * _MIB),
         graph_bytes=int(machine.graph_mib * _MIB),
         copies_latent=machine.platform == "npu",
-        swap_optimizer=config.ascend.swap_optimizer and machine.platform == "npu",
+        swap_parts=config.ascend.swap_optimizer_times if swaps_optimizer(config, machine) else 0,
     )
+
+
+def swaps_optimizer(config: Config, machine: Machine) -> bool:
+    """Whether MindSpeed keeps the optimizer state on the host: it can on NPUs only."""
+    return config.ascend.swap_optimizer and machine.platform == "npu"
 
 
 def resolve_offload(

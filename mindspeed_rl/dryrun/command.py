@@ -13,7 +13,10 @@ from mindspeed_rl.dryrun.report import as_json, lines
 FITS, DOES_NOT_FIT = 0, 3
 
 
-def dry_run(config: RLRunConfig | PretrainRunConfig, environment: Mapping[str, str]) -> int:
+def dry_run(
+    config: RLRunConfig | PretrainRunConfig,
+    environment: Mapping[str, str],
+) -> int:
     """Print the prediction of a run; its exit code.
 
     Args:

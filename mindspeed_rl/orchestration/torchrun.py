@@ -134,7 +134,13 @@ def _dry_run(
 def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
     """What an NPU process is told; ``None`` on other platforms."""
     config = parsed.config
-    if resolve_platform(config.parallel.platform) != "npu":
+    platform = resolve_platform(config.parallel.platform)
+    if platform != "npu":
+        if config.ascend.swap_optimizer:
+            raise ValueError(
+                f"--swap-optimizer is done by MindSpeed, on NPUs only; on {platform} take "
+                "--rl-offload optimizer, which moves the state out while the engine samples"
+            )
         return None
     check_npu(config.ascend, config.parallel, parsed.ignored)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
