@@ -143,7 +143,7 @@ def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
             )
         return None
     memory = config.memory if isinstance(config, RLRunConfig) else None
-    check_npu(config.ascend, config.parallel, config.train, memory, parsed.ignored)
+    check_npu(config.ascend, config.parallel, memory, parsed.ignored)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 
