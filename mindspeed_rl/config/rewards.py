@@ -97,3 +97,34 @@ class RewardConfig:
         "--reward-num-workers of those per engine.",
         minimum=1,
     )
+
+
+def check_rewards(flags: RewardConfig, phase_timeout_s: float, environment: str) -> None:
+    """Limits that contain each other, and rewards that need another flag.
+
+    Raises:
+        ValueError: naming the flag, its value and the fix.
+    """
+    sample_s = flags.reward_timeout_s
+    if sample_s > phase_timeout_s:
+        raise ValueError(
+            f"--reward-timeout-s {sample_s:g} exceeds --phase-timeout-s {phase_timeout_s:g}, the "
+            "limit of all rewards of a step; lower the former or raise the latter"
+        )
+    names = {text.partition("=")[0].partition(":")[0].strip() for text in flags.reward_function}
+    inner = {
+        "code": ("--reward-code-time-limit-s", flags.reward_code_time_limit_s),
+        "remote": ("--reward-url-timeout-s", flags.reward_url_timeout_s),
+    }
+    for name, (flag_name, limit_s) in inner.items():
+        if name in names and limit_s > sample_s:
+            raise ValueError(
+                f"{flag_name} {limit_s:g} exceeds --reward-timeout-s {sample_s:g}, the limit of "
+                "the whole sample; lower the former or raise the latter"
+            )
+    if "remote" in names and not flags.reward_url:
+        raise ValueError("--reward-function remote needs --reward-url: the server to ask")
+    if "environment" in names and not environment:
+        raise ValueError(
+            "--reward-function environment needs --rl-environment: a name or FILE.py:NAME"
+        )

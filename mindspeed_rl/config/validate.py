@@ -20,6 +20,7 @@ from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.recompute import check_recompute
+from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -114,12 +115,8 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         )
     _check_dropout(config.model)
     _check_steps(config.train)
-    if config.rewards.reward_timeout_s > config.logging.phase_timeout_s:
-        raise ValueError(
-            f"--reward-timeout-s {config.rewards.reward_timeout_s:g} exceeds --phase-timeout-s "
-            f"{config.logging.phase_timeout_s:g}, the limit of all rewards of a step; lower the "
-            "former or raise the latter"
-        )
+    environment = config.environment.rl_environment
+    check_rewards(config.rewards, config.logging.phase_timeout_s, environment)
     base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if rl.rl_routing_replay != "none" and not base.spec.moe:

@@ -43,9 +43,7 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     assert max(step["mismatch/max_abs_logprob"] for step in steps) <= 1e-4
     assert all(step["environment/error_rate"] == 0.0 for step in steps)
     assert all(step["environment/observed_tokens"] > 1.0 for step in steps)
-    assert any(step["throughput/scored_early"] > 0.0 for step in steps), (
-        "scoring overlaps generation"
-    )
+    assert any(step["throughput/scored_early"] > 0.0 for step in steps), "scoring must overlap"
     rewards = [step["reward/mean"] for step in steps]
     early, late = sum(rewards[:6]) / 6, sum(rewards[-6:]) / 6
     assert late > early + 0.05, rewards

@@ -142,7 +142,7 @@ def test_an_interval_without_a_folder_saves_nothing(run: PretrainRunConfig, tmp_
 
 def old_run(output: Path) -> list[Path]:
     """The results of a run that is over."""
-    names = ("metrics.jsonl", "rollouts.jsonl", "summary.json", "curves.png")
+    names = ("metrics.jsonl", "rollouts.jsonl", "summary.json", "curves.png", "report.html")
     for name in names:
         (output / name).write_text("{}")
     (output / "tensorboard").mkdir()
@@ -163,7 +163,8 @@ def test_a_fresh_run_does_not_mix_with_an_old_one(run: PretrainRunConfig, tmp_pa
     with pytest.raises(ValueError) as caught:
         check_paths(run)
     for words in (
-        "--output-dir", "metrics.jsonl, rollouts.jsonl, summary.json, curves.png, tensorboard, hf",
+        "--output-dir", "metrics.jsonl, rollouts.jsonl, summary.json, curves.png, report.html, "
+        "tensorboard, hf",
         "choose another --output-dir", "--overwrite-output-dir", "--load DIR to go on",
     ):  # fmt: skip
         assert words in str(caught.value)
@@ -172,6 +173,21 @@ def test_a_fresh_run_does_not_mix_with_an_old_one(run: PretrainRunConfig, tmp_pa
     check_paths(resumed)
     with pytest.raises(ValueError, match="holds the results of an earlier run"):
         check_paths(with_checkpoint(run, load=str(tmp_path / "load"), finetune=True))
+
+
+def test_events_in_a_folder_of_the_users_are_neither_mixed_nor_removed(
+    run: PretrainRunConfig, tmp_path: Path
+) -> None:
+    events = tmp_path / "events"
+    events.mkdir()
+    other = events / "events.out.tfevents.1.host"
+    other.touch()
+    shared = with_logging(run, tensorboard_dir=str(events))
+    with pytest.raises(ValueError, match=r"--tensorboard-dir .*events holds .*tfevents\.1\.host"):
+        check_paths(shared)
+    check_paths(with_logging(shared, overwrite_output_dir=True))
+    check_paths(with_checkpoint(shared, load=str(tmp_path / "load")))
+    assert other not in earlier_results(shared.logging.output_dir)
 
 
 def test_only_results_are_removed(tmp_path: Path) -> None:

@@ -202,6 +202,17 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             {"logging": {"phase_timeout_s": 6.0}},
             r"--reward-timeout-s 10 exceeds --phase-timeout-s 6, .*lower the former or raise",
         ),
+        (
+            {"rewards": {"reward_function": ("code:0.5",), "reward_code_time_limit_s": 11.0}},
+            r"--reward-code-time-limit-s 11 exceeds --reward-timeout-s 10",
+        ),
+        ({"rewards": {"reward_function": ("math", "remote=2")}}, r"remote needs --reward-url"),
+        ({"rewards": {"reward_function": ("environment",)}}, r"environment needs --rl-env"),
+        (
+            {"prompts": {"rl_eval_samples": 4, "rl_eval_temperature": 0.0}},
+            r"--rl-eval-temperature 0: the samples",
+        ),
+        ({"prompts": {"rl_eval_data": ("a=x", "a=y")}}, r"--rl-eval-data a=y: give NAME=FILE"),
         ({"checkpoint": {"save_interval": 5}}, r"--save-interval 5 without --save"),
         (
             {"train": {"global_batch_size": 1}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,16 @@ def test_a_resumed_run_counts_every_step_and_sample_once(tmp_path: Path) -> None
     metrics.close()
     text = "".join(page_of(tmp_path).texts)
     assert "0.75" in text and "0.5" not in text
+
+
+def test_the_tool_draws_an_unfinished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, 2)
+    tool = Path(__file__).resolve().parents[2] / "tools" / "plot_run.py"
+    monkeypatch.setattr("sys.argv", ["plot_run.py", str(tmp_path)])
+    runpy.run_path(str(tool), run_name="__main__")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert "has not finished" in (tmp_path / "report.html").read_text()
+    monkeypatch.setattr("sys.argv", ["plot_run.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tool), run_name="__main__")
+    assert ended.value.code == 2

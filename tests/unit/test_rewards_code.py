@@ -11,7 +11,7 @@ from rewards_support import children, wait_for
 
 from mindspeed_rl.rewards import CodeSettings, RewardRequest, RewardSpec, WeightedReward
 from mindspeed_rl.rewards.code import CodeReward, extract_program, parse_tests
-from mindspeed_rl.rewards.sandbox import Rights
+from mindspeed_rl.rewards.sandbox import Limits, Rights, SandboxError, run_python
 from mindspeed_rl.rewards.scoring import score_sample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -116,6 +116,21 @@ def test_what_is_said_to_be_closed_is_closed(code: CodeReward, tmp_path: Path) -
     bomb = "import os, time\nfor _ in range(50):\n    if os.fork() == 0: time.sleep(9)\n"
     limited = "PROCESSES IS NOT LIMITED" not in code.notice
     assert passes(code, f"{bomb}def f(): return 1") == float(not limited)
+
+
+def test_where_namespaces_are_forbidden_tcp_is_denied_instead(code: CodeReward) -> None:
+    """Landlock from ABI 4 on; elsewhere the notice says that the network is open."""
+    limits = Limits(5.0, 256 << 20, 8, 1 << 20)
+    rights = Rights(counted=False, namespaces=False, files=True, deny_tcp=True)
+    try:
+        plain = run_python(["-c", "print(1)"], "", {}, limits, rights)
+    except SandboxError as error:
+        pytest.skip(f"no landlock with TCP here: {error}")
+    assert (plain.exit_code, plain.stdout) == (0, "1\n")
+    attack = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
+    ended = run_python(["-c", attack], "", {}, limits, rights)
+    assert ended.exit_code == 1 and "PermissionError" in ended.stderr
+    assert "no TCP, but other protocols are open" in rights.describe()
 
 
 def test_the_notice_says_what_is_open() -> None:
