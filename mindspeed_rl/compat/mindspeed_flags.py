@@ -41,9 +41,7 @@ NPU_FEATURES = Group(
     "",
     """
     --use-fused-rotary-pos-emb:0 --use-fused-moe-token-permute-and-unpermute:0
-    --recompute-activation-function:0 --recompute-activation-function-num-layers:1
-    --recompute-norm:0 --recompute-norm-num-layers:1 --swap-optimizer:0 --swap-optimizer-times:1
-    --reuse-fp32-param:0 --npu-deterministic:0 --hccl-group-buffer:1
+    --swap-optimizer:0 --swap-optimizer-times:1 --npu-deterministic:0 --hccl-group-buffer:1
     """,
 )
 NPU_KERNELS = Group(
@@ -98,7 +96,7 @@ NPU_MEMORY = Group(
     "device memory saving: not used; on NPUs some are refused",
     """
     --virtual-optimizer:+ --smart-swap:0
-    --swap-attention:0 --swap-modules:1 --swap-layer-input:0
+    --swap-attention:0 --swap-modules:1 --swap-layer-input:0 --reuse-fp32-param:0
     --moe-zero-memory:1 --moe-zero-memory-num-layers:1 --moe-unperm2-mem-optim-swap:0
     --compress-dense:1 --compress-activation:1 --compress-optimizer:0
     """,
@@ -112,7 +110,8 @@ RECOMPUTE = Group(
     Disposition.NO_MEANING,
     "recomputation changes memory, not results; if memory is short use --recompute-granularity",
     """
-    --recompute-in-bubble:0
+    --recompute-activation-function:0 --recompute-activation-function-num-layers:1
+    --recompute-norm:0 --recompute-norm-num-layers:1 --recompute-in-bubble:0
     --recompute-in-advance:0 --enable-recompute-layers-per-pp-rank:0
     --adaptive-recompute-device-size:1 --adaptive-recompute-profiling-step:1
     --adaptive-recompute-device-swap:0 --adaptive-memory-optimization:0

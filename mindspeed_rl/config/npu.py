@@ -9,7 +9,6 @@ from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
-from mindspeed_rl.memory.owners import OffloadMode
 from mindspeed_rl.platforms.installed import has_mindspeed
 
 
@@ -18,8 +17,8 @@ class NpuConfig:
     """Ascend NPU.
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
-    group. On other platforms they are accepted and do nothing. Fused attention, norms and
-    activations are always on where MindSpeed is installed.
+    group. On other platforms they do nothing (--swap-optimizer is refused there). Fused attention,
+    norms and activations are always on where MindSpeed is installed.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
     """
@@ -30,28 +29,13 @@ class NpuConfig:
         "Sort tokens by expert, and back, in one kernel each.",
         names=("--use-fused-moe-token-permute-and-unpermute", "--moe-permute-fusion"),
     )
-    recompute_activation_function: bool = flag(
-        False, "Compute the activation of MLPs again in the backward pass."
-    )
-    recompute_activation_function_num_layers: int | None = flag(
-        None, "Layers of each stage whose activation is computed again; unset: all.", minimum=0
-    )
-    recompute_norm: bool = flag(False, "Compute the norms of layers again in the backward pass.")
-    recompute_norm_num_layers: int | None = flag(
-        None, "Layers of each stage whose norms are computed again; unset: all.", minimum=0
-    )
     swap_optimizer: bool = flag(
         False,
         "Keep the optimizer state on the host and bring it to the device in parts at every update; "
-        "needs --use-distributed-optimizer, and --rl-offload none, because there is nothing left "
-        "to offload.",
+        "MindSpeed does it, so --rl-offload moves everything else. Needs "
+        "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
-    reuse_fp32_param: bool = flag(
-        False,
-        "Keep bf16 weights in the memory of the fp32 master weights; needs --bf16, and "
-        "--rl-offload none, because the two cannot leave the device apart.",
-    )
     npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")
     hccl_group_buffer: str = flag(
         "",
@@ -77,6 +61,7 @@ class NpuSetup:
 
 # Handled by this project, not by MindSpeed.
 _OWN = ("npu_deterministic", "hccl_group_buffer")
+_NEEDS_TRAINING = "MindSpeed reads it from global arguments of megatron.training, which RL has not"
 # What would make RL results wrong, or fail late, on an NPU; elsewhere these flags do nothing.
 REFUSED: Mapping[str, str] = {
     "--smart-swap": "its allocator and the engine's memory pool exclude each other",
@@ -92,6 +77,9 @@ REFUSED: Mapping[str, str] = {
     "--moe-zero-memory": "it belongs to the overlaps of expert communication, which are refused",
     "--use-ascend-mc2": "it replaces the linear layers by kernels that were never run with RL",
     "--use-ascend-coc": "it replaces the linear layers by kernels that were never run with RL",
+    "--reuse-fp32-param": f"{_NEEDS_TRAINING}; use --swap-optimizer",
+    "--recompute-activation-function": f"{_NEEDS_TRAINING}; use --recompute-granularity",
+    "--recompute-norm": f"{_NEEDS_TRAINING}; use --recompute-granularity",
     "--disable-gloo-group": "objects and host tensors travel through gloo",
 }
 
@@ -99,7 +87,6 @@ REFUSED: Mapping[str, str] = {
 def check_npu(
     npu: NpuConfig,
     parallel: ParallelConfig,
-    train: TrainConfig,
     memory: MemoryConfig | None,
     ignored: Sequence[str],
 ) -> None:
@@ -108,7 +95,6 @@ def check_npu(
     Args:
         npu: the features.
         parallel: the training layout.
-        train: precision.
         memory: what leaves the device; ``None`` for entries without phases.
         ignored: accepted foreign flags as typed.
 
@@ -120,19 +106,6 @@ def check_npu(
             raise ValueError(f"{typed} on an NPU: {reason}; remove the flag")
     if npu.swap_optimizer and not parallel.use_distributed_optimizer:
         raise ValueError("--swap-optimizer needs --use-distributed-optimizer; add it")
-    if npu.swap_optimizer and npu.reuse_fp32_param:
-        raise ValueError("--swap-optimizer and --reuse-fp32-param exclude each other; remove one")
-    if npu.reuse_fp32_param and not train.bf16:
-        raise ValueError("--reuse-fp32-param needs --bf16: add it, or remove the flag")
-    for name, on in (
-        ("--swap-optimizer", npu.swap_optimizer),
-        ("--reuse-fp32-param", npu.reuse_fp32_param),
-    ):
-        if on and memory and memory.rl_offload != OffloadMode.NONE.value:
-            raise ValueError(
-                f"{name} with --rl-offload {memory.rl_offload}; allowed: none, because MindSpeed "
-                "moves the optimizer state itself"
-            )
     group_buffers(npu.hccl_group_buffer)
 
 

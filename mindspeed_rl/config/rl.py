@@ -190,9 +190,10 @@ class RolloutConfig:
     )
     rl_sync_check_tol: float | None = flag(
         None,
-        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync; "
-        "unset takes 0.001 where trainer and engine compute in fp32, and 0.05 where one of them "
-        "computes in bfloat16.",
+        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync, "
+        "and on the samples of every step that --reshard-verify-interval checks; unset takes "
+        "0.001 where trainer and engine compute in fp32, and 0.05 where one of them computes in "
+        "bfloat16.",
         minimum=0.0,
     )
 

@@ -43,9 +43,7 @@ def usable_bytes(device: int, machine: Machine) -> int:
     return max(0, device - int(machine.reserved_gib * _GIB))
 
 
-def assumptions_of(
-    config: Config, machine: Machine, *, swap_optimizer: bool = False
-) -> MemoryAssumptions:
+def assumptions_of(config: Config, machine: Machine) -> MemoryAssumptions:
     """Machine and flags; the offload mode is still to be resolved."""
     buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
     communicator = machine.communicator_mib
@@ -58,8 +56,13 @@ def assumptions_of(
         communicator_bytes=int(communicator * _MIB),
         graph_bytes=int(machine.graph_mib * _MIB),
         copies_latent=machine.platform == "npu",
-        swap_optimizer=swap_optimizer and machine.platform == "npu",
+        swap_parts=config.ascend.swap_optimizer_times if swaps_optimizer(config, machine) else 0,
     )
+
+
+def swaps_optimizer(config: Config, machine: Machine) -> bool:
+    """Whether MindSpeed keeps the optimizer state on the host: it can on NPUs only."""
+    return config.ascend.swap_optimizer and machine.platform == "npu"
 
 
 def resolve_offload(

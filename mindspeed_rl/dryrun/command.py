@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -15,22 +15,19 @@ FITS, DOES_NOT_FIT = 0, 3
 
 def dry_run(
     config: RLRunConfig | PretrainRunConfig,
-    ignored: Sequence[str],
     environment: Mapping[str, str],
 ) -> int:
     """Print the prediction of a run; its exit code.
 
     Args:
         config: of the run.
-        ignored: flags as typed that do nothing in mindspeed_rl itself.
         environment: gives the world size where no flag does.
 
     Raises:
         ValueError: flags that are not possible.
     """
     world = world_size(config, environment)
-    swap = any(flag.split()[0] == "--swap-optimizer" for flag in ignored)
-    found = find_out(config, world, swap_optimizer=swap)
+    found = find_out(config, world)
     print("\n".join(lines(found)), flush=True)
     if target := config.dry_run.rl_dry_run_json:
         try:

@@ -99,22 +99,19 @@ def world_size(config: RLRunConfig | PretrainRunConfig, environment: Mapping[str
     return int(given)
 
 
-def find_out(
-    config: RLRunConfig | PretrainRunConfig, world: int, *, swap_optimizer: bool = False
-) -> Findings:
+def find_out(config: RLRunConfig | PretrainRunConfig, world: int) -> Findings:
     """Predict a run of ``world`` ranks. Pure but for reading config.json and the machine file.
 
     Args:
         config: of the run.
         world: ranks.
-        swap_optimizer: whether MindSpeed's ``--swap-optimizer`` is given.
 
     Raises:
         ValueError: flags that are not possible.
     """
     machine = read_machine(config.dry_run.rl_dry_run_machine)
     plan = plan_of(config, world)
-    assumptions = assumptions_of(config, machine, swap_optimizer=swap_optimizer)
+    assumptions = assumptions_of(config, machine)
     device = device_bytes(config, machine.memory_gib * _GIB)
     budget = usable_bytes(device, machine)
     prediction = predict(config, plan, assumptions)

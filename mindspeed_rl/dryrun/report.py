@@ -93,8 +93,17 @@ def _memory(found: Findings) -> Iterator[str]:
     yield (
         f"assumed: {machine.kernels.value} kernels, expert imbalance "
         f"{assumptions.train_imbalance:g}, {machine.reserved_gib:g} GiB reserved"
-        + (", optimizer state on the host (--swap-optimizer)" if assumptions.swap_optimizer else "")
     )
+    if assumptions.swap_parts:
+        yield (
+            "optimizer state: on the host, moved through the device by MindSpeed in "
+            f"{assumptions.swap_parts} parts (--swap-optimizer); a run without MindSpeed refuses it"
+        )
+    elif found.config.ascend.swap_optimizer:
+        yield (
+            f"--swap-optimizer has no effect on {machine.platform}, where a run refuses it; take "
+            "--rl-offload optimizer"
+        )
     if found.groups:
         each = assumptions.communicator_bytes / 2**20
         named = ", ".join(f"{name} ({size})" for name, size in found.groups.items())
@@ -161,7 +170,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             "offload_reason": found.offload_reason,
             "train_imbalance": found.prediction.assumptions.train_imbalance,
             "rollout_imbalance": found.prediction.assumptions.rollout_imbalance,
-            "swap_optimizer": found.prediction.assumptions.swap_optimizer,
+            "swap_optimizer": bool(found.prediction.assumptions.swap_parts),
         },
         "rank_classes": [
             {

@@ -86,9 +86,7 @@ def estimate(
     if update_seconds is not None:
         rows.append(PhaseSeconds("reshard", update_seconds, "see the volumes above"))
     rows.append(_switch(prediction, machine))
-    passes = int(config.rl.grpo_kl_beta > 0)
-    if config.rl.old_logprob == "recompute" or plan.batch.updates > 1:
-        passes += 1
+    passes = old_logprob_share(config, plan) + int(config.rl.grpo_kl_beta > 0)
     if passes:
         rows.append(_logprobs(prediction, machine, lengths, samples, passes))
     rows.append(_update(prediction, machine, lengths, samples, plan.batch.iterations))
@@ -96,6 +94,20 @@ def estimate(
         spec = plan.critic.spec
         rows.append(_critic(prediction, machine, lengths, samples, plan.batch.iterations, spec))
     return rows
+
+
+def old_logprob_share(config: RLRunConfig, plan: RLPlan) -> float:
+    """Share of a step's samples whose old log-probs cost a pass of their own.
+
+    The first optimizer batch of on-policy samples needs none unless something asks before its
+    update (several iterations, the KL in the reward, tokens that are selected).
+    """
+    if config.rl.old_logprob == "rollout":
+        return 0.0
+    early = config.kl.rl_kl_in_reward or config.policy_loss.selects
+    if config.rl.old_logprob == "recompute" or early or plan.batch.iterations > 1:
+        return 1.0
+    return 1.0 - 1.0 / plan.batch.updates_per_iteration
 
 
 def _bubble(prediction: MemoryPrediction) -> tuple[float, int]:
@@ -147,7 +159,7 @@ def _critic(
 
 
 def _logprobs(
-    prediction: MemoryPrediction, machine: Machine, lengths: Lengths, samples: int, passes: int
+    prediction: MemoryPrediction, machine: Machine, lengths: Lengths, samples: int, passes: float
 ) -> PhaseSeconds:
     plan, forward = prediction.plan, forward_flops(prediction.plan.spec, lengths.total)
     bubble, _ = _bubble(prediction)
@@ -156,7 +168,7 @@ def _logprobs(
     return PhaseSeconds(
         "log-probs",
         seconds,
-        f"{passes} pass(es), {tokens:.4g} tokens x {forward / 1e9:.4g} GFLOP x {bubble:.3f} / "
+        f"{passes:.3g} pass(es), {tokens:.4g} tokens x {forward / 1e9:.4g} GFLOP x {bubble:.3f} / "
         "(as in update)",
     )
 

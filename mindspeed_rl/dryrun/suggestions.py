@@ -78,8 +78,9 @@ def _candidates(prediction: MemoryPrediction, npu: bool) -> Iterator[_Candidate]
         return _Candidate(text, replace(config, **{section: changed}), assumptions)
 
     yield from _of_training(config, flags)
-    if npu and not assumptions.swap_optimizer:
-        yield _Candidate("--swap-optimizer", config, replace(assumptions, swap_optimizer=True))
+    if npu and not assumptions.swap_parts:
+        parts = config.ascend.swap_optimizer_times
+        yield _Candidate("--swap-optimizer", config, replace(assumptions, swap_parts=parts))
     if isinstance(config, RLRunConfig):
         yield from _of_rollouts(prediction, config, flags)
 

@@ -20,8 +20,6 @@ from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 
 Table = dict[Owner, int]
 _GIB, _MIB = 2**30, 2**20
-# MindSpeed's --swap-optimizer moves the state through the device in so many parts.
-SWAP_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,8 @@ class MemoryAssumptions:
         communicator_bytes: device buffers of one communicator; 0 on CPU.
         graph_bytes: of one captured engine step size.
         copies_latent: see :class:`~mindspeed_rl.memory.engine.EngineMemory`.
-        swap_optimizer: optimizer state is on the host and passes through in parts.
+        swap_parts: optimizer state is on the host and passes through the device in so many parts
+            (MindSpeed's ``--swap-optimizer``); 0: it is on the device.
         staging_bytes: of a reshard by rank, where the plan is known; else the whole bucket counts.
     """
 
@@ -47,7 +46,7 @@ class MemoryAssumptions:
     communicator_bytes: int = 0
     graph_bytes: int = 0
     copies_latent: bool = False
-    swap_optimizer: bool = False
+    swap_parts: int = 0
     staging_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -155,7 +154,7 @@ class MemoryPrediction:
         )
 
     def _resident_optimizer(self, size: int) -> int:
-        return -(-size // SWAP_PARTS) if self.assumptions.swap_optimizer else size
+        return -(-size // self.assumptions.swap_parts) if self.assumptions.swap_parts else size
 
     @property
     def _has_reference(self) -> bool:
@@ -263,11 +262,12 @@ class MemoryPrediction:
         train = config.train
         if isinstance(self.plan, RLPlan) and isinstance(config, RLRunConfig):
             longest, per_update = self.plan.max_model_len, self.plan.batch.samples_per_update
+            prepared = self.plan.batch.updates_per_iteration
             trained = config.rollout.rollout_max_response_length
             entropy = config.rl.grpo_entropy_term_weight != 0
         else:
             longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
-            per_update, entropy = train.global_batch_size, False
+            per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
         sequences = train.micro_batch_size
         if train.max_tokens_per_micro_batch:
@@ -280,6 +280,7 @@ class MemoryPrediction:
             trained=sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
+            num_updates=prepared,
         )
 
     # --- the engine ----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class Workload:
         sequence: tokens of the longest sequence in it.
         trained: tokens of it with a loss.
         num_micro_batches: of the optimizer step.
+        num_updates: optimizer steps whose micro-batches are prepared together.
         entropy_gradient: whether the loss has an entropy term.
     """
 
@@ -35,6 +36,7 @@ class Workload:
     trained: int
     num_micro_batches: int
     entropy_gradient: bool = False
+    num_updates: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class TrainPeak:
     Attributes:
         activations: kept, and worked with.
         logits: on top, where the largest moment is in the log-probs.
-        batch: packed micro-batches, which wait from before the step.
+        batch: packed micro-batches of all updates, which wait from before the first.
     """
 
     activations: int
@@ -73,7 +75,8 @@ class TrainingMemory:
         without = self._peak(rank, work, logits=False)
         cp = self.layout.parallel.cp
         per_micro_batch = _TOKEN_BYTES * work.tokens // cp + _TRAINED_BYTES * work.trained // cp
-        return TrainPeak(without, with_logits - without, per_micro_batch * work.num_micro_batches)
+        waiting = per_micro_batch * work.num_micro_batches * work.num_updates
+        return TrainPeak(without, with_logits - without, waiting)
 
     def _peak(self, rank: int, work: Workload, *, logits: bool) -> int:
         tapes = self.chunk_tapes(rank, work, logits=logits)

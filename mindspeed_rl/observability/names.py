@@ -11,6 +11,7 @@ ACCURACY = "eval/accuracy"
 ACCURACY_LENIENT = "eval/accuracy_lenient"
 RESPONSE_LENGTH = "response/length_mean"
 MISMATCH_MAX = "mismatch/max_abs_logprob"
+MISMATCH_MEAN = "mismatch/mean_abs_logprob"
 TOKENS_PER_S = "throughput/tokens_per_s"
 STEP_TIME = "time/step_s"
 

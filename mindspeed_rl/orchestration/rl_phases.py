@@ -17,6 +17,7 @@ from mindspeed_rl.dryrun.budget import (
     device_bytes,
     machine_on,
     resolve_offload,
+    swaps_optimizer,
     usable_bytes,
 )
 from mindspeed_rl.memory.owners import OffloadMode, Owner
@@ -85,9 +86,13 @@ def share_memory(
         f"{'freed' if free_weights else 'kept'} while the trainer trains"
     )
     platform = job.platform
+    groups = trainer_memory(policy, reference, critic, reward_model)
+    if swaps_optimizer(job.config, machine_on(job.config, platform.name)):
+        for owner in (Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER):
+            groups.pop(owner, None)  # MindSpeed moves it
     kept = platform.shares_host_memory and mode is OffloadMode.NONE
     return Sharing(
-        groups=trainer_memory(policy, reference, critic, reward_model),
+        groups=groups,
         mode=mode,
         free_engine_weights=free_weights,
         # on a host that keeps everything, freed pages are used again by the same process

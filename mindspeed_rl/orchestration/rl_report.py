@@ -27,7 +27,7 @@ from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.memory.communicators import device_groups, hccl_lines
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
-from mindspeed_rl.observability.names import MISMATCH_MAX, headline
+from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
 from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
@@ -185,6 +185,9 @@ class Report:
         self._dump(step, samples)
         self._progress.update(step, headline(values))
         check_mismatch(step, mismatch, run.config.rl.rl_max_logprob_diff)
+        interval = run.config.rollout.reshard_verify_interval
+        if interval and (step - 1) % interval == 0:
+            check_computation(step, values.get(MISMATCH_MEAN, 0.0), run.config.sync_check_tol)
 
     def _dump(self, step: int, samples: Sequence[Sample]) -> None:
         run = self._run
@@ -303,3 +306,25 @@ def _checksum(run: RLJob) -> float:
     """Sum of |parameter| on this rank in double precision: equal runs print equal digits."""
     params = run.policy.named_parameters().values()
     return float(sum(p.detach().to(torch.float64).abs().sum() for p in params))
+
+
+def check_computation(step: int, mean: float, limit: float) -> None:
+    """The probe of the first sync, repeated on what a verified step sampled (R4).
+
+    Bit-equal parameters do not prove that the engine computes with them: packed experts and
+    absorbed projections are derived from them after the proof.
+
+    Args:
+        step: for the message.
+        mean: |log p(trainer) - log p(engine)|; NaN when no token could be compared.
+        limit: ``--rl-sync-check-tol``.
+
+    Raises:
+        RuntimeError: it is above the limit.
+    """
+    if mean > limit:
+        raise RuntimeError(
+            f"step {step}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
+            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
+            "computes something else than the trainer; where that is rounding, raise the limit"
+        )

@@ -128,16 +128,22 @@ def _dry_run(
 
     hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
     _check_script(parsed, hf_config)
-    return dry_run(config, parsed.ignored, os.environ)
+    return dry_run(config, os.environ)
 
 
 def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
     """What an NPU process is told; ``None`` on other platforms."""
     config = parsed.config
-    if resolve_platform(config.parallel.platform) != "npu":
+    platform = resolve_platform(config.parallel.platform)
+    if platform != "npu":
+        if config.ascend.swap_optimizer:
+            raise ValueError(
+                f"--swap-optimizer is done by MindSpeed, on NPUs only; on {platform} take "
+                "--rl-offload optimizer, which moves the state out while the engine samples"
+            )
         return None
     memory = config.memory if isinstance(config, RLRunConfig) else None
-    check_npu(config.ascend, config.parallel, config.train, memory, parsed.ignored)
+    check_npu(config.ascend, config.parallel, memory, parsed.ignored)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 

@@ -78,9 +78,9 @@ class VllmEngine:
         self._layout = layout
         self._rank = rank
         self._platform = platform
+        self._state = EngineState.AWAKE
         self._version = -1
         self._updating = False
-        self._state = EngineState.AWAKE
         self.stats = StepStats()
         backend = self._backend(platform, layout, model_dir, tuning, graph_sizes)
         settings: dict[str, Any] = {

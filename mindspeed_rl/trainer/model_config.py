@@ -26,6 +26,7 @@ def build_transformer_config(
     """The megatron-core configuration of a spec in a layout."""
     fields = _common(spec, model, train.bf16) | _parallel(layout, sequence_parallel)
     fields |= _recompute(train)
+    fields["bias_activation_fusion"] = modules.fused_norms  # MindSpeed: one kernel
     if spec.moe:
         fields |= _experts(spec, layout) | {"moe_grouped_gemm": modules.grouped_experts}
     if spec.latent:
@@ -58,7 +59,6 @@ def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
         "use_cpu_initialization": True,
         "perform_initialization": False,
         "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,

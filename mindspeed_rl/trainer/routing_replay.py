@@ -59,7 +59,12 @@ class RoutingReplay:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around forward and backward passes of an optimizer step. Local."""
+        """Around forward and backward passes of an optimizer step. Local.
+
+        Raises:
+            RuntimeError: a router was not asked for its experts, so nothing of it is replayed: an
+                implementation of its own took the place of megatron-core's.
+        """
         self.in_update = True
         try:
             yield
@@ -68,6 +73,12 @@ class RoutingReplay:
             self.current = None
         left = [tape.number for tape in self._tapes if tape.waiting]
         assert not left, f"recomputed layers of routers {left} have not all run again"
+        unheard = [tape.number for tape in self._tapes if not tape.asked]
+        if unheard and self.replays:
+            raise RuntimeError(
+                f"--rl-routing-replay: routers {unheard} of this rank choose their experts without "
+                "asking for recorded ones; remove the flag, or what replaces megatron-core's router"
+            )
 
     def metrics(self) -> MetricSet:
         """Share of the recorded experts that the router would choose now, since the last call."""
@@ -84,6 +95,7 @@ class _Tape:
     def __init__(self, replay: RoutingReplay, number: int) -> None:
         self._replay = replay
         self.number = number
+        self.asked = False
         self.waiting: deque[Routes] = deque()
         self.agreed: float | torch.Tensor = 0.0
         self.compared: float | torch.Tensor = 0.0
@@ -98,6 +110,7 @@ class _Tape:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores [t, experts] -> (scores, ids) of the chosen experts, [t, k] each."""
         assert default_compute_topk is not None
+        self.asked = True
         choose = default_compute_topk
         again = torch.is_grad_enabled() and bool(self.waiting)
         routes = self.waiting.popleft() if again else self._replay.current

@@ -18,7 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TEST_PLATFORM = "MINDSPEED_RL_TEST_PLATFORM"
+MINDSPEED = os.environ.get("MINDSPEED_PATH", "")
+needs_mindspeed = pytest.mark.skipif(
+    not MINDSPEED, reason="MINDSPEED_PATH is not set: no checkout of MindSpeed core_r0.16.0"
+)
+WITH_AND_WITHOUT = [
+    pytest.param(None, id="torch_npu"),
+    pytest.param({"use_fused_rmsnorm": True}, id="mindspeed", marks=needs_mindspeed),
+]
 
 
 def run_npu_ranks(
@@ -29,7 +39,6 @@ def run_npu_ranks(
     args: Sequence[Any] = (),
     platform: str = "npu",
     features: Mapping[str, Any] | None = None,
-    pythonpath: Sequence[str] = (),
     timeout_s: float = 300.0,
 ) -> list[Any]:
     """Call ``function(world, *args)`` on every rank; the results in rank order.
@@ -40,8 +49,7 @@ def run_npu_ranks(
         work_dir: for logs and results.
         args: further arguments; must pickle.
         platform: ``"npu"``, or ``"cpu"`` for what it is compared with.
-        features: MindSpeed's arguments.
-        pythonpath: entries before those of this process.
+        features: MindSpeed's arguments; its adaptor is there only when they are given.
         timeout_s: limit of the whole world.
 
     Raises:
@@ -54,14 +62,14 @@ def run_npu_ranks(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    path = os.pathsep.join([*pythonpath, os.environ["PYTHONPATH"]])
+    path = [os.environ["PYTHONPATH"]] if features is None else [MINDSPEED, os.environ["PYTHONPATH"]]
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MINDSPEED_RL_ALLOW_VERSIONS": "1",  # torch_npu 2.13 instead of the matrix's 2.10
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(path),
         TEST_PLATFORM: platform,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(platform == "npu")),
     }

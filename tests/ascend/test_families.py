@@ -6,14 +6,13 @@ and with those that MindSpeed puts in Transformer Engine's place.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ascend.npu_ranks import run_npu_ranks
+from ascend.npu_ranks import needs_mindspeed, run_npu_ranks
 from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.training_worlds import relative_errors
 
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from ascend.worlds import FamilyFacts
 
 pytestmark = pytest.mark.ascend_emul
-
-MINDSPEED = os.environ.get("MINDSPEED_PATH", "")
-needs_mindspeed = pytest.mark.skipif(
-    not MINDSPEED, reason="MINDSPEED_PATH is not set: no checkout of MindSpeed core_r0.16.0"
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, F
         results = run_npu_ranks(
             family_world, 1, work_dir=root / name.replace(" ", "-"),
             args=(models, VOCAB, way.flags), platform=way.platform, features=way.features,
-            pythonpath=() if way.features is None else (MINDSPEED,),
         )  # fmt: skip
         facts: dict[str, FamilyFacts] = results[0]
         return facts

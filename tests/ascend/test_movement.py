@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend.npu_ranks import run_npu_ranks
+from ascend.npu_ranks import WITH_AND_WITHOUT, run_npu_ranks
 from support.family_models import FAMILY_CASES, write_family_model
 from support.family_reshard import Rollout
 
@@ -24,7 +24,8 @@ LAYOUT = (
 )
 
 
-def test_two_npus_reshard_every_bit_and_exchange_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", WITH_AND_WITHOUT)
+def test_two_npus_reshard_every_bit_and_exchange_samples(features: Any, tmp_path: Path) -> None:
     """Three syncs by all-to-all and by single messages; the trainer's weights double in between."""
     from ascend.worlds import movement_world
 
@@ -32,7 +33,11 @@ def test_two_npus_reshard_every_bit_and_exchange_samples(tmp_path: Path) -> None
     models = {n: str(write_family_model(FAMILY_CASES[n], tmp_path / n)) for n in names}
     ranks, samples = zip(
         *run_npu_ranks(
-            movement_world, 2, work_dir=tmp_path / "ranks", args=(models, LAYOUT, ROLLOUTS, 7)
+            movement_world,
+            2,
+            work_dir=tmp_path / "ranks",
+            args=(models, LAYOUT, ROLLOUTS, 7),
+            features=features,
         ),
         strict=True,
     )
@@ -52,11 +57,15 @@ def assert_exchanged(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]
         assert logprobs == [-0.25 * n for n in range(i)]
 
 
-def test_memory_leaves_the_npu_and_comes_back(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("features", WITH_AND_WITHOUT)
+def test_memory_leaves_the_npu_and_comes_back(
+    features: Any, tmp_path: Path, tiny_model: Path
+) -> None:
     """The driver sees it go; training goes on to the bit."""
     from ascend.worlds import memory_world
 
-    facts = run_npu_ranks(memory_world, 1, work_dir=tmp_path, args=(str(tiny_model), 3))[0]
+    args = (str(tiny_model), 3)
+    facts = run_npu_ranks(memory_world, 1, work_dir=tmp_path, args=args, features=features)[0]
     assert facts.owned.keys() == {"parameters", "grad_buffers", "optimizer", "reference"}
     total = sum(facts.owned.values())
     assert total > 4 << 20 and min(facts.owned.values()) > 1 << 18

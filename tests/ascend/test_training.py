@@ -1,15 +1,15 @@
 """The trainer on emulated NPUs gives what it gives on the CPU: gradients, metrics, updates.
 
-Without MindSpeed, so through torch_npu's stand-in for CUDA; ``test_mindspeed.py`` has the adaptor.
+Without MindSpeed through torch_npu's stand-in for CUDA, with it through its adaptor.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from ascend.npu_ranks import run_npu_ranks
+from ascend.npu_ranks import WITH_AND_WITHOUT, run_npu_ranks
 from support.training_worlds import Case, make_samples, relative_errors, train_world, with_logprobs
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ LAYOUT = ("--tensor-model-parallel-size", "2")
 TOLERANCE = 1e-5
 
 
-def test_two_npus_train_as_the_cpu(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", WITH_AND_WITHOUT)
+def test_two_npus_train_as_the_cpu(features: Any, tiny_model: Path, tmp_path: Path) -> None:
     """Two updates of two tensor-parallel ranks, with and without the distributed optimizer."""
     import torch
 
@@ -38,8 +39,9 @@ def test_two_npus_train_as_the_cpu(tiny_model: Path, tmp_path: Path) -> None:
     results = []
     for platform in ("npu", "cpu"):
         ranks = run_npu_ranks(
-            train_world, 2, work_dir=tmp_path / platform, args=args, platform=platform
-        )
+            train_world, 2, work_dir=tmp_path / platform, args=args, platform=platform,
+            features=features if platform == "npu" else None,
+        )  # fmt: skip
         results.append(ranks[0])
     found, expected = results
     assert found.num_megatron_modules > 50

@@ -166,7 +166,11 @@ def resume_and_train(world: World, flags: Sequence[str], model: str, folder: str
 
 @pytest.mark.parametrize(
     "flags",
-    [(*SHARDED, *DROPOUT), (*TP2, "--sequence-parallel", *DROPOUT), (*TP2, "--bf16")],
+    [
+        (*SHARDED, *DROPOUT),
+        pytest.param((*TP2, "--sequence-parallel", *DROPOUT), marks=pytest.mark.slow),
+        pytest.param((*TP2, "--bf16"), marks=pytest.mark.slow),
+    ],
     ids=["dp2-sharded", "tp2-sp", "tp2-bf16"],
 )
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(

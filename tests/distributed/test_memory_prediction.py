@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
+from support.share import slow_but
 from support.spawn import run_ranks
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class MemoryLayout:
 
 _SOME = {name: DENSE[name] for name in ("fp32-mbs1", "bf16-mbs1", "uniform-bf16")}
 _SOME_EXPERTS = {name: EXPERTS[name] for name in ("fp32", "bf16", "uniform")}
+QUICK = ("one", "tp2-pp2")  # in every run; the others in turn
 LAYOUTS = {
     "one": MemoryLayout(
         1, (), {"qwen2-tied": DENSE, "qwen3": DENSE, "qwen3-moe": EXPERTS, "deepseek": EXPERTS}
@@ -129,7 +131,7 @@ def measured(
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
 def test_owners_are_predicted_to_the_byte(
     layout: str, measured: Callable[[str], list[dict[str, Measured]]]
 ) -> None:
@@ -141,7 +143,7 @@ def test_owners_are_predicted_to_the_byte(
             assert min(case.owners.values()) > 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
 def test_every_border_in_every_offload_mode_is_predicted_to_the_byte(
     layout: str, measured: Callable[[str], list[dict[str, Measured]]]
 ) -> None:
@@ -160,7 +162,7 @@ def test_every_border_in_every_offload_mode_is_predicted_to_the_byte(
                 assert {o for o, size in in_rollout.items() if not size} == owners, (rank, name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
 def test_the_largest_moment_of_a_step(
     layout: str, measured: Callable[[str], list[dict[str, Measured]]]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.family_models import FAMILY_CASES, write_family_model
 from support.offload_world import MODES, OffloadFacts, offload_world
+from support.share import slow_but
 from support.spawn import run_ranks
 
 from mindspeed_rl.memory.owners import OffloadMode
@@ -44,7 +45,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Off
     return run
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", slow_but(WORLDS, ["dense-tp2-pp2"]))
 def test_ten_steps_are_bit_equal_in_every_mode(
     name: str, worlds: Callable[[str], list[OffloadFacts]]
 ) -> None:
@@ -59,7 +60,7 @@ def test_ten_steps_are_bit_equal_in_every_mode(
         assert any(bool(w.abs().sum() > 0) for w in facts.weights["none"])
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", slow_but(WORLDS, ["dense-tp2-pp2"]))
 def test_what_leaves_is_what_the_mode_says_and_nothing_stays_behind(
     name: str, worlds: Callable[[str], list[OffloadFacts]]
 ) -> None:
@@ -73,7 +74,7 @@ def test_what_leaves_is_what_the_mode_says_and_nothing_stays_behind(
         assert set(facts.left.values()) == {0}, "the last mode is all"
 
 
-@pytest.mark.parametrize("name", ["dense-dp4-bf16", "moe-ep2-bf16"])
+@pytest.mark.parametrize("name", slow_but(["dense-dp4-bf16", "moe-ep2-bf16"], []))
 def test_bytes_are_those_of_the_closed_form(
     name: str, worlds: Callable[[str], list[OffloadFacts]]
 ) -> None:
@@ -93,7 +94,7 @@ def test_memory_is_not_taken_from_open_gradients(
         assert "gradients are accumulated and not yet used" in facts.open_gradients
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", slow_but(WORLDS, ["dense-tp2-pp2"]))
 def test_an_error_anywhere_in_a_switch_leaves_the_trainer_whole(
     name: str, worlds: Callable[[str], list[OffloadFacts]]
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.spawn import run_ranks
-from support.training_layouts import LAYOUTS
+from support.training_layouts import LAYOUT_PARAMETERS
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.trainer.logprobs import selected_logprobs
@@ -40,7 +40,7 @@ def largest_difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_every_case_equals_transformers(
     layout: str, trained: Callable[[str], WorldResult], reference: Reference
 ) -> None:
@@ -53,7 +53,7 @@ def test_every_case_equals_transformers(
         assert largest_difference(case.entropies, reference.entropies[key]) <= limit, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_pass_without_gradients_gives_the_same_bits(
     layout: str, trained: Callable[[str], WorldResult]
 ) -> None:

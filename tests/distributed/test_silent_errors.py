@@ -21,7 +21,7 @@ from support.rollout_worlds import (
     segments_of,
 )
 from support.spawn import RankError, run_ranks
-from support.training_layouts import LAYOUTS
+from support.training_layouts import LAYOUT_PARAMETERS
 
 if TYPE_CHECKING:
     from support.training_worlds import WorldResult
@@ -93,7 +93,7 @@ def match_share(a: list[Completion], b: list[Completion]) -> float:
     return equal / sum(max(len(p), len(q)) for p, q in pairs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_training_leaves_no_megatron_module_with_the_real_torch(
     layout: str, trained: Callable[[str], WorldResult]
 ) -> None:
@@ -104,7 +104,7 @@ def test_training_leaves_no_megatron_module_with_the_real_torch(
     assert not world.cuda_available
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_pipeline_outputs_are_not_deallocated(
     layout: str, trained: Callable[[str], WorldResult]
 ) -> None:

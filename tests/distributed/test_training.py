@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from support.training_layouts import LAYOUTS
+from support.training_layouts import LAYOUT_PARAMETERS
 from support.training_worlds import CaseResult, relative_errors
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_reference_exercises_every_branch(trained: Callable[[str], WorldResult])
     assert trained("tp1").cases["on-policy-reference"].metrics["policy/ratio_max_deviation"] == 0.0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_gradients_follow_the_norm_rule(layout: str, trained: Callable[[str], WorldResult]) -> None:
     base = trained("tp1")
     for name, case in comparable(trained(layout)).items():
@@ -72,7 +72,7 @@ def test_gradients_follow_the_norm_rule(layout: str, trained: Callable[[str], Wo
         assert worst(errors)[0] <= gradient_tolerance(layout), (name, worst(errors))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_metrics_are_those_of_one_rank(layout: str, trained: Callable[[str], WorldResult]) -> None:
     """R39: means over all tokens and extremes over all, whatever the split."""
     base = trained("tp1")

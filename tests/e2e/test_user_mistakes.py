@@ -89,12 +89,16 @@ def old_versions(folder: Path) -> dict[str, str]:
     ("spoil", "words"),
     [
         (no_answer, r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row"),
-        (no_reward_function, r"reward\.py.*score"),
+        pytest.param(no_reward_function, r"reward\.py.*score", marks=pytest.mark.slow),
         (
             missing_tensor,
             r"--hf-checkpoint incomplete.*1 of 27 tensors.*model\.norm\.weight",
         ),
-        (no_such_platform, r"--platform cuda: torch sees no CUDA device; allowed here: cpu"),
+        pytest.param(
+            no_such_platform,
+            r"--platform cuda: torch sees no CUDA device; allowed here: cpu",
+            marks=pytest.mark.slow,
+        ),
         (old_versions, r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

@@ -143,14 +143,14 @@ def recipe_flags(recipe: str) -> tuple[str, ...]:
 
 def config_of(recipe: str, *flags: str) -> tuple[RLRunConfig, int]:
     parsed = parse(RLRunConfig, [*recipe_flags(recipe), *flags], "test")
-    assert any(flag.startswith("--swap-optimizer") for flag in parsed.ignored)
+    assert parsed.config.ascend.swap_optimizer
     return parsed.config, world_size(parsed.config, {})
 
 
 @cache
 def found(recipe: str, *flags: str) -> Findings:
     config, world = config_of(recipe, *flags)
-    return find_out(config, world, swap_optimizer=True)
+    return find_out(config, world)
 
 
 def test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024() -> None:
@@ -237,7 +237,7 @@ def test_a_supervised_run_has_no_rollout(capsys: pytest.CaptureFixture[str]) -> 
     phases = set(findings.classes[0].table)
     assert phases == {MemoryPhase.LOAD, MemoryPhase.TRAIN_IDLE, MemoryPhase.TRAIN}
     assert findings.volume is None
-    assert dry_run(config, (), {}) == (FITS if findings.fits else DOES_NOT_FIT)
+    assert dry_run(config, {}) == (FITS if findings.fits else DOES_NOT_FIT)
     printed = capsys.readouterr().out
     assert "engine_weights" not in printed and "update" in printed
 

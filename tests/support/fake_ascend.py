@@ -33,6 +33,9 @@ class FakeNpu(CpuPlatform):
 
     name = "npu"
 
+    def release_cached_memory(self) -> None:
+        """Nothing is cached here."""
+
 
 @dataclass
 class Allocation:

@@ -30,13 +30,6 @@ ASCEND_MUTATIONS = (
         _FLAGS + "test_modules_follow_flags_and_what_is_installed",
     ),
     Mutation(
-        "swapped-optimizer-offloaded-twice",
-        "config/npu.py",
-        "if on and memory and memory.rl_offload != OffloadMode.NONE.value:",
-        "if False:",
-        _FLAGS + "test_combinations_that_do_not_work_are_refused",
-    ),
-    Mutation(
         "grouped-gemm-not-told-to-mindspeed",
         "config/npu.py",
         '        features["moe_grouped_gemm"] = True\n',

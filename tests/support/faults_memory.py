@@ -183,6 +183,35 @@ MEMORY_MUTATIONS = (
         "_DATA_PARALLEL_GLOBAL_RANKS;]",
     ),
     Mutation(
+        "swapped-optimizer-moved-twice",
+        "orchestration/rl_phases.py",
+        "            groups.pop(owner, None)  # MindSpeed moves it\n",
+        "            pass\n",
+        "tests/unit/test_memory_budget.py::test_a_swapped_optimizer_is_left_to_mindspeed",
+    ),
+    Mutation(
+        "a-refreshed-reference-keeps-its-old-copy",
+        "orchestration/rl_step.py",
+        "        run.reference.weights_changed()\n",
+        "",
+        "tests/unit/test_other_models.py::test_the_policy_becomes_the_reference",
+    ),
+    Mutation(
+        "micro-batches-of-one-update-wait",
+        "memory/training.py",
+        "work.num_micro_batches * work.num_updates",
+        "work.num_micro_batches",
+        _PHASES + "test_micro_batches_of_all_updates_wait_together",
+    ),
+    Mutation(
+        "largest-moment-of-other-micro-batches",
+        "orchestration/step_peak.py",
+        "max(b.batch.num_tokens for b in batches)",
+        "64",
+        "tests/unit/test_step_peak.py::"
+        "test_the_prediction_is_that_of_the_micro_batches_of_the_step",
+    ),
+    Mutation(
         "leak-is-not-told",
         "observability/memory_ledger.py",
         "slope - 2 * error > self._leak_bytes",

@@ -31,14 +31,14 @@ def slow_but(names: Iterable[str], quick: Collection[str]) -> list[Any]:
 def unit_of(item: pytest.Item) -> str:
     """What is run or left out together, for the worlds that tests share.
 
-    The file, where all of it is slow; else its tests with the same parameters.
+    The file, where all of it is slow; else all tests with the same parameters.
     """
     module = item.getparent(pytest.Module)
     assert module is not None
     if any(mark.name == "slow" for mark in module.own_markers):
         return module.nodeid
     parameters = getattr(item, "callspec", None)
-    return f"{module.nodeid}[{parameters.id}]" if parameters else item.nodeid
+    return str(parameters.id) if parameters else item.nodeid
 
 
 def parse_share(flag: str, text: str) -> Share:

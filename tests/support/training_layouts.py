@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from support.share import slow_but
 from support.training_worlds import Case
 
 _SMALL_PADDING = ("--make-vocab-size-divisible-by", "8")
@@ -111,3 +112,7 @@ def cases_of(layout: str, tied_model: str) -> tuple[Case, ...]:
     """The cases of a layout, those with tied embeddings last."""
     tied = Case("on-policy-tied", _flags(), "on-policy", model=tied_model)
     return (*LAYOUTS[layout].cases, *((tied,) if LAYOUTS[layout].tied else ()))
+
+
+# As parameters of a test: these in every run, the others in turn.
+LAYOUT_PARAMETERS = slow_but(LAYOUTS, ("tp1", "tp2", "dp2", "tp2-pp2"))

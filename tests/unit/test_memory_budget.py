@@ -13,10 +13,11 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.dryrun.budget import assumptions_of, device_bytes, machine_on, usable_bytes
 from mindspeed_rl.dryrun.findings import find_out
 from mindspeed_rl.dryrun.machine import read_machine
+from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.memory.layers import Kernels
-from mindspeed_rl.memory.owners import OffloadMode
-from mindspeed_rl.orchestration import rl_phases
+from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
+from mindspeed_rl.orchestration import rl_phases, torchrun
 from mindspeed_rl.platforms.base import DeviceMemory
 
 WORLD, GIB = 32, 2**30
@@ -101,3 +102,43 @@ def test_a_host_without_a_limit_moves_nothing(monkeypatch: pytest.MonkeyPatch) -
     limited = config_of("--device-memory-gb", "8")
     prediction, why = run_on("cpu", 16, limited, monkeypatch)
     assert prediction.assumptions.offload is OffloadMode.ALL and "exceeds the 7 GiB" in why
+
+
+SWAP = ("--swap-optimizer", "--rl-offload", "all")
+
+
+def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an NPU the phases do not move it; everything else leaves as the mode says."""
+    config = config_of(*SWAP)
+    prediction, _ = run_on("npu", 64, config, monkeypatch)
+    assert prediction.assumptions.swap_parts == 16
+    everything = dict.fromkeys(LEAVING)
+    monkeypatch.setattr(rl_phases, "trainer_memory", lambda *engines: dict(everything))
+    monkeypatch.setattr(rl_phases, "predict_run", lambda job: (prediction, ""))
+    platform = SimpleNamespace(
+        name="npu",
+        shares_host_memory=False,
+        release_cached_memory=lambda: None,
+        wait_for_copies=lambda: None,
+    )
+    job = SimpleNamespace(config=config, platform=platform, say=lambda *lines: None)
+    sharing = rl_phases.share_memory(cast(Any, job), cast(Any, None), None)
+    assert set(everything) - set(sharing.groups) == {Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER}
+
+
+def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
+    config = config_of(*SWAP, "--platform", "cpu")
+    with pytest.raises(ValueError, match="on cpu take --rl-offload optimizer"):
+        torchrun._npu_setup(cast(Any, SimpleNamespace(config=config)))
+    assert (
+        torchrun._npu_setup(cast(Any, SimpleNamespace(config=config_of("--platform", "cpu"))))
+        is None
+    )
+
+
+def test_a_dry_run_says_who_swaps_the_optimizer() -> None:
+    swapped = "\n".join(lines(find_out(config_of(*SWAP), WORLD)))
+    assert "moved through the device by MindSpeed in 16 parts (--swap-optimizer)" in swapped
+    elsewhere = find_out(config_of(*SWAP, "--rl-dry-run-machine", "h200"), WORLD)
+    assert "--swap-optimizer has no effect on cuda" in "\n".join(lines(elsewhere))
+    assert elsewhere.prediction.assumptions.swap_parts == 0

@@ -9,6 +9,8 @@ from support.published import PUBLISHED
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.dryrun.step_time import old_logprob_share
 from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import (
@@ -103,7 +105,7 @@ def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works
 
 def test_swapped_optimizer_state_passes_through_in_parts() -> None:
     plain = prediction_of(MemoryAssumptions()).rank_table(RANK)[MemoryPhase.TRAIN_IDLE]
-    swapped = prediction_of(MemoryAssumptions(swap_optimizer=True)).rank_table(RANK)
+    swapped = prediction_of(MemoryAssumptions(swap_parts=16)).rank_table(RANK)
     part = swapped[MemoryPhase.TRAIN_IDLE][Owner.OPTIMIZER]
     assert part == -(-plain[Owner.OPTIMIZER] // 16)
 
@@ -124,3 +126,31 @@ def test_staging_that_is_known_is_taken() -> None:
     assert sync[Owner.RESHARD_STAGING] == 12345
     other = prediction_of(assumptions).rank_table(RANK + 1)[MemoryPhase.SYNC]
     assert other[Owner.RESHARD_STAGING] == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [
+        ("", 0.0),
+        ("--old-logprob recompute", 1.0),
+        ("--old-logprob rollout --global-batch-size 64", 0.0),
+        ("--global-batch-size 64", 0.75),
+        ("--global-batch-size 64 --grpo-iterations 2", 1.0),
+        ("--rl-kl-in-reward", 1.0),
+        ("--rl-policy-loss clip_cov", 1.0),
+    ],
+)
+def test_old_logprobs_cost_what_the_step_computes(flags: str, share: float) -> None:
+    """256 samples of a step: the first batch of on-policy samples needs no pass."""
+    prediction = prediction_of(MemoryAssumptions(), *RECOMPUTE, *flags.split())
+    config, plan = prediction.config, prediction.plan
+    assert isinstance(config, RLRunConfig) and isinstance(plan, RLPlan)
+    assert old_logprob_share(config, plan) == share
+
+
+def test_micro_batches_of_all_updates_wait_together() -> None:
+    whole = prediction_of(MemoryAssumptions())
+    quarters = prediction_of(MemoryAssumptions(), *RECOMPUTE, "--global-batch-size", "64")
+    first, second = (p.training.peak(RANK, p.workload) for p in (whole, quarters))
+    assert quarters.workload.num_micro_batches * 4 == whole.workload.num_micro_batches
+    assert second.batch == first.batch > 0, "the same samples are prepared for the step"

@@ -25,7 +25,7 @@ def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:
 
 def check(*argv: str) -> None:
     config, ignored = parsed(*argv)
-    check_npu(config.ascend, config.parallel, config.train, config.memory, ignored)
+    check_npu(config.ascend, config.parallel, config.memory, ignored)
 
 
 @pytest.mark.parametrize("flag", REFUSED)
@@ -41,13 +41,6 @@ def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
     ("argv", "told"),
     [
         ("--swap-optimizer", "needs --use-distributed-optimizer"),
-        ("--swap-optimizer --use-distributed-optimizer", "--rl-offload auto; allowed: none"),
-        (
-            "--swap-optimizer --reuse-fp32-param --use-distributed-optimizer --bf16",
-            "exclude each other",
-        ),
-        ("--reuse-fp32-param", "needs --bf16"),
-        ("--reuse-fp32-param --bf16 --rl-offload all", "--rl-offload all; allowed: none"),
         ("--hccl-group-buffer tp=200", "'tp=200' is not a new group:MiB"),
         ("--hccl-group-buffer tp:200;tp:64", "'tp:64' is not a new group:MiB"),
     ],
@@ -58,10 +51,9 @@ def test_combinations_that_do_not_work_are_refused(argv: str, told: str) -> None
 
 
 def test_the_rest_is_accepted() -> None:
-    check(*["--swap-optimizer", "--use-distributed-optimizer", "--rl-offload", "none"])
-    check(
-        *["--recompute-norm", "--use-fused-rmsnorm", "--context-parallel-algo", "ulysses_cp_algo"]
-    )
+    for mode in ("none", "all"):  # MindSpeed moves the optimizer, the phases move the rest
+        check("--swap-optimizer", "--use-distributed-optimizer", "--rl-offload", mode)
+    check(*["--use-fused-rmsnorm", "--context-parallel-algo", "ulysses_cp_algo"])
 
 
 def test_buffers_of_groups() -> None:
@@ -107,8 +99,10 @@ def test_mindspeed_is_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_features_without_mindspeed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu_flags, "has_mindspeed", lambda: False)
-    with pytest.raises(ValueError, match="--recompute-norm is a feature of MindSpeed, which is"):
-        setup_of("--recompute-norm")
+    with pytest.raises(
+        ValueError, match="--use-fused-rotary-pos-emb is a feature of MindSpeed, which is"
+    ):
+        setup_of("--use-fused-rotary-pos-emb")
     assert setup_of("--npu-deterministic").features == {}
 
 
@@ -138,5 +132,5 @@ def test_modules_follow_flags_and_what_is_installed(
 
 
 def test_supervised_runs_have_the_flags_too() -> None:
-    config = parse(PretrainRunConfig, ["--hf-checkpoint", "x", "--recompute-norm"], "test").config
-    assert replace(config.ascend, recompute_norm=False) == type(config.ascend)()
+    config = parse(PretrainRunConfig, ["--hf-checkpoint", "x", "--swap-optimizer"], "test").config
+    assert replace(config.ascend, swap_optimizer=False) == type(config.ascend)()

@@ -24,12 +24,17 @@ from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.metrics import Max, MetricSet
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration.evaluation import evaluate, is_right
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_report import Report, check_mismatch, worse_mismatch
+from mindspeed_rl.orchestration.rl_report import (
+    Report,
+    check_computation,
+    check_mismatch,
+    worse_mismatch,
+)
 from mindspeed_rl.orchestration.rl_step import collect
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
@@ -271,6 +276,22 @@ def test_the_brake_on_drift() -> None:
     check_mismatch(3, -math.inf, 0.5)  # no token was trained on
     with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
         check_mismatch(3, 0.6, 0.5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
+    """R4: weights derived wrongly after a proof show in what the engine computes."""
+    run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
+    rollouts, off = collect(run, 1), MetricSet({"mismatch/mean_abs_logprob": Mean(0.1, 1.0)})
+    metrics = MetricSet({"mismatch/max_abs_logprob": Max(0.1)}).merge(off).merge(rollouts.metrics)
+    report = Report(run)
+    report.log_step(2, rollouts.samples, metrics)
+    with pytest.raises(RuntimeError, match=r"step 3: mean .* 0\.1, above --rl-sync-check-tol"):
+        report.log_step(3, rollouts.samples, metrics)
+    check_computation(3, 0.001, 0.001)
+    check_computation(3, math.nan, 0.001)  # nothing could be compared
+    with pytest.raises(RuntimeError, match=r"step 3: mean .* 0\.01, above --rl-sync-check-tol"):
+        check_computation(3, 0.01, 0.001)
 
 
 def test_the_worst_mismatch_keeps_a_nan() -> None:

@@ -180,3 +180,16 @@ def test_experts_are_compared_without_replay() -> None:
     expected.square().sum().backward()
     torch.testing.assert_close(router.weight.grad, plain.weight.grad)
     assert agreement(replay) == pytest.approx(float((present & chosen).sum() / chosen.sum()))
+
+
+def test_a_router_that_does_not_ask_is_refused() -> None:
+    """One that replaces megatron-core's may not know of replay; silence would look like success."""
+    router = Router("softmax")
+    replay = RoutingReplay([torch.nn.ModuleList([router])])
+    router.router_replay = None
+    with pytest.raises(RuntimeError, match=r"routers \[0\] .* without asking"), replay.update():
+        router(torch.randn(TOKENS, 6))
+    watching = RoutingReplay([torch.nn.ModuleList([router])], replays=False)
+    router.router_replay = None
+    with watching.update():
+        router(torch.randn(TOKENS, 6))

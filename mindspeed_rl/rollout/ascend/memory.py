@@ -9,7 +9,6 @@ of a dispatcher or cached rotary tables.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,7 +69,6 @@ class PoolMemory:
                 data.cpu_backup_tensor = self._saved(ptr, data.handle[1])
             self._camem.unmap_and_release(data.handle)
         self._away = True
-        gc.collect()
         self._platform.release_cached_memory()
         self._pool_in_use(False)
 

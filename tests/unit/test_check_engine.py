@@ -1,0 +1,99 @@
+"""Flags of the engine's execution: mistakes are named with the way out; the map of experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.layout_cases import GQA, LATENT, MOE, spec_of
+
+from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.config.check_engine import check_engine
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.expert_map import read_expert_map
+from mindspeed_rl.rollout.host_backend import HostBackend
+
+
+@pytest.mark.parametrize(
+    ("case", "flags", "message"),
+    [
+        (GQA, {"rollout_graph_sizes": ("auto", "8")}, "allowed are auto alone, or numbers above 0"),
+        (GQA, {"rollout_graph_sizes": ("0",)}, "allowed are auto alone, or numbers above 0"),
+        (GQA, {"rollout_graph_sizes": ("8",)}, "no graphs with --rollout-graph-mode eager"),
+        (GQA, {"rollout_multistream_mla": True}, "no latent attention; remove the flag"),
+        (MOE, {"rollout_kv_nz": True}, "no latent attention; remove the flag"),
+        (GQA, {"rollout_multistream_moe": True}, "no experts; remove the flag"),
+        (MOE, {"rollout_expert_map": "m.json"}, "set --rollout-ep to --rollout-tp x --rollout-dp"),
+    ],
+)
+def test_mistakes_are_named(case: object, flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_engine(EngineTuningConfig(**flags), EngineLayout(1, 1), spec_of(case))  # type: ignore[arg-type]
+
+
+def test_sizes_and_flags_that_fit_pass() -> None:
+    tuning = EngineTuningConfig(
+        rollout_graph_mode="full-decode", rollout_graph_sizes=("8", "64"), rollout_kv_nz=True
+    )
+    assert check_engine(tuning, EngineLayout(1, 1), spec_of(LATENT)) == ()
+
+
+def write_map(path: Path, *layers: list[list[int]]) -> Path:
+    content = [
+        {"layer_id": i, "device_list": [{"device_expert": experts} for experts in layer]}
+        for i, layer in enumerate(layers)
+    ]
+    path.write_text(json.dumps({"layer_list": content}))
+    return path
+
+
+def test_a_map_of_experts_becomes_slots_of_the_layout(tmp_path: Path) -> None:
+    """Redundant experts; the layout then sends every copy its weights."""
+    devices = [[1, 0, 3], [2, 3, 1], [0, 1, 2], [3, 2, 0]]
+    path = write_map(tmp_path / "map.json", devices, devices)
+    spec = spec_of(MOE)
+    tuning = EngineTuningConfig(rollout_expert_map=str(path))
+    engine = EngineLayout(4, 2, dp=2, expert_parallel=True)
+    slots = check_engine(tuning, engine, spec)
+    assert slots == (1, 0, 3, 2, 3, 1, 0, 1, 2, 3, 2, 0)
+    shapes = VllmLayout(spec, engine, physical_experts=slots).local_shapes(0)
+    assert {s[0] for name, s in shapes.items() if name.endswith("w13_weight")} == {3}
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([[[0, 1], [2, 3]], [[0, 2], [1, 3]]], "place experts in 2 ways; allowed is one way"),
+        ([[[0, 1], [2, 2]]], "2 devices with 4 experts; needed are --rollout-ep 2 devices"),
+        ([[[0, 1, 2], [3]]], "equally many"),
+        ([[[0, 1, 2, 3]]], "1 devices with 4 experts"),
+    ],
+)
+def test_maps_that_do_not_fit(layers: list[list[list[int]]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_expert_map(write_map(tmp_path / "map.json", *layers), 4, 2)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"layer_list": [{"device_list": [{}]}]}'])
+def test_files_that_are_no_maps(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"not a map of experts.*needs layer_list"):
+        read_expert_map(path, 4, 2)
+
+
+def test_a_missing_map_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--rollout-expert-map .*gone.json: not a map of experts"):
+        read_expert_map(tmp_path / "gone.json", 4, 2)
+
+
+def test_flags_of_vllm_ascend_are_refused_elsewhere() -> None:
+    layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
+    for flags in ({"rollout_graph_mode": "piecewise"}, {"rollout_scheduler": "balance"}):
+        with pytest.raises(ValueError, match="needs vLLM-Ascend, this is cpu; remove the flag"):
+            HostBackend(CpuPlatform(), layout, EngineTuningConfig(**flags))
+    foretold = EngineTuningConfig(rollout_graph_sizes=("auto",), rollout_graph_count=4)
+    HostBackend(CpuPlatform(), layout, foretold)
