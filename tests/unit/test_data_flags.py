@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,11 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
         config=parse(RLRunConfig, argv, "test").config,
         job=None,
         policy=None,
-        phases=SimpleNamespace(require=lambda phase, what: None),
+        phases=SimpleNamespace(
+            require=lambda phase, what: None, resident=lambda *owners: nullcontext()
+        ),
+        critic=None,
+        reference=None,
         sampler=PromptSampler(8, seed=1, fingerprint="new"),
     )
     if not allowed:
