@@ -60,7 +60,7 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
     saved = PromptSampler(8, seed=1, fingerprint="old")
     saved.next(3)
     extra = {"sampler": saved.state_dict(), "version": 2, "report": {}}
-    monkeypatch.setattr(checkpoints, "load", lambda job, engine: LoadedState(4, extra))
+    monkeypatch.setattr(checkpoints, "load", lambda job, engine, more: LoadedState(4, extra))
     monkeypatch.setattr(rl_resume, "Report", lambda run, step, state: (step, state))
     run: Any = SimpleNamespace(
         config=parse(RLRunConfig, argv, "test").config,
