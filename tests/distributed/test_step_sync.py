@@ -10,7 +10,7 @@ from support.step_sync_world import LOADS, SETTINGS, Run, step_sync_world
 
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _check(runs: list[dict[str, Run]]) -> None:
@@ -44,7 +44,6 @@ def test_samples_are_those_of_the_unpatched_engine(tmp_path: Path) -> None:
     assert idle.dummy_steps == idle.steps and not idle.running
 
 
-@pytest.mark.slow
 def test_replicas_with_data_parallel_ranks_share_a_world(tmp_path: Path) -> None:
     """Two engines of two ranks: each agrees within itself; vLLM alone refuses to build them."""
     model = write_tiny_model(tmp_path / "model", family="qwen3_moe")

@@ -13,7 +13,7 @@ from support.jobs import ROOT, TorchrunJob, free_port
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ENTRY = str(ROOT / "tests" / "support" / "attribute_trace.py")
 PACKAGE_OF = {"vllm": "vllm 0.32.0", "megatron": "megatron-core 0.16.1"}

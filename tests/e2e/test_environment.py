@@ -9,7 +9,7 @@ import pytest
 from support.jobs import TorchrunJob, free_port
 from support.warm_calculator import write_prompts, write_warm_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LIMIT_S = 300.0
 STEPS = 24

@@ -99,8 +99,14 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
     ("fault", "timeout_s", "cause"),
     [
         ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 4 "),
-        ("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for 5 s"),
-        ("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for 5 s"),
+        pytest.param(
+            *("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for 5 s"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for 5 s"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
@@ -131,7 +137,7 @@ def test_a_killed_rank_ends_the_other_node(world: Path, port: int) -> None:
 @pytest.mark.parametrize(
     ("number", "cause"),
     [
-        (signal.SIGINT, "SIGINT from the launcher or its user"),
+        pytest.param(signal.SIGINT, "SIGINT from the launcher or its user", marks=pytest.mark.slow),
         (signal.SIGTERM, "SIGTERM from the launcher or its user"),
         (signal.SIGKILL, "is gone"),
     ],
