@@ -15,16 +15,24 @@ from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.backend import EngineParts
 from mindspeed_rl.rollout.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.patches.derived_state import DerivedState
+from mindspeed_rl.rollout.sleep_tags import CACHE, WEIGHTS, TagMemory, constants_of
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm_requests import model_settings
-from mindspeed_rl.rollout.vllm_versions import check_model_support, engine_capabilities
+from mindspeed_rl.rollout.vllm_versions import (
+    check_model_support,
+    engine_capabilities,
+    installed_version,
+)
 
 # Flags of the engine's execution that mean the same everywhere.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
 
 
 class HostBackend:
-    """CPU and CUDA: memory is freed by storages, so nothing may keep addresses.
+    """CPU and CUDA.
+
+    Where the engine's sleep mode can discard weights and cache one by one, it does; elsewhere
+    memory is freed by storages, so nothing may keep addresses.
 
     Args:
         platform: the device.
@@ -37,6 +45,7 @@ class HostBackend:
 
     def __init__(self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig) -> None:
         self._platform, self._layout, self._tuning = platform, layout, tuning
+        self._sleeps = engine_capabilities(installed_version(), platform.name).sleep_tags
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
             foretold = field.name == "rollout_graph_sizes" and value == ("auto",)
@@ -54,6 +63,8 @@ class HostBackend:
                 f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
                 f"own ({own[clash[0]]}); remove the flag"
             )
+        if self._sleeps:
+            return own | {"enable_sleep_mode": True} | dict(options)
         if options.get("enforce_eager") is False and self._platform.name != "cpu":
             raise ValueError(
                 "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
@@ -104,7 +115,7 @@ class HostBackend:
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()
-        return parts_by_storage(llm)
+        return parts_by_tag(llm) if self._sleeps else parts_by_storage(llm)
 
 
 def parts_by_storage(llm: Any) -> EngineParts:
@@ -117,3 +128,15 @@ def parts_by_storage(llm: Any) -> EngineParts:
     weights = ZeroedMemory(parameters, refilled=True)
     derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
     return EngineParts(runner.model, derived, weights, cache, stable_addresses=False)
+
+
+def parts_by_tag(llm: Any) -> EngineParts:
+    """A built engine whose memory is in the pool of its sleep mode."""
+    executor: Any = llm.llm_engine.model_executor
+    runner: Any = executor.driver_worker.worker.model_runner
+    parameters = [p.data for p in runner.model.parameters()]
+    weights = TagMemory(executor, WEIGHTS, parameters, constants_of(runner.model))
+    cache = TagMemory(executor, CACHE, kv_tensors(runner), zero=True)
+    assert cache.num_bytes, "no key/value cache found in vLLM's runner"
+    derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
+    return EngineParts(runner.model, derived, weights, cache, stable_addresses=True)

@@ -27,6 +27,7 @@ class EngineCapabilities:
         whole_shared_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
         packed_sync: data-parallel ranks may agree through our reduction.
         transposed_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
+        sleep_tags: its sleep mode discards weights and cache one by one and keeps addresses.
         expert_module: path of the module with the experts of a layer, below the layer.
     """
 
@@ -38,6 +39,7 @@ class EngineCapabilities:
     whole_shared_experts: bool
     packed_sync: bool = False
     transposed_experts: bool = False
+    sleep_tags: bool = False
     expert_module: str = EXPERT_MODULE
 
 

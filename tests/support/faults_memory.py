@@ -212,6 +212,14 @@ MEMORY_MUTATIONS = (
         "test_the_prediction_is_that_of_the_micro_batches_of_the_step",
     ),
     Mutation(
+        "sleep-mode-loses-rotary-tables",
+        "rollout/sleep_tags.py",
+        "            tensor.copy_(content)\n",
+        "            pass\n",
+        "tests/unit/test_sleep_tags.py::"
+        "test_tags_leave_one_by_one_and_what_no_update_writes_comes_back",
+    ),
+    Mutation(
         "leak-is-not-told",
         "observability/memory_ledger.py",
         "slope - 2 * error > self._leak_bytes",

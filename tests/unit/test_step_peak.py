@@ -12,6 +12,8 @@ import torch
 from support.rl_run import make_run
 
 from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.memory.prediction import predict
+from mindspeed_rl.memory.training import Workload
 from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -63,15 +65,18 @@ def test_an_allocator_that_counts_is_read_at_every_step(tmp_path: Path) -> None:
 
 
 def test_the_prediction_is_that_of_the_micro_batches_of_the_step(tmp_path: Path) -> None:
-    """Longer ones need more, whatever the flags would allow."""
+    """Two samples in each of two; three tokens of each are a prompt."""
     run = make_run(tmp_path, "--memory-peak-interval 1")
     run.ledger.num_turns = 1
-    predicted = []
+    training_memory = predict(run.config, run.plan).training
     for length in (6, 12):
-        with watch_update(run, batches_of(run, length)) as found:
+        batches = batches_of(run, length)
+        with watch_update(run, batches) as found:
             pass
-        predicted.append(found[PREDICTED].value)
-    assert predicted[0] < predicted[1]
+        trained = max(int(b.batch.loss_mask.sum()) for b in batches)
+        work = Workload(2 * length, length, trained, num_micro_batches=2)
+        assert trained == 2 * (length - 3)
+        assert found[PREDICTED].value == training_memory.peak(0, work).in_step
 
 
 class FakeRuntime:
