@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.platforms.installed import has_mindspeed
@@ -84,18 +83,12 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def check_npu(
-    npu: NpuConfig,
-    parallel: ParallelConfig,
-    memory: MemoryConfig | None,
-    ignored: Sequence[str],
-) -> None:
+def check_npu(npu: NpuConfig, parallel: ParallelConfig, ignored: Sequence[str]) -> None:
     """Refuse what does not work on an NPU.
 
     Args:
         npu: the features.
         parallel: the training layout.
-        memory: what leaves the device; ``None`` for entries without phases.
         ignored: accepted foreign flags as typed.
 
     Raises:

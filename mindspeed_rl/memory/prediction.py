@@ -86,7 +86,7 @@ class MemoryPrediction:
     def rank_table(self, rank: int) -> dict[MemoryPhase, Table]:
         """Owner -> bytes in every phase of one rank; owners without memory are left out."""
         state, moments = self._state(rank), self._resident_optimizer(self._state(rank).optimizer)
-        trainer = self._trainer(rank, state, moments)
+        trainer = self._trainer(state, moments) | self._idle_others(rank)
         tables = {
             MemoryPhase.LOAD: self._load(rank, state),
             MemoryPhase.TRAIN_IDLE: trainer,
@@ -192,13 +192,16 @@ class MemoryPrediction:
         }
         return {owner: everything[owner] for owner in owners}
 
-    def _visitors(self, rank: int, state: ModelState) -> Table:
-        """Models that only read, while they do not."""
+    def _idle_others(self, rank: int) -> Table:
+        """Critic and reward model while they are not used, in TRAIN as in ROLLOUT."""
+        stays = {
+            OffloadMode.NONE: CRITIC_OWNERS,
+            OffloadMode.OPTIMIZER: (Owner.CRITIC,),
+            OffloadMode.ALL: (),
+        }[self._offload]
         kept = self._offload is not OffloadMode.ALL
-        return {
-            Owner.REFERENCE: self._reference(state) if kept else 0,
-            Owner.REWARD_MODEL: self._reward_model(rank) if kept else 0,
-        }
+        scorer = self._reward_model(rank) if kept else 0
+        return self._critic(rank, *stays) | {Owner.REWARD_MODEL: scorer}
 
     def _load(self, rank: int, state: ModelState) -> Table:
         return self._critic(rank, *CRITIC_OWNERS, started=False) | {
@@ -209,13 +212,14 @@ class MemoryPrediction:
             Owner.REWARD_MODEL: self._reward_model(rank),
         }
 
-    def _trainer(self, rank: int, state: ModelState, optimizer: int) -> Table:
-        of_policy = {
+    def _trainer(self, state: ModelState, optimizer: int) -> Table:
+        stays = self._offload is not OffloadMode.ALL
+        return {
             Owner.PARAMETERS: state.parameters,
             Owner.GRAD_BUFFERS: state.grad_buffers,
             Owner.OPTIMIZER: optimizer,
+            Owner.REFERENCE: self._reference(state) if stays else 0,
         }
-        return of_policy | self._critic(rank, *CRITIC_OWNERS) | self._visitors(rank, state)
 
     def _train(self, rank: int, trainer: Table, state: ModelState) -> Table:
         """The fullest of an update, one of the critic, and passes of models brought in for them."""
@@ -237,7 +241,7 @@ class MemoryPrediction:
             )
         if self._critic_layout is not None:
             of_critic = replace(memory, layout=self._critic_layout).peak(rank, work)
-            moments.append(trainer | _passing(of_critic))
+            moments.append(trainer | self._critic(rank, *CRITIC_OWNERS) | _passing(of_critic))
         return max(moments, key=lambda table: sum(table.values()))
 
     @cached_property
@@ -310,9 +314,13 @@ class MemoryPrediction:
 
     def _waiting(self, rank: int, state: ModelState, optimizer: int) -> Table:
         """The trainer while weights are updated."""
-        left = self._offload.leave()
-        table = self._trainer(rank, state, optimizer)
-        return {o: 0 if o in left and o is not Owner.PARAMETERS else b for o, b in table.items()}
+        left = self._offload is not OffloadMode.NONE
+        return self._idle_others(rank) | {
+            Owner.PARAMETERS: state.parameters,
+            Owner.GRAD_BUFFERS: 0 if left else state.grad_buffers,
+            Owner.OPTIMIZER: 0 if left else optimizer,
+            Owner.REFERENCE: 0 if self._offload is OffloadMode.ALL else self._reference(state),
+        }
 
     def _sync(self, rank: int, state: ModelState, optimizer: int) -> Table:
         weights = self.engine.weights(rank)

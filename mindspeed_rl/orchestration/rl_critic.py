@@ -16,6 +16,7 @@ from mindspeed_rl.algorithms.settings import value_loss_settings
 from mindspeed_rl.algorithms.token_advantages import ValueTargets, generalized_advantages
 from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -32,7 +33,8 @@ def with_values(
     Collective: the training grid; within TRAIN.
     """
     assert run.critic is not None
-    found = [run.critic.values(micro) for micro in updates]
+    with run.phases.resident(Owner.CRITIC):
+        found = [run.critic.values(micro) for micro in updates]
     return [
         [replace(m, old_values=v) for m, v in zip(micro, values, strict=True)]
         for micro, values in zip(updates, found, strict=True)
@@ -140,18 +142,21 @@ def update(run: RLJob, batches: Sequence[tuple[list[PreparedBatch], Denominators
     metrics = silent_metrics(value_loss_function(settings, Denominators(0, 0)))
     metrics = metrics.merge(value_metrics(run, [m for micro, _ in batches for m in micro]))
     metrics = metrics.merge({"value/grad_norm": Mean(0.0, 0.0), "value/lr": Max()})
-    for _ in range(run.plan.batch.iterations):
-        for micro, denominators in batches:
-            if denominators.tokens == 0:  # as the policy's: nothing to learn from (R37)
-                continue
-            found = run.critic.forward_backward(micro, value_loss_function(settings, denominators))
-            stats = run.critic.step()
-            metrics = metrics.merge(found).merge(
-                {
-                    "value/grad_norm": Mean(stats.grad_norm, 1.0),
-                    "value/lr": Max(stats.learning_rate),
-                }
-            )
+    with run.phases.resident(*CRITIC_OWNERS):
+        for _ in range(run.plan.batch.iterations):
+            for micro, denominators in batches:
+                if denominators.tokens == 0:  # as the policy's: nothing to learn from (R37)
+                    continue
+                found = run.critic.forward_backward(
+                    micro, value_loss_function(settings, denominators)
+                )
+                stats = run.critic.step()
+                metrics = metrics.merge(found).merge(
+                    {
+                        "value/grad_norm": Mean(stats.grad_norm, 1.0),
+                        "value/lr": Max(stats.learning_rate),
+                    }
+                )
     return metrics
 
 
@@ -160,7 +165,7 @@ def export(run: RLJob, step: int) -> None:
     options = run.config.critic
     if run.critic is None or not options.critic_export_hf:
         return
-    with run.phase("export"):
+    with run.phase("export"), run.phases.resident(Owner.CRITIC):
         training.export_hf(
             run.job, run.critic, options.critic_export_hf, step, options.critic_hf_checkpoint
         )

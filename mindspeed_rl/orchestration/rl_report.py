@@ -60,9 +60,9 @@ def describe(run: RLJob) -> None:
     machine = machine_on(run.config, run.job.platform.name)
     communicator = assumptions_of(run.config, machine).communicator_bytes
     run.job.say(*group_lines(existing_groups(), communicator))
-    if run.job.platform.name == "npu":
+    buffers = group_buffers(run.config.ascend.hccl_group_buffer)
+    if buffers and run.job.platform.name == "npu":
         groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
-        buffers = group_buffers(run.config.ascend.hccl_group_buffer)
         run.job.say(*hccl_lines(groups, buffers, int(os.environ.get("HCCL_BUFFSIZE", "200"))))
     if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
         run.job.say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.orchestration import checkpoints
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report
@@ -23,7 +23,7 @@ def start(run: RLJob) -> Report:
         ValueError: the prompts are not those of the checkpoint (R46).
     """
     run.phases.require(Phase.TRAIN, "load")
-    with run.phases.resident(Owner.REFERENCE):
+    with run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
         loaded = checkpoints.load(run.job, run.policy, companions(run))
     if not loaded.extra:
         return Report(run)
@@ -51,7 +51,7 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "report": report.state_dict(),
     }
     run.phases.require(Phase.TRAIN, "save")
-    with run.phase("save"), run.phases.resident(Owner.REFERENCE):
+    with run.phase("save"), run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
         checkpoints.save(run.job, run.policy, step, extra, companions(run))
 
 

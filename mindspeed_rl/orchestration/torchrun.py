@@ -142,8 +142,7 @@ def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
                 "--rl-offload optimizer, which moves the state out while the engine samples"
             )
         return None
-    memory = config.memory if isinstance(config, RLRunConfig) else None
-    check_npu(config.ascend, config.parallel, memory, parsed.ignored)
+    check_npu(config.ascend, config.parallel, parsed.ignored)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 

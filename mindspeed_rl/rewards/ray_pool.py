@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rl.rewards.batch import Batch
-from mindspeed_rl.rewards.pool_base import MAX_CHUNK, PoolBase, PoolOptions
+from mindspeed_rl.rewards.pool_base import PoolBase, PoolOptions
 from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult
@@ -192,8 +192,9 @@ class RayRewardPool(PoolBase):
     def _hand_out(self, batch: Batch) -> None:
         for actor in self._actors:
             if batch.waiting and not actor.pending:
-                share = min(len(batch.waiting) // (2 * len(self._actors)), MAX_CHUNK)
-                actor.pending.extend(batch.take(max(1, share)))
+                # One at a time: an actor answers a call whole, so that samples of a longer one
+                # which are done would be lost with those that are not at the limit of the batch.
+                actor.pending.extend(batch.take(1))
                 requests = [batch.requests[i] for i in actor.pending]
                 actor.answer = actor.handle.score.remote(requests)
 

@@ -30,6 +30,13 @@ ASCEND_MUTATIONS = (
         _FLAGS + "test_modules_follow_flags_and_what_is_installed",
     ),
     Mutation(
+        "swapped-optimizer-without-shards",
+        "config/npu.py",
+        "if npu.swap_optimizer and not parallel.use_distributed_optimizer:",
+        "if False:",
+        _FLAGS + "test_combinations_that_do_not_work_are_refused",
+    ),
+    Mutation(
         "grouped-gemm-not-told-to-mindspeed",
         "config/npu.py",
         '        features["moe_grouped_gemm"] = True\n',

@@ -25,7 +25,7 @@ def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:
 
 def check(*argv: str) -> None:
     config, ignored = parsed(*argv)
-    check_npu(config.ascend, config.parallel, config.memory, ignored)
+    check_npu(config.ascend, config.parallel, ignored)
 
 
 @pytest.mark.parametrize("flag", REFUSED)

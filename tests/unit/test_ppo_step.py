@@ -6,6 +6,7 @@ Policy and critic are tables: see ``test_rl_step``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from support.rl_run import TableCritic, TablePolicy, make_run
 from support.table_engine import VOCAB, response_of, single_rank
 
+from mindspeed_rl.memory.owners import CRITIC_OWNERS, OffloadMode, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
 from mindspeed_rl.orchestration import checkpoints, rl_batch, rl_resume, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -185,3 +187,30 @@ def test_the_critic_is_saved_and_loaded_with_the_policy(
     monkeypatch.setattr(checkpoints, "load", load)
     rl_resume.save_if_due(run, rl_resume.start(run), 1)
     assert seen == [("load", True, True), ("save", True, True)]
+
+
+def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:
+    """With ``--rl-offload all``: parameters for a pass, everything for its updates."""
+    run = make(tmp_path)
+    moves: list[str] = []
+
+    class Group:
+        def __init__(self, owner: Owner) -> None:
+            self.owner = owner
+
+        def restore(self) -> None:
+            moves.append(f"{self.owner} here")
+
+        def release(self) -> None:
+            moves.append(f"{self.owner} away")
+
+    groups = {owner: Group(owner) for owner in CRITIC_OWNERS}
+    run.phases._sharing = replace(
+        run.phases._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL
+    )
+    batches = prepared(run)
+    assert moves == ["critic here", "critic away"]
+    moves.clear()
+    rl_step.update(run, batches)
+    everything = [str(owner) for owner in CRITIC_OWNERS]
+    assert moves == [f"{o} here" for o in everything] + [f"{o} away" for o in everything]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     from mindspeed_rl.rewards.worker_process import worker_environment
 
-    path = worker_environment({})["PYTHONPATH"]
+    path = worker_environment(os.environ)["PYTHONPATH"]
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": path}}, object_store_memory=80 << 20,

@@ -131,7 +131,7 @@ OTHERS = (*CRITIC_OWNERS, Owner.REWARD_MODEL)
 
 
 def test_memory_of_the_other_models(tmp_path: Path) -> None:
-    """R16: what stays in each mode; the critic is back whenever the trainer has its turn."""
+    """R16: what stays in each mode, and that an update of the critic is a moment of its own."""
     flags = "--rl-advantage-estimator gae --reward-model-hf-checkpoint DIR/scorer"
     config, plan = plan_of(tmp_path, flags)
     stays = {
@@ -141,12 +141,10 @@ def test_memory_of_the_other_models(tmp_path: Path) -> None:
     }
     for mode, expected in stays.items():
         table = predict(config, plan, MemoryAssumptions(offload=mode)).rank_table(0)
-        for phase in (MemoryPhase.SYNC, MemoryPhase.ROLLOUT):
+        for phase in (MemoryPhase.TRAIN_IDLE, MemoryPhase.SYNC, MemoryPhase.ROLLOUT):
             assert set(table[phase]) & set(OTHERS) == expected, (mode, phase)
-        here = set(table[MemoryPhase.TRAIN_IDLE]) & set(OTHERS)
-        assert here == {*CRITIC_OWNERS, *(expected & {Owner.REWARD_MODEL})}, mode
         assert set(table[MemoryPhase.LOAD]) >= set(OTHERS) - {Owner.CRITIC_OPTIMIZER}
-        assert table[MemoryPhase.TRAIN].keys() >= set(CRITIC_OWNERS)
+        assert table[MemoryPhase.TRAIN].keys() >= set(CRITIC_OWNERS), "the critic's update"
     plain_config, plain = plan_of(tmp_path, "")
     without = predict(plain_config, plain).rank_table(0)
     assert all(not set(t) & set(OTHERS) for t in without.values())
