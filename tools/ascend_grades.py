@@ -106,9 +106,11 @@ CLAIMS: tuple[Claim, ...] = (
           _MOVEMENT + "test_two_npus_reshard_every_bit_and_exchange_samples"),
     Claim(FEATURES, "flags are translated to MindSpeed's arguments; what breaks RL is refused", _S,
           _FLAGS + "test_mindspeed_is_told_what_differs"),
-    Claim(FEATURES, "`--swap-optimizer`, `--reuse-fp32-param`, `--use-fused-rotary-pos-emb`, "
-          "`--recompute-norm`, `--recompute-activation-function`, `--moe-permute-fusion`", _U,
-          limits="passed on; the first three compile operators with CANN when first used"),
+    Claim(FEATURES, "`--swap-optimizer`, `--use-fused-rotary-pos-emb`, `--moe-permute-fusion`", _U,
+          limits="passed on; the first two compile operators with CANN when first used"),
+    Claim(FEATURES, "`--reuse-fp32-param`, `--recompute-norm`, `--recompute-activation-function` "
+          "are refused", _S, _FLAGS + "test_what_breaks_rl_is_refused_with_the_reason",
+          limits="MindSpeed imports megatron.training for them"),
     Claim(FEATURES, "`--context-parallel-algo`", _U,
           limits="the trainer gathers keys and values, whatever is asked for; ring and Ulysses "
           "are not used"),

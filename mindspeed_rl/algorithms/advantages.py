@@ -46,14 +46,16 @@ class _Group:
 
 
 def _statistics(rewards: torch.Tensor) -> _Group:
-    """Mean and unbiased standard deviation in two passes."""
+    """Mean and unbiased deviation in two passes, in fp64: equal rewards have none (R37)."""
+    dtype, rewards = rewards.dtype, rewards.double()
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True)
     values = rewards.masked_fill(~known, 0.0)
     mean = values.sum(1, keepdim=True) / count.clamp(min=1)
     centred = (values - mean).masked_fill(~known, 0.0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    return _Group(known, count, centred, std, (std < MIN_STD) | (count < 2))
+    degenerate = (std < MIN_STD) | (count < 2)
+    return _Group(known, count, centred.to(dtype), std.to(dtype), degenerate)
 
 
 def teaches(rewards: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ def adapted_coefficient(
     """The KL coefficient after a step: larger when the KL is above its target, else smaller.
 
     c (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon) (Ziegler et al. 2019,
-    arXiv:1909.08593, section 2.2).
+    arXiv:1909.08593, section 2.2); steps of more samples than the horizon count as the horizon, so
+    that the coefficient never changes its sign.
 
     Args:
         coefficient: of the step.
@@ -62,4 +63,4 @@ def adapted_coefficient(
         num_samples: of the step.
     """
     error = min(max(kl / target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-    return coefficient * (1.0 + error * num_samples / horizon)
+    return coefficient * (1.0 + error * min(1.0, num_samples / horizon))

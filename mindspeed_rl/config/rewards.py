@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mindspeed_rl.config.flag import flag
 
+REMOTE_BACKOFF_S = 0.2  # the first pause before --reward-url is asked again; it doubles
+
 
 @dataclass(frozen=True, slots=True)
 class RewardConfig:
@@ -86,7 +88,7 @@ class RewardConfig:
     )
     reward_url: str = flag("", "Server of the reward remote: samples are posted there as JSON.")
     reward_url_timeout_s: float = flag(
-        5.0, "Limit of one attempt to reach --reward-url, in seconds.", minimum=0.05
+        2.0, "Limit of one attempt to reach --reward-url, in seconds.", minimum=0.05
     )
     reward_url_retries: int = flag(
         3, "Further attempts, with growing pauses, when --reward-url fails.", minimum=0
@@ -122,6 +124,15 @@ def check_rewards(flags: RewardConfig, phase_timeout_s: float, environment: str)
                 f"{flag_name} {limit_s:g} exceeds --reward-timeout-s {sample_s:g}, the limit of "
                 "the whole sample; lower the former or raise the latter"
             )
+    pauses_s = REMOTE_BACKOFF_S * (2**flags.reward_url_retries - 1)
+    longest_s = (flags.reward_url_retries + 1) * flags.reward_url_timeout_s + pauses_s
+    if "remote" in names and longest_s > sample_s:
+        raise ValueError(
+            f"--reward-url-timeout-s {flags.reward_url_timeout_s:g} --reward-url-retries "
+            f"{flags.reward_url_retries}: a server that hangs takes {longest_s:g} s, which exceeds "
+            f"--reward-timeout-s {sample_s:g}: the sample would get --reward-timeout-score instead "
+            "of an error; lower one of the former or raise the latter"
+        )
     if "remote" in names and not flags.reward_url:
         raise ValueError("--reward-function remote needs --reward-url: the server to ask")
     if "environment" in names and not environment:

@@ -37,6 +37,7 @@ _RESERVED_FOR: Mapping[str, str] = MappingProxyType(
         "engines run in the training processes, which torchrun starts": "worker_cls "
         "worker_extension_cls distributed_executor_backend nnodes node_rank master_addr "
         "master_port device_ids",
+        "a step that is begun ahead would end in the next rollout": "async_scheduling",
         "its log-probs would not be those of the trainer's weights": "quantization "
         "quantization_config allow_deprecated_quantization kv_cache_dtype "
         "kv_cache_dtype_skip_layers",

@@ -90,8 +90,8 @@ class Calculator:
         """The value of the last call, or the verdict on the final answer."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
         calls: list[str] = _CALL.findall(text)
-        if token_ids[-1] != self._tokenizer.eos_token_id:
-            return Observation(reward=0.0)  # cut
+        if token_ids[-1] not in self._tokenizer.all_special_ids:
+            return Observation(reward=0.0)  # cut: every token that ends a turn is a special one
         if calls:
             answer = answer_tokens(self._tokenizer, calculate(calls[-1]))
             return Observation(answer, reward=0.0)  # unless a final answer follows

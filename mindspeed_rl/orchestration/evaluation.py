@@ -12,6 +12,7 @@ from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability import names
+from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_rollout import rollouts_of
 from mindspeed_rl.phases.machine import Phase
@@ -22,6 +23,9 @@ from mindspeed_rl.types import Prompt
 VERDICTS = ("math", "code", "environment", "numeric_match", "exact_match")
 # Seeds of sampled evaluations, apart from those of any attempt of training.
 _ATTEMPT = 1 << 40
+
+
+_FAILED = ("reward/error_rate", "reward/timeout_rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Evaluation:
         seconds: wall time on rank 0.
         num_samples: sampled responses per prompt.
         sampled: ``mean@n`` and ``pass@k`` of those, and their mean reward, by name.
+        error_rate: share of all rewards that raised.
+        timeout_rate: share of all rewards that hit their limit and got its score.
     """
 
     accuracy: float
@@ -48,6 +54,8 @@ class Evaluation:
     seconds: float = 0.0
     num_samples: int = 0
     sampled: Mapping[str, float] = field(default_factory=dict)
+    error_rate: float = 0.0
+    timeout_rate: float = 0.0
 
     def metrics(self, name: str = "") -> dict[str, float]:
         """By metric name; ``name`` is that of the set, if it has one."""
@@ -57,6 +65,8 @@ class Evaluation:
             names.ACCURACY_LENIENT: self.accuracy_lenient,
             "eval/num_prompts": float(self.num_prompts),
             "eval/num_unscored": float(self.num_unscored),
+            "eval/error_rate": self.error_rate,
+            "eval/timeout_rate": self.timeout_rate,
             "eval/time_s": self.seconds,
             **{f"eval/{key}": value for key, value in self.sampled.items()},
         }
@@ -75,9 +85,13 @@ def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
     prompts = dataset[: min(limit, len(dataset))]
     start = time.perf_counter()
     with run.timer.excluded(), run.job.watchdog.phase("evaluate"):
-        samples = _answers(run, prompts, step, 0.0)
+        samples, found = _answers(run, prompts, step, 0.0)
         several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
-        drawn = _answers(run, several, step, flags.rl_eval_temperature) if several else []
+        drawn: list[Sample] = []
+        if several:
+            drawn, more = _answers(run, several, step, flags.rl_eval_temperature)
+            found = found.merge(more)
+        failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
     strict = 0
     for sample in samples:
         text = spoken(run, sample)
@@ -92,13 +106,16 @@ def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
         seconds=time.perf_counter() - start,
         num_samples=flags.rl_eval_samples,
         sampled=sampled_metrics(_verdicts(run, drawn, several), drawn, flags.rl_eval_samples),
+        error_rate=failed[_FAILED[0]],
+        timeout_rate=failed[_FAILED[1]],
     )
 
 
-def _answers(run: RLJob, prompts: Sequence[Prompt], step: int, temperature: float) -> list[Sample]:
+def _answers(
+    run: RLJob, prompts: Sequence[Prompt], step: int, temperature: float
+) -> tuple[list[Sample], MetricSet]:
     settings = run.sampling(temperature)
-    samples, _ = rollouts_of(run, prompts, step, settings, _ATTEMPT, lambda _: nullcontext())
-    return samples
+    return rollouts_of(run, prompts, step, settings, _ATTEMPT, lambda _: nullcontext())
 
 
 def sampled_metrics(

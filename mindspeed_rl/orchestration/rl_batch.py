@@ -187,13 +187,13 @@ def with_advantages(
     Raises:
         FloatingPointError: an advantage is not finite; names samples.
     """
-    if not samples:
-        return batches
     estimator, in_reward = advantage_estimator(run.config), run.config.kl.rl_kl_in_reward
+    metrics = MetricSet({"reward/kl": Mean(0.0, 0.0)}) if in_reward else MetricSet()
+    if not samples:
+        return replace(batches, metrics=batches.metrics.merge(metrics))
     device = run.job.platform.device
     rewards = torch.tensor(rewards_of(run, samples, step))
     index = {s.sample_id: i for i, s in enumerate(samples)}
-    metrics = MetricSet({"reward/kl": Mean(0.0, 0.0)}) if in_reward else MetricSet()
     micro = batches.micro_batches
     penalties: list[torch.Tensor] = []
     if in_reward and run.policy.is_last:

@@ -141,7 +141,8 @@ class Conversations:
     def check_error_rate(self) -> None:
         """Raises `RewardError` when too many environments failed."""
         limit, count = self._run.config.rewards.reward_max_error_rate, len(self._episodes)
-        if self.num_errors > limit * count:
+        enough = 1 / limit if limit else 0.0  # one failure among few ends no run
+        if self.num_errors > limit * max(count, enough):
             raise RewardError(
                 f"--rl-environment {self._run.config.environment.rl_environment}: {self.num_errors}"
                 f" of {count} conversations failed, above --reward-max-error-rate {limit:g}. First "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,12 +23,19 @@ def add_scores(run: RLJob, collected: Collected) -> Collected:
     """The same rollouts with the model's score as a part of their rewards, weighted.
 
     A sample whose rewards abstained still has none (R43). Collective: the world; within TRAIN.
+
+    Raises:
+        FloatingPointError: a score is not finite, on all ranks.
     """
     if run.reward_model is None or not collected.samples:
         return collected
     with run.phases.resident(Owner.REWARD_MODEL):
         samples = as_train_samples(run, collected.samples)
         scores = last_token_values(run, run.reward_model, samples)
+    if bad := [s.sample_id for s, v in zip(samples, scores, strict=True) if not math.isfinite(v)]:
+        raise FloatingPointError(
+            f"--reward-model-hf-checkpoint: the scores of samples {bad[:8]} are not finite"
+        )
     by_id = {s.sample_id: v for s, v in zip(collected.samples, scores, strict=True)}
     weight = run.config.rewards.reward_model_weight
 

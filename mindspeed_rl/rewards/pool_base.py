@@ -16,7 +16,7 @@ from typing import Self
 from mindspeed_rl.rewards.batch import Batch
 from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
-from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, status_rate
+from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class PoolBase(ABC):
         self.options = options
         self._lock = threading.Lock()
         self._notices: tuple[str, ...] = ()
+        self._num_errors = self._num_results = 0  # since the rate was last judged
 
     def __enter__(self) -> Self:
         return self
@@ -172,11 +173,17 @@ class PoolBase(ABC):
         )
 
     def _check_error_rate(self, results: Sequence[RewardResult]) -> None:
-        rate, limit = status_rate(results, "error"), self.options.max_error_rate
-        if rate > limit:
-            errors = [result for result in results if result.status == "error"]
+        """Judges as many samples as a single failure is within the limit of, of several calls."""
+        limit = self.options.max_error_rate
+        enough = 1 / limit if limit else 0.0
+        errors = [result for result in results if result.status == "error"]
+        failed, count = self._num_errors + len(errors), self._num_results + len(results)
+        too_many = bool(errors) and failed > limit * max(count, enough)
+        judged = too_many or count >= enough
+        self._num_errors, self._num_results = (0, 0) if judged else (failed, count)
+        if too_many:
             raise RewardError(
-                f"{len(errors)} of {len(results)} rewards failed ({rate:.1%}), above the limit of "
+                f"{failed} of {count} rewards failed ({failed / count:.1%}), above the limit of "
                 f"{limit:.1%}; fix the reward function or the data. First failure, "
                 f"sample {errors[0].sample_id}:\n{errors[0].detail}"
             )

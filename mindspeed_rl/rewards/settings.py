@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.config.rewards import REMOTE_BACKOFF_S
+
 ROW_REWARDS_KEY = "rewards"
 
 
@@ -41,9 +43,9 @@ class RemoteSettings:
     """
 
     url: str = ""
-    timeout_s: float = 5.0
+    timeout_s: float = 2.0
     retries: int = 3
-    backoff_s: float = 0.2
+    backoff_s: float = REMOTE_BACKOFF_S
     concurrency: int = 8
 
 

@@ -94,6 +94,8 @@ class VllmEngine:
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
+            # A step begun ahead outlives its call: the next request of its number would get it.
+            "async_scheduling": False,
         }
         settings |= backend.cache_settings(kv_cache_bytes, dtype) | backend.settings(options)
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):

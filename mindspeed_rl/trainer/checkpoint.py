@@ -43,6 +43,12 @@ _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 _OPTIMIZER_BYTES = 12
 
 
+_UNUSED = {
+    "reference": "without --ref-update-interval the KL is to the first weights of the run again",
+    "critic": "without --rl-advantage-estimator gae there is none to train",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedState:
     """Where a run starts.
@@ -171,6 +177,11 @@ def load_checkpoint(
     _load_tensors(found.path, engine, with_optimizer, with_rng)
     for role, companion in companions.items():
         notes += _load_companion(found.path, role, companion, record, options)
+    for role in sorted(set(record.companions) - set(companions)):
+        notes.append(
+            f"{found.path} holds a {role} that this run does not take: "
+            + _UNUSED.get(role, "it is left out")
+        )
     if options.finetune:
         notes.append(f"weights of {found.path}; step, optimizer and data order start anew")
         return LoadedState(0, {}, tuple(notes))

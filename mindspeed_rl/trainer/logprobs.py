@@ -53,8 +53,9 @@ class _SelectedLogProbs(torch.autograd.Function):
             dist.all_reduce(top_all, op=dist.ReduceOp.MAX, group=group)
         shift = local_max - top_all
         scale = shift.exp()
-        # a rank that holds only padding has max -inf: its scale is 0 and its sums are 0
-        safe_shift = shift.masked_fill(scale == 0, 0.0)
+        # a rank that holds only padding has max -inf, and sums of 0; one whose logits are so low
+        # that its scale is 0 still has log-probs
+        safe_shift = shift.masked_fill(local_max.isneginf(), 0.0)
         sums[1] = (sums[1] + safe_shift * sums[0]) * scale
         sums[0] *= scale
         sums[2] = (sums[2] + safe_shift).masked_fill(~owned, 0.0)

@@ -51,6 +51,7 @@ def real() -> SimpleNamespace:
     stand_ins.install(*NOT_INSTALLED)
     os.environ.update({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_VERSION": VERSION})
     import vllm_ascend.ascend_config as config
+    import vllm_ascend.patch.worker.patch_process_weights_after_loading  # noqa: F401
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm_ascend.attention.mla_v1 import AscendMLAImpl

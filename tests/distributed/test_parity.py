@@ -139,7 +139,29 @@ def chunked(
     return [picked.detach(), entropy.detach(), *torch.autograd.grad(loss, (hidden, mine))]
 
 
-def chunked_on_two_ranks(world: World) -> dict[tuple[int, int], list[torch.Tensor]]:
+COLD = 60.0  # factor of the logits: one rank's largest may be hundreds below the other's
+
+
+def cold_logprobs(world: World) -> torch.Tensor:
+    """[N] log-probs of a nearly greedy policy."""
+    vocab_size, rows = VOCABULARIES[0]
+    hidden, weight, targets, _ = selection_inputs(vocab_size, rows)
+    picked, _ = selected_logprobs(
+        COLD * hidden,
+        weight[world.rank * rows : (world.rank + 1) * rows],
+        targets,
+        temperature=TEMPERATURE,
+        vocab_size=vocab_size,
+        tp_rank=world.rank,
+        group=dist.group.WORLD,
+        chunk=CHUNKS[0],
+    )
+    return picked
+
+
+def chunked_on_two_ranks(
+    world: World,
+) -> tuple[dict[tuple[int, int], list[torch.Tensor]], torch.Tensor]:
     assert dist.group.WORLD is not None
     results = {}
     for vocab_size, rows in VOCABULARIES:
@@ -151,7 +173,7 @@ def chunked_on_two_ranks(world: World) -> dict[tuple[int, int], list[torch.Tenso
             parts = [torch.empty_like(grad_weight) for _ in range(world.size)]
             dist.all_gather(parts, grad_weight)
             results[vocab_size, chunk] = [picked, entropy, grad_hidden, torch.cat(parts)]
-    return results
+    return results, cold_logprobs(world)
 
 
 def assert_close(
@@ -176,7 +198,7 @@ def test_selection_equals_full_softmax_on_one_rank(
 
 
 def test_selection_equals_full_softmax_on_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(chunked_on_two_ranks, 2, work_dir=tmp_path)
+    (first, cold), (second, _) = run_ranks(chunked_on_two_ranks, 2, work_dir=tmp_path)
     for vocab_size, rows in VOCABULARIES:
         expected = full_softmax(vocab_size, rows)
         assert float(expected[3][vocab_size:].abs().max()) == 0.0
@@ -184,3 +206,10 @@ def test_selection_equals_full_softmax_on_two_ranks(tmp_path: Path) -> None:
             assert_close(first[vocab_size, chunk], expected)
             for a, b in zip(first[vocab_size, chunk], second[vocab_size, chunk], strict=True):
                 assert torch.equal(a, b)
+    vocab_size, rows = VOCABULARIES[0]
+    hidden, weight, targets, _ = selection_inputs(vocab_size, rows)
+    logits = COLD * (hidden.double() @ weight[:vocab_size].double().t()) / TEMPERATURE
+    expected_cold = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    shards = logits[:, :rows].amax(-1) - logits[:, rows:].amax(-1)
+    assert shards.abs().max() > 104, "exp of the difference is 0 in fp32"
+    torch.testing.assert_close(cold.double(), expected_cold, rtol=1e-5, atol=1e-3)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shared_sums import Reduce, on_ranks
 
-from mindspeed_rl.algorithms.advantages import ESTIMATORS, GroupRewards
+from mindspeed_rl.algorithms.advantages import ESTIMATORS, GroupRewards, teaches
 from mindspeed_rl.algorithms.token_advantages import (
     discounted_sums,
     generalized_advantages,
@@ -88,6 +88,13 @@ def test_remax_subtracts_the_greedy_reward() -> None:
         ESTIMATORS["remax"].of_samples(step_of(rows))
 
 
+def test_many_large_equal_rewards_teach_nothing() -> None:
+    """Whose mean in fp32 is another number (R37)."""
+    rewards = torch.full((1, 16), 12345.7)
+    assert not teaches(rewards).any()
+    assert not ESTIMATORS["grpo"].of_samples(GroupRewards(rewards, torch.ones(1, 16))).any()
+
+
 def test_plain_rewards_and_abstentions() -> None:
     found = ESTIMATORS["reinforce_plus_plus"].of_samples(step_of([[1.5], [NAN]]))
     assert found.tolist() == [[1.5], [0.0]]
@@ -100,6 +107,7 @@ def test_plain_rewards_and_abstentions() -> None:
         [0.1, 0.1, 0.1],  # whose mean in fp32 is not 0.1
         [0.1 + 0.2, 0.3, 0.3],
         [1e6, 1e6, 1e6],
+        [12345.7] * 3,
         [0.7, NAN, NAN],
         [NAN, NAN, NAN],
         [-0.0, 0.0, 0.0],

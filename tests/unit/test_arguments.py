@@ -191,14 +191,14 @@ def test_numbers_above_their_maximum_are_refused_for_every_flag():
 
 
 def test_engine_options_are_json_switches_or_text():
-    argv = ["--vllm-block-size", "512", "--vllm_async_scheduling=true", "--vllm-enforce-eager"]
+    argv = ["--vllm-block-size", "512", "--vllm_enable_prefix_caching=true", "--vllm-enforce-eager"]
     argv += ["--vllm-scheduling-policy", "fcfs", "--lr", "1", "--vllm-stream-interval", "-1"]
     argv += ["--vllm-compilation-config", '{"level": 0}', "--vllm-block-size", "8"]
     rest, options = take_vllm_options(argv)
     assert rest == ["--lr", "1"]
     assert options == {
         "block_size": 8,
-        "async_scheduling": True,
+        "enable_prefix_caching": True,
         "enforce_eager": True,
         "scheduling_policy": "fcfs",
         "stream_interval": -1,

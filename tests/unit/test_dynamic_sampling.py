@@ -212,6 +212,13 @@ def test_a_partial_step_has_its_own_denominators(tmp_path: Path) -> None:
     assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
 
 
+def test_a_step_without_a_group_leaves_the_adapted_coefficient(tmp_path: Path) -> None:
+    kl = "--grpo-kl-beta 0.01 --rl-kl-in-reward --rl-kl-target 0.1 --rl-kl-horizon 100"
+    run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0 {kl}")
+    trained(run, collected(run))
+    assert run.kl_beta == 0.01
+
+
 def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) -> None:
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0")
     rollouts = collected(run)

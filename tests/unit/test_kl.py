@@ -82,3 +82,10 @@ def test_the_coefficient_settles_at_its_target() -> None:
             coefficient, 1 / coefficient, target=0.1, horizon=1000, num_samples=200
         )
     assert math.isclose(1 / coefficient, 0.1, rel_tol=1e-2)
+
+
+@pytest.mark.parametrize("num_samples", [1000, 65536])
+def test_the_coefficient_keeps_its_sign(num_samples: int) -> None:
+    """A KL far below its target, and more samples in a step than the horizon."""
+    found = adapted_coefficient(0.1, 1e-6, target=0.1, horizon=1000, num_samples=num_samples)
+    assert found == pytest.approx(0.08)

@@ -92,10 +92,22 @@ def test_nonsense_values_are_errors(value: object) -> None:
     """R43, through the pool."""
     sample = RewardRequest(1, "", "", "", "stop", 1, {"value": value})
     with (
-        RewardPool([f"{USER_FILE}:returns"], num_workers=1) as pool,
+        RewardPool([f"{USER_FILE}:returns"], num_workers=1, max_error_rate=0.0) as pool,
         pytest.raises(RewardError, match=r"reward 'returns' returned"),
     ):
         pool.score([sample])
+
+
+def test_few_samples_are_judged_together_with_the_next() -> None:
+    """One failure in a small call ends no run; as many as in a large one do."""
+    bad, good = make_requests("bad one"), make_requests("good", "good")
+    with RewardPool([f"{USER_FILE}:raises_on_bad"], num_workers=1) as pool:
+        assert [r.status for r in pool.score(bad)] == ["error"]
+        pool.score(good)
+        with pytest.raises(RewardError, match=r"2 of 4 rewards failed"):
+            pool.score(bad)
+        for _ in range(3):
+            pool.score(make_requests("bad one", *["good"] * 19))
 
 
 def test_abstaining_is_no_error() -> None:

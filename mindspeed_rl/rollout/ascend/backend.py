@@ -86,6 +86,7 @@ class AscendBackend:
         }
         if "enforce_eager" in options:
             raise ValueError("--vllm-enforce-eager: use --rollout-graph-mode")
+        _refuse_keys(options.get(_ADDITIONAL))
         return _merged(own, options, "--vllm")
 
     def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
@@ -179,6 +180,22 @@ class AscendBackend:
 
 def _packs(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments[_ADDITIONAL].get("dp_allreduce_on_npu"))
+
+
+_REFUSED_KEYS: Mapping[str, str] = {
+    "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
+    "dynamic_eplb": "experts would move away from where the reshard writes them",
+}
+
+
+def _refuse_keys(additional: object) -> None:
+    """Keys of ``--vllm-additional-config`` that make rollouts wrong, at any depth."""
+    for key, value in additional.items() if isinstance(additional, dict) else ():
+        if value and key in _REFUSED_KEYS:
+            raise ValueError(
+                f"--vllm-additional-config {key}: {_REFUSED_KEYS[key]}; remove the key"
+            )
+        _refuse_keys(value)
 
 
 def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
