@@ -57,8 +57,8 @@ class AdvantageConfig:
     a critic, see --critic-lr, less their mean over all tokens of the step and divided by their
     standard deviation.
 
-    A group of equal rewards has advantages of exactly 0 in all but remax, reinforce_plus_plus and
-    gae.
+    A group of equal rewards has advantages of exactly 0 in all but remax and those that whiten
+    (reinforce_plus_plus, reinforce_plus_plus_baseline, gae).
     """
 
     rl_advantage_estimator: str = flag(

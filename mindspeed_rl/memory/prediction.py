@@ -344,12 +344,12 @@ class MemoryPrediction:
         }
 
     def _graphs(self) -> int:
-        """Captured graphs; the engine runs without unless ``--vllm-enforce-eager false``."""
-        options = self._rl[0].vllm_options
-        if options.get("enforce_eager", True):
+        """Captured graphs: one per size, of ``auto`` and of the engine's own at most so many."""
+        tuning = self._rl[0].engine
+        if tuning.rollout_graph_mode == "eager":
             return 0
-        sizes = options.get("cudagraph_capture_sizes")
-        count = len(sizes) if isinstance(sizes, list) else 1
+        own = not tuning.rollout_graph_sizes or tuning.rollout_graph_sizes == ("auto",)
+        count = tuning.rollout_graph_count if own else len(tuning.rollout_graph_sizes)
         return self.assumptions.graph_bytes * count
 
     def _communicators(self, rank: int) -> Table:

@@ -154,3 +154,17 @@ def test_micro_batches_of_all_updates_wait_together() -> None:
     first, second = (p.training.peak(RANK, p.workload) for p in (whole, quarters))
     assert quarters.workload.num_micro_batches * 4 == whole.workload.num_micro_batches
     assert second.batch == first.batch > 0, "the same samples are prepared for the step"
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("", 0),
+        ("--rollout-graph-mode full-decode --rollout-graph-sizes 8 64", 2),
+        ("--rollout-graph-mode full-decode --rollout-graph-count 5", 5),
+    ],
+)
+def test_graphs_are_those_of_the_flags(flags: str, count: int) -> None:
+    assumptions = MemoryAssumptions(graph_bytes=1 << 20)
+    table = prediction_of(assumptions, *RECOMPUTE, *flags.split()).rank_table(RANK)
+    assert table[MemoryPhase.ROLLOUT].get(Owner.GRAPHS, 0) == count << 20
