@@ -2,7 +2,7 @@
 # The CPU test suite: style, types, then every test that needs no accelerator.
 #
 # usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow a
-#                                                 quarter, another quarter at every commit
+#                                                 sixth, another sixth at every commit
 #        tests/run_tests.sh --all                 everything
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$ROOT"
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" --dev | tail -n 1)"
 export OMP_NUM_THREADS=1
 
-SHARES=4
+SHARES=6
 if [[ "${1:-}" == --all && $# == 1 ]]; then
     SHARES=1
 elif (( $# )); then
@@ -34,6 +34,6 @@ part "$PYTHON" tests/mutations.py --share "$SHARE"
 echo "== ascend: emulated NPUs"
 part env PYTHON="$PYTHON" tests/ascend/run.sh -n 2
 echo "== tests"
-part "$PYTHON" -m pytest -n 2 tests/unit tests/simulated tests/test_*.py
+part "$PYTHON" -m pytest -n 2 --slow-share "$SHARE" tests/unit tests/simulated tests/test_*.py
 part "$PYTHON" -m pytest --durations 15 --slow-share "$SHARE" tests/distributed tests/e2e
 exit "$STATUS"

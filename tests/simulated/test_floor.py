@@ -23,6 +23,7 @@ from support.floor_cases import (
     layouts_of,
 )
 from support.floor_oracle import Rollout, Training
+from support.share import slow_but
 
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import Row
@@ -138,7 +139,7 @@ def test_floors_of_published_models_equal_the_oracle(case: FloorCase) -> None:
     }
 
 
-@pytest.mark.parametrize("case", PUBLISHED, ids=str)
+@pytest.mark.parametrize("case", slow_but(PUBLISHED, (QWEN_7B,)), ids=str)
 def test_received_bytes_of_published_models_equal_the_floor(case: FloorCase) -> None:
     """Whole models; all ranks of worlds up to 16, of the others some of every stage."""
     source, target = layouts_of(case)
@@ -286,7 +287,7 @@ TIED = (
 )
 
 
-@pytest.mark.parametrize("case", (*PUBLISHED, *TIED), ids=str)
+@pytest.mark.parametrize("case", slow_but((*PUBLISHED, *TIED), (QWEN_7B, TIED[-1])), ids=str)
 def test_the_critical_path_is_near_the_busiest_rank(case: FloorCase) -> None:
     """R26: rounds keep everybody busy. Of large worlds ranks of all stages and positions."""
     source, target = layouts_of(case)

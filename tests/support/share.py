@@ -23,7 +23,7 @@ class Share:
         return list(rows)[self.first :: self.count]
 
 
-def slow_but(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+def slow_but(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Parameters of a test of which all but ``quick`` are marked slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from support.published import PUBLISHED
+from support.share import slow_but
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
@@ -51,7 +52,7 @@ def run_on(
     return rl_phases.predict_run(cast(Any, job))
 
 
-@pytest.mark.parametrize("memory_gb", [40, 55, 61, 66, 73, 128])
+@pytest.mark.parametrize("memory_gb", slow_but([40, 55, 61, 66, 73, 128], [61]))
 @pytest.mark.parametrize("machine", ["a3", "h200"])
 def test_a_run_decides_what_its_dry_run_said(
     machine: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch
