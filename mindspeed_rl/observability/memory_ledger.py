@@ -104,7 +104,6 @@ class MemoryLedger:
         self._warned = False
         self.borders: dict[str, Border] = {}
         #: times that the trainer got the device
-        self.num_turns = 0
 
     def at_border(self, state: str) -> None:
         """Note what is on the device now that ``state`` is reached.
@@ -120,7 +119,6 @@ class MemoryLedger:
         if budget is not None and border.device.used_bytes > budget:
             raise MemoryError(self._message(f"{_gib(border.device.used_bytes)} in use", budget))
         if state == "train":
-            self.num_turns += 1
             self._watch(border.residue_bytes)
 
     def require_free(self, num_bytes: int) -> None:

@@ -47,6 +47,7 @@ class RLJob:
     """The parts of an RL run on this rank.
 
     ``version`` counts optimizer updates: it names the weights that sampled a token.
+    ``num_steps`` counts the RL steps that this process has begun to train on.
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
@@ -71,6 +72,7 @@ class RLJob:
     dump: RolloutDump
     kl_beta: float
     version: int = 0
+    num_steps: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None

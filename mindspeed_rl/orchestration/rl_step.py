@@ -91,6 +91,7 @@ def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> Me
     With ``critic_only`` the policy stays as it is.
     """
     run.phases.require(Phase.TRAIN, "update")
+    run.num_steps += 1
     metrics = batches.metrics
     if run.critic is not None:
         shares = [(b.micro_batches, b.denominators) for b in batches.updates]

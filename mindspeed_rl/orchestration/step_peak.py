@@ -41,7 +41,7 @@ def watch_update(run: RLJob, batches: Sequence[PreparedBatch]) -> Iterator[Metri
 
 def _is_due(run: RLJob) -> bool:
     interval = run.config.memory.memory_peak_interval
-    return bool(interval) and (run.ledger.num_turns - 1) % interval == 0
+    return bool(interval) and (run.num_steps - 1) % interval == 0
 
 
 def _predicted(run: RLJob, batches: Sequence[PreparedBatch]) -> int:

@@ -51,7 +51,7 @@ class LogProbHead:
     def __init__(self, module: Any, spec: ModelSpec, temperature: float, chunk: int) -> None:
         self._module = module
         self._spec = spec
-        self._temperature = temperature
+        self.temperature = temperature
         self._chunk = chunk
 
     def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
@@ -67,7 +67,7 @@ class LogProbHead:
             rows[batch.loss_mask],
             self._weight(),
             batch.targets[batch.loss_mask],
-            temperature=self._temperature,
+            temperature=self.temperature,
             vocab_size=self._spec.vocab_size,
             tp_rank=group.rank(),
             group=group if group.size() > 1 else None,

@@ -296,6 +296,7 @@ def trainer_logprobs(
 ) -> list[torch.Tensor]:
     """Log-probs of the trainer at ``temperature``, per request. Collective: the world."""
     from mindspeed_rl.orchestration import training
+    from mindspeed_rl.trainer.heads import LogProbHead
 
     samples = [
         TrainSample(
@@ -307,9 +308,11 @@ def trainer_logprobs(
         for i, (r, c) in enumerate(zip(asked, completions, strict=True))
     ]
     batches = training.local_batches(both.job, both.policy, samples)
-    kept, both.policy.temperature = both.policy.temperature, temperature
+    head = both.policy._head
+    assert isinstance(head, LogProbHead)
+    kept, head.temperature = head.temperature, temperature
     tensors = both.policy.logprobs(batches)
-    both.policy.temperature = kept
+    head.temperature = kept
     mine = {
         sample_id: tensor[b.batch.sequence_of == i]
         for b, tensor in zip(batches, tensors, strict=True)

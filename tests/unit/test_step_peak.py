@@ -40,7 +40,7 @@ def test_on_a_cpu_the_steps_of_the_flag_are_measured(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--memory-peak-interval 3")
     seen = []
     for turn in range(1, 8):
-        run.ledger.num_turns = turn
+        run.num_steps = turn
         found = watched(run)
         if found:
             assert found[MEASURED].value == KEPT and found[PREDICTED].value > KEPT
@@ -50,7 +50,7 @@ def test_on_a_cpu_the_steps_of_the_flag_are_measured(tmp_path: Path) -> None:
 
 def test_without_the_flag_nothing_is_watched(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.ledger.num_turns = 1
+    run.num_steps = 1
     assert watched(run) == MetricSet()
 
 
@@ -67,7 +67,7 @@ def test_an_allocator_that_counts_is_read_at_every_step(tmp_path: Path) -> None:
 def test_the_prediction_is_that_of_the_micro_batches_of_the_step(tmp_path: Path) -> None:
     """Two samples in each of two; three tokens of each are a prompt."""
     run = make_run(tmp_path, "--memory-peak-interval 1")
-    run.ledger.num_turns = 1
+    run.num_steps = 1
     training_memory = predict(run.config, run.plan).training
     for length in (6, 12):
         batches = batches_of(run, length)
