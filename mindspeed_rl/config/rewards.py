@@ -48,7 +48,11 @@ class RewardConfig:
         4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
     )
     reward_max_error_rate: float = flag(
-        0.05, "Stop when a larger share of a batch raises in its reward.", minimum=0.0, maximum=1.0
+        0.05,
+        "Stop when a larger share of the samples raises in its reward; small batches are judged "
+        "together, so that a single failure ends no run.",
+        minimum=0.0,
+        maximum=1.0,
     )
     reward_pool: str = flag(
         "process",

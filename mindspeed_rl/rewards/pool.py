@@ -43,7 +43,8 @@ class RewardPool(PoolBase):
         timeout_score: reward of a sample that ran out of time; ``None`` leaves it out (R43).
         memory_limit_bytes: memory (address space) a worker may use on top of its imports; ``None``
             for no limit.
-        max_error_rate: share of failed samples in one call above which `score` raises.
+        max_error_rate: share of failed samples above which `score` raises, over one call or as many
+            small ones in a row as it takes for a single failure to be within it.
         settings: of the built-in rewards.
 
     Raises:

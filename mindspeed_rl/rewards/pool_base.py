@@ -121,7 +121,8 @@ class PoolBase(ABC):
         samples of that worker are scored by another. What is open at ``batch_timeout_s`` times out.
 
         Raises:
-            RewardError: more than ``max_error_rate`` of the samples failed; workers do not start.
+            RewardError: more than ``max_error_rate`` of the samples failed, of small calls several
+                together; workers do not start.
             RuntimeError: the pool is closed.
         """
         with self.scoring() as scoring:
