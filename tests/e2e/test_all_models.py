@@ -123,10 +123,11 @@ def test_all_models_in_one_run_that_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     whole = run(tmp_path)
     assert sorted(whole) == [1, 2, 3]
-    for row in whole.values():
+    for step, row in whole.items():
         assert 0.5 < row["routing/agreement"] < 1.0, "routers drift, and are replayed"
         assert row["reward/reward_model"] != 0.0 and row["value/loss"] > 0.0
-        for border in ("train", "rollout"):
+        # optimizer states come with the first update
+        for border in ("train", "rollout") if step > 1 else ("rollout",):
             owned = row[f"memory/{border}_owned_bytes"]
             assert owned == row[f"memory/{border}_predicted_bytes"], border
     assert whole[3]["loss/kl"] < 0.5 * whole[2]["loss/kl"], "the reference was refreshed"
