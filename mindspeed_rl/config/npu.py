@@ -35,7 +35,13 @@ class NpuConfig:
         "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
-    npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")
+    npu_deterministic: bool = flag(
+        False,
+        "Deterministic kernels, and collectives that add ranks up in one order (HCCL_DETERMINISTIC "
+        "strict); slower. The environment is set before torch_npu is loaded, and the start of the "
+        "run says what is in force. Results that do not depend on the batch either need vLLM-"
+        "Ascend's batch-invariant operators and VLLM_BATCH_INVARIANT=1.",
+    )
     hccl_group_buffer: str = flag(
         "",
         "MiB of each of the two HCCL buffers of megatron-core's groups, like 'dp:64;tp:200'; the "

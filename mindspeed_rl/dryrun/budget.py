@@ -38,9 +38,15 @@ def device_bytes(config: Config, found_bytes: float) -> int:
     return int(given * _GIB or found_bytes)
 
 
-def usable_bytes(device: int, machine: Machine) -> int:
-    """What predictions may fill of a device: all but the machine's ``reserved_gib``."""
-    return max(0, device - int(machine.reserved_gib * _GIB))
+def usable_bytes(device: int, machine: Machine, taken: int = 0) -> int:
+    """What predictions may fill of a device.
+
+    Args:
+        device: bytes of it that the run may use.
+        machine: driver, runtime and rounding are expected to take its ``reserved_gib``.
+        taken: in use before the run; what of it exceeds ``reserved_gib`` is other processes'.
+    """
+    return max(0, device - max(taken, int(machine.reserved_gib * _GIB)))
 
 
 def assumptions_of(config: Config, machine: Machine) -> MemoryAssumptions:
@@ -56,6 +62,8 @@ def assumptions_of(config: Config, machine: Machine) -> MemoryAssumptions:
         communicator_bytes=int(communicator * _MIB),
         graph_bytes=int(machine.graph_mib * _MIB),
         copies_latent=machine.platform == "npu",
+        # vLLM-Ascend's kernels of latent attention have one size of blocks, vLLM's own on a CPU 16
+        latent_block_tokens=128 if machine.platform == "npu" else 16,
         swap_parts=config.ascend.swap_optimizer_times if swaps_optimizer(config, machine) else 0,
     )
 

@@ -34,6 +34,7 @@ class MemoryAssumptions:
         communicator_bytes: device buffers of one communicator; 0 on CPU.
         graph_bytes: of one captured engine step size.
         copies_latent: see :class:`~mindspeed_rl.memory.engine.EngineMemory`.
+        latent_block_tokens: likewise.
         swap_parts: optimizer state is on the host and passes through the device in so many parts
             (MindSpeed's ``--swap-optimizer``); 0: it is on the device.
         staging_bytes: of a reshard by rank, where the plan is known; else the whole bucket counts.
@@ -46,6 +47,7 @@ class MemoryAssumptions:
     communicator_bytes: int = 0
     graph_bytes: int = 0
     copies_latent: bool = False
+    latent_block_tokens: int = 16
     swap_parts: int = 0
     staging_bytes: Mapping[int, int] = field(default_factory=dict)
 
@@ -305,6 +307,7 @@ class MemoryPrediction:
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.assumptions.rollout_imbalance,
             self.assumptions.copies_latent,
+            self.assumptions.latent_block_tokens,
         )
 
     @property

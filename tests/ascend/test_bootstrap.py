@@ -85,10 +85,18 @@ lazy.__getattr__ = missing
 """
 START = """
 import json, os, sys
+at_import = {{}}
+class Watch:
+    def find_spec(name, *_):
+        if name in ("torch", "torch_npu"):
+            at_import[name] = os.environ.get("HCCL_DETERMINISTIC")
+sys.meta_path.insert(0, Watch)
 sys.argv = ["entry", *{argv!r}]
 {before}
 from mindspeed_rl import bootstrap
-told = bootstrap.prepare_environment({platform!r}, os.environ)
+told = bootstrap.prepare_environment(
+    {platform!r}, os.environ, deterministic="True)" in {setup!r}
+)
 from mindspeed_rl.config.npu import NpuSetup
 {between}
 platform = bootstrap.start({platform!r}, 5, bootstrap.World.from_environment(), {setup})
@@ -106,6 +114,10 @@ if "triton.backends" in sys.modules:
     from triton.backends import backends
     answer["triton"] = backends["nvidia"].driver.is_active()
 answer["environment"] = {{k: v for k, v in os.environ.items() if "HCCL" in k or "ALLOC" in k}}
+answer["at_import"] = at_import
+answer["deterministic"] = torch.are_deterministic_algorithms_enabled()
+from mindspeed_rl.platforms.npu_install import determinism_line
+answer["determinism"] = determinism_line()
 print("ANSWER" + json.dumps(answer))
 os._exit(0)
 """
@@ -174,8 +186,13 @@ def test_the_adaptor_changes_nothing_for_others(stubs: Path) -> None:
         "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64",
         "HCCL_CONNECT_TIMEOUT": "77",
         "HCCL_EXEC_TIMEOUT": "3600",
-        "HCCL_DETERMINISTIC": "true",
+        "HCCL_DETERMINISTIC": "strict",
     }
+    assert found["at_import"] == {"torch": "strict", "torch_npu": "strict"}, "R15"
+    assert found["determinism"] == (
+        "determinism: kernels that vary are refused; HCCL_DETERMINISTIC=strict, "
+        "LCCL_DETERMINISTIC=1, CLOSE_MATMUL_K_SHIFT=1, VLLM_BATCH_INVARIANT=unset"
+    )
     assert found["told"] == [
         "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True,max_split_size_mb:64: expandable_segments "
         "is taken out, the engine's memory pool does not work with it"
@@ -186,6 +203,7 @@ def test_without_mindspeed_torch_npu_answers_for_cuda() -> None:
     """Also where torch was told not to load torch_npu by itself; elsewhere it does."""
     found = answer_of(start(None, argv=("--help",), TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     assert found["platform"] == "npu" and found["seen"] is None
+    assert found["at_import"] == {"torch": None, "torch_npu": None} and not found["deterministic"]
     assert found["compile"] == "torch"
     assert found["jit_fuser"] == "mindspeed_rl.platforms.npu_install"
 

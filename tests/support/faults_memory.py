@@ -169,7 +169,7 @@ MEMORY_MUTATIONS = (
     Mutation(
         "reserved-memory-is-used",
         "dryrun/budget.py",
-        "return max(0, device - int(machine.reserved_gib * _GIB))",
+        "return max(0, device - max(taken, int(machine.reserved_gib * _GIB)))",
         "return device",
         "tests/unit/test_memory_budget.py::test_what_is_reserved_is_taken_from_any_device",
     ),

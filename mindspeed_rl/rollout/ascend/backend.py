@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.offload.storages import as_bytes, storages_of
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
@@ -132,15 +133,17 @@ class AscendBackend:
                 set_expandable_segments(not in_use)
 
         weights = PoolMemory(
-            camem, "weights", worker.wake_up, self._platform, save=True, pool_in_use=pool_in_use
-        )
-        cache = PoolMemory(
             camem,
-            "kv_cache",
+            "weights",
             worker.wake_up,
             self._platform,
-            save=False,
-            zero=kv_tensors(worker.model_runner),
+            save=True,
+            lost=lambda: written_by_updates(model),
+            pool_in_use=pool_in_use,
+        )
+        whole = [as_bytes(s) for s in storages_of(kv_tensors(worker.model_runner))]
+        cache = PoolMemory(
+            camem, "kv_cache", worker.wake_up, self._platform, save=False, lost=lambda: whole
         )
         derived = AscendWeights(model, self.behaviour, process)
         return EngineParts(model, derived, weights, cache, stable_addresses=True)
@@ -178,6 +181,11 @@ class AscendBackend:
             )
 
 
+def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every parameter: the layout, all of which updates write, has these and what they imply."""
+    return [param.data for param in model.parameters()]
+
+
 def _packs(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments[_ADDITIONAL].get("dp_allreduce_on_npu"))
 
@@ -185,6 +193,10 @@ def _packs(arguments: Mapping[str, Any]) -> bool:
 _REFUSED_KEYS: Mapping[str, str] = {
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
     "dynamic_eplb": "experts would move away from where the reshard writes them",
+    "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
+    "on another stream; that a request keeps its own draws was never shown",
+    "multistream_overlap_gate": "it chooses experts on another stream and through other code than "
+    "what updates were run with",
 }
 
 
