@@ -253,11 +253,13 @@ class AscendDouble(VllmEngine):
         worker: of the fakes.
         pool: its memory.
         configuration: what the engine says of itself.
+        formats: what torch_npu says of its parameters, in order.
     """
 
     def __init__(self, layout: VllmLayout, version: str, model_dir: str, **more: Any) -> None:
         self._double_version = version
         self.configuration = SimpleNamespace(weight_nz_mode=0)
+        self.formats = [2] * len(layout.local_shapes(0))
         self.pool = FakePool()
         self.worker = FakeWorker(
             FakeModel(layout, VERSIONS[version], self.pool),
@@ -292,6 +294,7 @@ class AscendDouble(VllmEngine):
                 get_ascend_config=lambda: self.configuration
             ),
             "vllm_ascend.envs": SimpleNamespace(VLLM_ASCEND_ENABLE_NZ=0),
+            "torch_npu": SimpleNamespace(get_npu_format=lambda param: self.formats.pop(0)),
             "vllm.config": SimpleNamespace(set_current_vllm_config=set_current_vllm_config),
             "vllm.model_executor.model_loader.utils": SimpleNamespace(
                 process_weights_after_loading=process

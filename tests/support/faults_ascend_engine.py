@@ -106,8 +106,8 @@ ASCEND_ENGINE_MUTATIONS = (
     Mutation(
         "nz-weights-pass",
         "rollout/ascend/backend.py",
-        "        self._refuse_nz()\n",
-        "",
+        '        if found:\n            raise RuntimeError(\n                f"vLLM-Ascend',
+        '        if False:\n            raise RuntimeError(\n                f"vLLM-Ascend',
         _ENGINE + "test_an_engine_with_nz_weights_is_refused",
     ),
     Mutation(
@@ -144,6 +144,13 @@ ASCEND_ENGINE_MUTATIONS = (
         "[length - 1 for length in response_lengths if length > 1]",
         "[length for length in response_lengths if length > 1]",
         _SIZES + "test_batches_follow_from_lengths",
+    ),
+    Mutation(
+        "graphs-for-the-batch-of-one-rank",
+        "rollout/patches/step_sync.py",
+        "self.running[int(host[:size].max())] += 1",
+        "self.running[int(host[rank])] += 1",
+        "tests/unit/test_step_loop.py::test_batches_are_those_of_the_fullest_rank",
     ),
     Mutation(
         "packed-vector-forgets-who-is-left",

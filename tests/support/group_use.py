@@ -45,9 +45,11 @@ def watched_groups() -> Iterator[set[tuple[str, tuple[int, ...]]]]:
 def used_groups_world(
     world: World, layout: Sequence[str], model: str
 ) -> tuple[set[tuple[str, tuple[int, ...]]], set[tuple[str, tuple[int, ...]]]]:
-    """Groups that this rank used in an RL update, and those that exist."""
+    """Groups that this rank uses in an RL update, and those that are predicted."""
     from support.training_worlds import Case, make_job, make_samples, run_case
 
+    from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
+    from mindspeed_rl.memory.prediction import predict
     from mindspeed_rl.orchestration import training
     from mindspeed_rl.platforms.process_groups import existing_groups
 
@@ -56,5 +58,11 @@ def used_groups_world(
         training.initialize_parallel(job)
         engine = training.build_engine(job, "policy", 1)
         run_case(job, engine, Case("step", loss="on-policy", num_steps=1), make_samples(67))
-    there = {(g.name, g.ranks) for g in existing_groups() if len(g.ranks) > 1}
-    return used, there
+    there = {(group.name, group.ranks) for group in existing_groups()}
+    assert used <= there
+    predicted = {
+        (MEGATRON_GROUPS.get(name, name), ranks)
+        for name, ranks in predict(job.config, job.plan).groups(world.rank).items()
+        if not name.startswith("rollout")
+    }
+    return used, predicted
