@@ -24,6 +24,7 @@ from mindspeed_rl.config.outputs import (
 from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.memory.prediction import predict
+from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
 from mindspeed_rl.observability.progress import RunProgress
@@ -105,6 +106,7 @@ class Report:
             for step, sets in evaluations
         }
         config = run.config
+        self._constant = ConstantRewards(config.rewards.reward_constant_steps)
         results.claim(run.job, start)
         run.logger.truncate_after(start)
         run.dump.truncate_after(start)
@@ -171,6 +173,8 @@ class Report:
         values = reduce_metrics(metrics.merge(times.metrics()).merge(run.ledger.metrics()))
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
+            if told := self._constant.see(values["reward/min"], values["reward/max"]):
+                run.job.say(f"warning: step {step}: {told}")
         values |= derived_mismatch(values)
         tokens = sum(s.response.numel() for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]

@@ -26,7 +26,7 @@ from mindspeed_rl.rollout.ascend.backend import AscendBackend
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("processes")]
 
 VERSION = "0.23.0"
 # Packages that vLLM imports and nothing here uses.

@@ -13,7 +13,9 @@ from support.spawn import run_ranks
 pytestmark = pytest.mark.distributed
 
 LAYOUTS = {
-    "tied stages": ("qwen2-tied", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "tied stages": (
+        "qwen2-tied", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
     "context": ("qwen2-tied", "--context-parallel-size 2 --use-distributed-optimizer"),
     "experts": (
         "qwen3-moe",
