@@ -5,6 +5,8 @@
 #                  and numpy
 #   --doctor       starts the ranks, looks at packages, environment and devices, tries every process
 #                  group of the layout, and ends
+# With ORCHESTRATOR=ray the entry is started once, on any node of a Ray cluster, and Ray starts the
+# ranks of all nodes.
 # What a node prints also goes to $LOG_DIR/node<rank>.log where LOG_DIR is set; the exit code is the
 # one of the run.
 
@@ -64,6 +66,10 @@ launch() {
         mkdir -p "$LOG_DIR"
         # Not a pipe: signals and the exit code stay those of torchrun, which replaces this shell.
         exec > >(exec tee -a -i "$LOG_DIR/node$NODE_RANK.log") 2>&1
+    fi
+    if [[ "${ORCHESTRATOR:-torchrun}" == ray && "$module" != mindspeed_rl.doctor ]]; then
+        exec "$PYTHON" -m "$module" --orchestrator ray --ray-address "${RAY_ADDRESS:-auto}" \
+            --ray-num-nodes "$NNODES" --ray-ranks-per-node "$RANKS_PER_NODE" "${arguments[@]}"
     fi
     exec "$PYTHON" -m torch.distributed.run \
         --nproc-per-node "$RANKS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \

