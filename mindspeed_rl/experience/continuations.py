@@ -30,7 +30,7 @@ def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
     for c in mine:
         packed += (c.sample_id, c.max_tokens, len(c.token_ids), *c.token_ids)
     found = []
-    for integers in _all_gather(torch.tensor(packed, dtype=torch.int64)):
+    for integers, _ in all_gather_pairs(torch.tensor(packed, dtype=torch.int64), torch.zeros(0)):
         values, at = integers.tolist(), 0
         while at < len(values):
             sample_id, max_tokens, length = values[at : at + 3]
@@ -40,15 +40,24 @@ def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
     return sorted(found, key=lambda c: c.sample_id)
 
 
-def _all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
-    """The int64 tensor of every rank, of any length, in rank order: two collectives."""
+def all_gather_pairs(
+    integers: torch.Tensor, floats: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The int64 and the fp32 tensor of every rank, in rank order. Collective: the world.
+
+    Two collectives in all; tensors are on the host, of any length.
+    """
     world = dist.get_world_size()
-    size = torch.tensor([mine.numel()])
+    size = torch.tensor([integers.numel(), floats.numel()])
     sizes = [torch.empty_like(size) for _ in range(world)]
     dist.all_gather(sizes, size)
-    longest = int(torch.stack(sizes).max())
-    padded = torch.zeros(longest, dtype=torch.int64)
-    padded[: mine.numel()] = mine
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return [part[: int(n)] for part, n in zip(parts, sizes, strict=True)]
+    borders = [(8 * n, 8 * n + 4 * m) for n, m in torch.stack(sizes).tolist()]
+    mine = torch.zeros(max(end for _, end in borders), dtype=torch.uint8)
+    message = torch.cat([integers.view(torch.uint8), floats.view(torch.uint8)])
+    mine[: message.numel()] = message
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine)
+    return [
+        (part[:middle].view(torch.int64), part[middle:end].view(torch.float32))
+        for part, (middle, end) in zip(parts, borders, strict=True)
+    ]
