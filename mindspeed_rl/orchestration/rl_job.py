@@ -15,7 +15,8 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.profiler import StepProfiler
@@ -53,6 +54,7 @@ class RLJob:
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
+    ``cache`` keeps the tokens of samples that this rank's engine made.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
     """
@@ -73,6 +75,7 @@ class RLJob:
     logger: RunLogger
     dump: RolloutDump
     profiler: StepProfiler
+    cache: TensorCache
     kl_beta: float
     version: int = 0
     num_steps: int = 0
@@ -178,7 +181,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
-    ledger = open_ledger(job, sharing, engine)
+    cache = TensorCache(job.platform.device)
+    ledger = open_ledger(job, sharing, engine, cache)
     holder: list[RLJob] = []
     phases = build_phases(
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
@@ -200,6 +204,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         environment=environment,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
+        cache=cache,
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
         logger=open_logger(config, rank),
