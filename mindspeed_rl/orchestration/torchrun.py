@@ -97,7 +97,10 @@ def run_entry(
     except ValueError as error:
         _usage_error(prog, error, world, limits or Limits())
     parallel = config.parallel
-    changed = bootstrap.prepare_environment(parallel.platform, os.environ)
+    deterministic = setup is not None and setup.deterministic
+    changed = bootstrap.prepare_environment(
+        parallel.platform, os.environ, deterministic=deterministic
+    )
     bootstrap.quiet_libraries()
     watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, limits)
     try:
