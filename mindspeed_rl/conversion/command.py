@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from mindspeed_rl.checkpoint.hf_writer import SIDE_FILES, config_text
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors
-from mindspeed_rl.checkpoint.resume import RECORD, CheckpointRecord
+from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, CheckpointRecord
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
+from mindspeed_rl.conversion.classic_source import TRACKER
 from mindspeed_rl.conversion.classic_target import plan_classic, run_arguments
 from mindspeed_rl.conversion.distributed_target import plan_distributed
 from mindspeed_rl.conversion.hf_source import open_hf
@@ -47,8 +48,6 @@ from mindspeed_rl.resharding.layouts.checkpoint_files import (
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _QUANTISATION = ("quantization_config",)
-#: in the record of a converted checkpoint: the trainer takes its weights and starts anew
-CONVERTED = "converted_from"
 Say = Callable[[str], None]
 
 
@@ -190,10 +189,7 @@ def _check_flags(options: ConversionOptions, spec: ModelSpec) -> None:
 def _open(options: ConversionOptions, model: _Model) -> Source:
     directory = Path(options.load_dir)
     if options.load_model_type == "hf":
-        if (
-            not any(directory.glob("*.safetensors*"))
-            and (directory / "latest_checkpointed_iteration.txt").exists()
-        ):
+        if not any(directory.glob("*.safetensors*")) and (directory / TRACKER).exists():
             raise ValueError(
                 f"--load-dir {directory} is a Megatron checkpoint: --load-model-type mg"
             )
