@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_rl.checkpoint.resume import RECORD
 from mindspeed_rl.conversion.source import Part, Source
@@ -46,7 +47,8 @@ def key_of(param: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
     match = _LAYER.fullmatch(param)
     if match is None:
         return param, ()
-    layer, tail, position = int(match[1]), match[2], ()
+    layer, tail = int(match[1]), match[2]
+    position: tuple[int, ...] = ()
     if expert := _EXPERT.fullmatch(tail):
         tail, position = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),)
     if stacked:
@@ -71,7 +73,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
     stacked = any(key.startswith("decoder.layers.self_attention.") for key in keys)
     names = replace(told_from(keys, spec), experts="single", mtp=False)
     embedding = keys.get("embedding.word_embeddings.weight")
-    if embedding is None:
+    if not isinstance(embedding, TensorStorageMetadata):
         raise ValueError(f"{folder}: no embedding in it; is it the checkpoint of a language model?")
     layout = whole_layout(spec, names, int(embedding.size[0]))
     shards_of_names = {name: layout.shards(name) for name in layout.hf_shapes}

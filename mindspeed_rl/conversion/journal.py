@@ -118,6 +118,10 @@ class Journal:
         os.rename(self.out, self._target)  # over an empty directory at most
         sync_path(self._target.parent)
 
+    def discard(self) -> None:
+        """Forget what is written: it is wrong."""
+        shutil.rmtree(self._folder)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_rl.conversion.classic_source import (
-    MODEL_FILE,
     TRACKER,
     is_classic,
     iteration_folder,
@@ -14,6 +13,7 @@ from mindspeed_rl.conversion.classic_source import (
 from mindspeed_rl.conversion.distributed_source import is_distributed, open_distributed
 from mindspeed_rl.conversion.source import Source
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.resharding.layouts.checkpoint_files import MODEL_FILE
 
 
 def open_megatron(

@@ -131,9 +131,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_formats(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what")
     add = group.add_argument
-    kinds = {"choices": ("hf", "mg")}
-    add("--load-model-type", default="hf", help="Hugging Face or Megatron [%(default)s].", **kinds)
-    add("--save-model-type", default="mg", help="Hugging Face or Megatron [%(default)s].", **kinds)
+    kinds = ("hf", "mg")
+    for name, default in (("--load-model-type", "hf"), ("--save-model-type", "mg")):
+        add(name, default=default, choices=kinds, help=f"Hugging Face or Megatron [{default}].")
+
     add("--load-dir", required=True, metavar="DIR", help="What is converted; never written to.")
     add("--save-dir", required=True, metavar="DIR", help="What is made; must not exist, or empty.")
     add(

@@ -70,9 +70,18 @@ def convert(
             _run_jobs(source, target, journal, workers, advance)
             _finish(target, journal)
             if check is not None:
-                check(journal.out)
+                _checked(check, journal)
             journal.commit()
         return kept
+
+
+def _checked(check: Callable[[Path], None], journal: Journal) -> None:
+    """Look at the finished files; wrong ones must not be taken up by the next attempt."""
+    try:
+        check(journal.out)
+    except ValueError:
+        journal.discard()
+        raise
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ class StoredTensor:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     assert tensor.is_contiguous()
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:

@@ -25,7 +25,8 @@ import torch
 _ALIGNMENT = 64
 _ZIP64 = 0xFFFFFFFF
 _FOLDER = "archive"
-_REBUILD = torch.empty(0).__reduce_ex__(2)[0]  # the function that torch's own pickles name
+# the function that torch's own pickles name
+_REBUILD: Any = torch.empty(0).__reduce_ex__(2)[0]  # type: ignore[no-untyped-call]
 _STORAGES = {
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
