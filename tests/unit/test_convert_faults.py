@@ -31,6 +31,7 @@ from unit.test_hf_export import largest_file
 from mindspeed_rl.conversion import run
 
 TP2 = ("--target-tensor-parallel-size", "2")
+FOUR = (*TP2, "--target-pipeline-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,7 @@ def convert_in_child(model: Path, target: Path) -> int:
         return child
     try:
         with mock.patch.object(run, "_SYNC_BYTES", 1 << 16):
-            hf_to_mg(
-                model, target, [*TP2, "--target-pipeline-parallel-size", "2", "--workers", "2"]
-            )
+            hf_to_mg(model, target, [*FOUR, "--workers", "2"])
     except BaseException:
         os._exit(1)
     os._exit(0)
@@ -94,7 +93,7 @@ def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(tmp_path: Path) ->
         if journal.exists():
             notes.append(len(journal.read_text().splitlines()))
     if not target.exists():
-        said = hf_to_mg(model, target, [*TP2, "--target-pipeline-parallel-size", "2"])
+        said = hf_to_mg(model, target, FOUR)
         assert any(line.startswith("resumed: ") for line in said)
     assert notes == sorted(notes) and len(set(notes)) > 3, notes
     assert file_bytes(target) == file_bytes(tmp_path / "whole")
@@ -178,7 +177,7 @@ def test_a_full_disk_keeps_what_was_written_and_says_how_to_go_on(
     flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target)
     with (
         largest_file(20_000),
-        pytest.raises(OSError, match=r"--save-dir .*hf: File too large.*free"),
+        pytest.raises(OSError, match=r"hf: File too large.*free space"),
     ):
         convert(*flags)
     assert not target.exists()
@@ -190,9 +189,7 @@ def test_space_is_checked_before_anything_is_written(model: Path, tmp_path: Path
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with (
         mock.patch.object(shutil, "disk_usage", return_value=usage),
-        pytest.raises(
-            OSError, match=r"takes 0\.00 GiB .* and 0\.00 GiB are free.*Nothing was writ"
-        ),
+        pytest.raises(OSError, match=r"takes 0\.00 GiB .* and 0\.00 GiB are free.*Nothing"),
     ):
         hf_to_mg(model, tmp_path / "mg", TP2)
     assert not (tmp_path / "mg").exists()
@@ -217,7 +214,7 @@ def test_verify_finds_a_bit_that_was_lost(model: Path, tmp_path: Path) -> None:
         pytest.raises(ValueError, match="--verify: 1 of 93 tensors differ"),
     ):
         convert(*flags)
-    assert not target.exists()
+    assert not list(tmp_path.iterdir()), "wrong files must not be taken up again"
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -294,9 +291,7 @@ def test_damaged_and_foreign_hf_files(model: Path, tmp_path: Path) -> None:
         hf_to_mg(folder, tmp_path / "mg", TP2)
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float8_e4m3fn)
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight has the element type F8_E4M3 and no"
-    ):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has the element type F8_E4M3 and"):
         hf_to_mg(folder, tmp_path / "mg", TP2)
 
 
@@ -306,9 +301,7 @@ def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path
     weights = hf_tensors(folder)
     weights["model.layers.4.embed_tokens.weight"] += 1
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"layers\.4\.embed_tokens\.weight differs from model\.emb"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.4\.embed_tokens\.weight differs from mod"):
         hf_to_mg(folder, tmp_path / "mg", [*TP2, "--mtp-num-layers", "1"])
 
 
@@ -320,7 +313,7 @@ def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path
     [
         (
             ["--model-type-hf", "qwen3"],
-            "--model-type-hf qwen3: config.json is of a deepseek_v3 mode",
+            "--model-type-hf qwen3: config.json is of a deepseek_v3",
         ),
         (["--model-type-hf", "bloom"], "--model-type-hf bloom is not supported; allowed: llama2,"),
         (["--num-layers", "5"], "--num-layers 5: config.json has 4 layers"),
