@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,10 @@ from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_phases import (
     build_phases,
@@ -72,6 +74,7 @@ class RLJob:
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    profiler: StepProfiler
     cache: TensorCache
     kl_beta: float
     version: int = 0
@@ -122,6 +125,7 @@ class RLJob:
 
     def close(self) -> None:
         """Stop reward workers and close files."""
+        self.profiler.close()
         if self.rewards is not None:
             self.rewards.close()
         self.logger.close()
@@ -203,14 +207,21 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         cache=cache,
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
-        logger=RunLogger(
-            output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir
-        ),
+        logger=open_logger(config, rank),
+        profiler=StepProfiler(config.profiler, job.platform, rank, output),
         dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)
     phases.to_train()
     return result
+
+
+def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
+    """Where metrics go; on rank 0."""
+    logs = config.logging
+    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
+    places = ("jsonl", "tensorboard")
+    return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
 
 
 def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
