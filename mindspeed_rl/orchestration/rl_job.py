@@ -14,7 +14,13 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
+from mindspeed_rl.environments import (
+    EnvironmentFactory,
+    Host,
+    LocalHost,
+    RayHost,
+    resolve_environment,
+)
 from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -53,6 +59,7 @@ class RLJob:
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
+    ``remote_environments`` are those that run elsewhere; on the first rank of each engine only.
     """
 
     job: Job[RLRunConfig, RLPlan]
@@ -77,6 +84,7 @@ class RLJob:
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
     environment: EnvironmentFactory | None = None
+    remote_environments: RayHost | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -117,8 +125,17 @@ class RLJob:
             stop_token_ids(self.tokenizer, self.plan),
         )
 
+    def environments(self) -> Host:
+        """Where the environments of new conversations live."""
+        if self.remote_environments is not None:
+            return self.remote_environments
+        assert self.environment is not None
+        return LocalHost(self.environment, self.tokenizer)
+
     def close(self) -> None:
-        """Stop reward workers and close files."""
+        """Stop reward workers and environments, and close files."""
+        if self.remote_environments is not None:
+            self.remote_environments.close()
         if self.rewards is not None:
             self.rewards.close()
         self.logger.close()
@@ -159,6 +176,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     environment = resolve_environment(name) if name else None
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
+    num_hosts = config.environment.rl_environment_ray_workers if leads else 0
+    remote_environments = RayHost(name, tokenizer, num_hosts) if num_hosts else None
     stop_token_ids(tokenizer, plan)
     prompts, eval_sets = load_data(config.prompts, tokenizer, progress=rank == 0)
     check_row_rewards(config, specs, [prompts, *eval_sets.values()])
@@ -194,6 +213,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         phases=phases,
         ledger=ledger,
         environment=environment,
+        remote_environments=remote_environments,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
         kl_beta=config.rl.grpo_kl_beta,
