@@ -97,12 +97,12 @@ def run_entry(
         parsed = parse(run_type, arguments, prog)
         config = parsed.config
         launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
-        check_launch(launch, os.environ, prog)
         in_ray = launch.orchestrator == "ray"
         num_ranks = launch.num_ranks if in_ray else world.size
         if isinstance(config, RLRunConfig | PretrainRunConfig):
             if config.dry_run.rl_dry_run:
                 sys.exit(_dry_run(config, parsed, world, num_ranks if in_ray else None))
+            check_launch(launch, os.environ, prog)
             if in_ray or "RANK" in os.environ:
                 _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
         if not in_ray:

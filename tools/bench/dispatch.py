@@ -34,8 +34,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ in ("__main__", "__mp_main__"):
@@ -44,6 +45,9 @@ if __name__ in ("__main__", "__mp_main__"):
 
 from bench.dispatch_fit import Plane, Point, fit  # noqa: E402
 from bench.dispatch_report import fits, growth, predictions, table  # noqa: E402
+
+if TYPE_CHECKING:
+    from bench.dispatch_ways import Batch
 
 CONTROLLER = ("controller zero-copy", "controller torch.save")
 STORE_SPARE_BYTES = 128 << 20
@@ -140,15 +144,12 @@ def in_ray(workers: int, args: argparse.Namespace) -> list[Measured]:
         for megabytes in args.megabytes:
             batch = Batch(workers, megabytes)
             for way in CONTROLLER:
-                saved = way.endswith("torch.save")
-                measure(
-                    way, batch, MOVE, lambda b, s=saved: serially(ray, actors, b, saved_by_torch=s)
-                )
+                by_torch = way.endswith("torch.save")
+                measure(way, batch, MOVE, partial(serially, ray, actors, by_torch))
             for name, shift in (("agree", AGREE), ("move", MOVE)):
                 measure(
-                    f"ray with cache, {name}", batch, shift,
-                    lambda b, s=shift: ordered(ray, actors, b, s),
-                )  # fmt: skip
+                    f"ray with cache, {name}", batch, shift, partial(ordered, ray, actors, shift)
+                )
     return found
 
 
@@ -160,7 +161,7 @@ class Handover:
     skew_s: float
 
 
-def as_measured(way: str, batch: Any, runs: Sequence[Handover]) -> Measured:
+def as_measured(way: str, batch: Batch, runs: Sequence[Handover]) -> Measured:
     """All repeats of a way."""
     return Measured(
         way, batch.workers, batch.megabytes, [r.seconds for r in runs], [r.skew_s for r in runs]
@@ -186,7 +187,7 @@ def local_ray(workers: int, megabytes: int) -> Iterator[Any]:
         ray.shutdown()
 
 
-def serially(ray: Any, actors: Sequence[Any], batch: Any, *, saved_by_torch: bool) -> Handover:
+def serially(ray: Any, actors: Sequence[Any], saved_by_torch: bool, batch: Batch) -> Handover:
     """Through the controller: fetch, join, cut, send to one worker after the other."""
     import io
 
@@ -212,7 +213,7 @@ def serially(ray: Any, actors: Sequence[Any], batch: Any, *, saved_by_torch: boo
     return Handover(max(done) - began, max(done) - min(done))
 
 
-def ordered(ray: Any, actors: Sequence[Any], batch: Any, shift: int) -> Handover:
+def ordered(ray: Any, actors: Sequence[Any], shift: int, batch: Batch) -> Handover:
     """By an order of a few bytes to every worker."""
     began = time.monotonic()
     times = ray.get([actor.redistribute.remote(batch, shift) for actor in actors])

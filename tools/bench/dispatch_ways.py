@@ -88,7 +88,6 @@ class Worker:
         self._cache = TensorCache(torch.device("cpu"))
         self._made: Payload = {}
         self._taken: dict[str, list[torch.Tensor]] = {}
-        self._sent = 0
         self._layout = ParallelLayout.build(world=world, stages=even_stages(1, 1))
 
     def join(self, store: str) -> None:
@@ -152,17 +151,12 @@ class Worker:
         moved.run(wire)
         mine = batch.of_worker((self.rank - shift) % self.world)
         self._taken = {c.name: [moved.read(i, c) for i in mine] for c in (TOKENS, LOGPROBS)}
-        self._sent = wire.sent_bytes
         return began, time.monotonic()
 
     def spmd(self, batch: Batch, shift: int) -> tuple[float, float]:
         """The same, begun together without a controller. Collective."""
         dist.barrier()
         return self.redistribute(batch, shift)
-
-    def sent_bytes(self) -> int:
-        """Of the last redistribution."""
-        return self._sent
 
     def check(self, batch: Batch, shift: int) -> None:
         """Whether this worker has what the next stage wants, bit for bit."""
@@ -178,10 +172,11 @@ class Worker:
         outgoing = torch.ones(share, dtype=torch.int32)
         incoming = torch.empty_like(outgoing)
         to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        sizes = [[share * (rank == peer) for rank in range(self.world)] for peer in (source, to)]
+        received = [share * (rank == source) for rank in range(self.world)]
+        sent = [share * (rank == to) for rank in range(self.world)]
         dist.barrier()
         began = time.monotonic()
-        dist.all_to_all_single(incoming, outgoing, *sizes)
+        dist.all_to_all_single(incoming, outgoing, received, sent)
         return began, time.monotonic()
 
 
