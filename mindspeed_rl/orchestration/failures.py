@@ -72,6 +72,11 @@ class Failure:
         return f"the job ends: rank {self.blamed.rank} in phase {self.phase}: {self.text}"
 
     @property
+    def with_stacks(self) -> bool:
+        """Whether every rank that reads of it dumps its stacks."""
+        return self.kind in ("hang", "silent")
+
+    @property
     def exit_code(self) -> int:
         """2 for a mistake of the user, as argparse does."""
         return 2 if self.kind == "usage" else 1

@@ -49,11 +49,13 @@ class RunEnded(Exception):
     Args:
         text: for the user.
         exit_code: of the command.
+        with_stacks: every rank that reads of the failure dumps its stacks.
     """
 
-    def __init__(self, text: str, exit_code: int = 1) -> None:
+    def __init__(self, text: str, exit_code: int = 1, *, with_stacks: bool = False) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+        self.with_stacks = with_stacks
 
 
 @dataclass
@@ -174,7 +176,8 @@ class Ranks:
     def _raise_told(self) -> None:
         told = self._board.told()
         if told is not None:
-            raise RunEnded(f"{told.trace}{self._prog}: {told}", told.exit_code)
+            text = f"{told.trace}{self._prog}: {told}"
+            raise RunEnded(text, told.exit_code, with_stacks=told.with_stacks)
 
 
 def drive(
@@ -248,6 +251,10 @@ def _drive(
             stage = ranks.go_on(stage)
         ranks.leave()
         print(f"control by Ray: {ranks.traffic}", flush=True)
+    except RunEnded as ended:
+        if ended.with_stacks:
+            time.sleep(2 * limits.interval_s)
+        raise
     finally:
         ranks.kill()
         ray.util.remove_placement_group(group)

@@ -338,7 +338,7 @@ class Watchdog:
         teller, here = failure.teller, self._me
         if teller == here or (teller.node != here.node and self._world.local_rank == 0):
             self._print(failure)
-        if failure.kind in ("hang", "silent"):
+        if failure.with_stacks:
             print(f"stacks of rank {here.rank}:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
         blamed = failure.blamed

@@ -32,6 +32,7 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),
     "raise": _raise,
+    "sleep": lambda: time.sleep(3600),
 }
 
 

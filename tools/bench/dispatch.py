@@ -16,10 +16,10 @@ they were made; ``move``: all of them on the next worker. Seconds: from the firs
 last worker has its samples in its own memory. Start skew: from the first worker that has them to
 the last. Medians. ``bare``: one all-to-all of the same bytes.
 
-The plane seconds = a + b B + c W is fitted to the medians, B in MB (2^20 bytes) of all samples
-together, with 95 % intervals. Predicted seconds are the plane's, far outside of what was measured:
-for one host that serialises, and for workers with a core each. The last line is RESULT and a JSON
-object. Needs the extra ray.
+The plane seconds = a + b B + c W is fitted to the medians (and to those of the start skew), B in MB
+(2^20 bytes) of all samples together, with 95 % intervals. Predicted seconds are the plane's, far
+outside of what was measured: for one host that serialises, and for workers with a core each. The
+last line is RESULT and a JSON object. Needs the extra ray.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -63,11 +63,6 @@ class Measured:
     seconds: list[float]
     skew_s: list[float]
 
-    @property
-    def point(self) -> Point:
-        """Of the median."""
-        return Point(self.workers, self.megabytes, statistics.median(self.seconds))
-
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -96,28 +91,41 @@ def main() -> None:
         measured += in_ray(workers, args)
         measured += in_spmd(workers, args)
         print(f"W {workers} measured", file=sys.stderr, flush=True)
-    points: dict[str, list[Point]] = {}
+    seconds: dict[str, list[Point]] = {}
+    skews: dict[str, list[Point]] = {}
     for m in measured:
-        points.setdefault(m.way, []).append(m.point)
-    points["controller"] = [
-        min(pair, key=lambda p: p.seconds)
-        for pair in zip(*(points[way] for way in CONTROLLER), strict=True)
-    ]
-    skews = {
-        m.way: [statistics.median(n.skew_s) for n in measured if n.way == m.way] for m in measured
-    }
-    print("\n".join(table(points, skews, memcpy)))
-    planes: dict[str, Plane] = {}
+        for found, values in ((seconds, m.seconds), (skews, m.skew_s)):
+            point = Point(m.workers, m.megabytes, statistics.median(values))
+            found.setdefault(m.way, []).append(point)
+    seconds["controller"], skews["controller"] = faster(seconds, skews)
+    print("\n".join(table(seconds, skews, memcpy)))
+    planes: dict[str, dict[str, Plane]] = {}
     if len(args.workers) > 1 and len(args.megabytes) > 1:
-        planes = {way: fit(found) for way, found in points.items()}
-        print("\n".join(["", *fits(planes), "", *growth(points), "", *predictions(planes)]))
+        for name, points in (("seconds", seconds), ("start skew", skews)):
+            planes[name] = {way: fit(found) for way, found in points.items()}
+            print("\n".join(["", *fits(name, planes[name])]))
+        print("\n".join(["", *growth(seconds), "", *predictions(planes["seconds"])]))
     result = {
         "memcpy_bytes_per_s": memcpy,
         "cpus": len(os.sched_getaffinity(0)),
         "measured": [asdict(m) for m in measured],
-        "planes": {way: asdict(plane) for way, plane in planes.items()},
+        "planes": {
+            name: {way: asdict(plane) for way, plane in found.items()}
+            for name, found in planes.items()
+        },
     }
     print("RESULT", json.dumps(result))
+
+
+def faster(
+    seconds: Mapping[str, Sequence[Point]], skews: Mapping[str, Sequence[Point]]
+) -> tuple[list[Point], list[Point]]:
+    """Of the controller's two ways the faster one at each point: seconds and start skew."""
+    places = range(len(seconds[CONTROLLER[0]]))
+    best = [min(CONTROLLER, key=lambda way, i=i: seconds[way][i].seconds) for i in places]  # type: ignore[misc]
+    return [seconds[way][i] for i, way in enumerate(best)], [
+        skews[way][i] for i, way in enumerate(best)
+    ]
 
 
 def in_ray(workers: int, args: argparse.Namespace) -> list[Measured]:

@@ -47,7 +47,7 @@ class Practice:
 
 
 def table(
-    points: Mapping[str, Sequence[Point]], skews: Mapping[str, Sequence[float]], memcpy: float
+    points: Mapping[str, Sequence[Point]], skews: Mapping[str, Sequence[Point]], memcpy: float
 ) -> list[str]:
     """Seconds and start skew of every way at every W and B."""
     lines = [
@@ -57,7 +57,7 @@ def table(
     for way, found in points.items():
         for i, p in enumerate(found):
             speed = p.megabytes * MB / p.seconds / memcpy
-            skew = f"{1e3 * skews[way][i]:8.1f}" if way in skews else " " * 8
+            skew = f"{1e3 * skews[way][i].seconds:8.1f}"
             share = f"{speed:9.1%}" if way.startswith("controller") else ""
             lines.append(
                 f"{way:>22} {p.workers:3} {p.megabytes:5g} {p.seconds:8.4f} {skew} {share}"
@@ -65,9 +65,9 @@ def table(
     return lines
 
 
-def fits(planes: Mapping[str, Plane]) -> list[str]:
-    """One line per way."""
-    lines = ["seconds = a + b B + c W, 95 % intervals:"]
+def fits(name: str, planes: Mapping[str, Plane]) -> list[str]:
+    """One line per way; ``name``: of what was fitted."""
+    lines = [f"{name} = a + b B + c W, 95 % intervals:"]
     for way, plane in planes.items():
         b = plane.per_megabyte_s
         verdict = "b is not distinguishable from 0" if b.is_zero else "b is not 0"
