@@ -84,23 +84,20 @@ def unpack_rollouts(integers: torch.Tensor, floats: torch.Tensor, num_parts: int
     scores, logprobs = floats[: count * (1 + num_parts)], floats[count * (1 + num_parts) :]
     table = rows.view(count, _HEADER).tolist()
     lengths = [row[2] for row in table]
+    masks: Sequence[torch.Tensor | None] = [None] * count
+    if bool((tokens < 0).any()):
+        masks = [None if bool(m.all()) else m for m in torch.split(tokens >= 0, lengths)]
+        tokens = torch.where(tokens < 0, ~tokens, tokens)
     return [
         Sample(
-            sample_id,
-            prompt,
-            torch.where(response < 0, ~response, response),
-            logp,
-            bool(stopped),
-            version,
-            reward,
-            tuple(parts),
-            None if bool((response >= 0).all()) else response >= 0,
+            sample_id, prompt, response, logp, bool(stopped), version, reward, tuple(parts), mask
         )
-        for (sample_id, prompt, _, stopped, version), (reward, *parts), response, logp in zip(
+        for (sample_id, prompt, _, stopped, version), (reward, *parts), response, logp, mask in zip(
             table,
             scores.view(count, 1 + num_parts).tolist(),
             torch.split(tokens, lengths),
             torch.split(logprobs, lengths),
+            masks,
             strict=True,
         )
     ]

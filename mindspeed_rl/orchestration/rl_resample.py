@@ -127,7 +127,7 @@ def fill_step(run: RLJob, draw: Callable[[int, int], list[Group]]) -> Filled:
 def numbered(groups: Sequence[Group]) -> list[Sample]:
     """The samples of all groups, numbered by their place in the step."""
     samples = [s for group in groups for s in group]
-    return [replace(s, sample_id=i) for i, s in enumerate(samples)]
+    return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]
 
 
 def surplus_state(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
