@@ -66,8 +66,8 @@ class GroupWire:
 
     def __init__(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> None:
         self._group_of = group_of
-        #: words that went to other ranks, and collectives, since the beginning
-        self.sent_words = 0
+        #: what went to other ranks, and in how many collectives, since the beginning
+        self.sent_bytes = 0
         self.num_collectives = 0
 
     def exchange(
@@ -77,7 +77,7 @@ class GroupWire:
         incoming = outgoing.new_empty(sum(received))
         group = self._group_of(leg.axis)
         dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=group)
-        self.sent_words += sum(sent)
+        self.sent_bytes += WORD_BYTES * sum(sent)
         self.num_collectives += 1
         return incoming
 

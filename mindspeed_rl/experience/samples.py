@@ -32,6 +32,10 @@ class SampleKey:
     number: int
 
 
+#: of samples that no cache keeps, such as those of an evaluation
+UNCACHED = SampleKey(-1, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A finished sample as every rank knows it.
@@ -60,7 +64,7 @@ class Sample:
     reward: float
     parts: tuple[float, ...] = ()
     verdicts: tuple[float, ...] = ()
-    key: SampleKey = SampleKey(0, 0)
+    key: SampleKey = UNCACHED
 
 
 def exchange_table(

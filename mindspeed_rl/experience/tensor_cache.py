@@ -107,7 +107,7 @@ class TensorCache:
 
     def put_one(self, column: Column, key: SampleKey, version: int, values: torch.Tensor) -> None:
         """Store a tensor that is on the device already; see :meth:`put`."""
-        assert values.dtype is column.dtype and values.device == self.device, column
+        assert values.dtype is column.dtype and values.device.type == self.device.type, column
         if key.step > self.step:
             raise RuntimeError(f"{_name(column, key)}: step {key.step} has not begun")
         entry = self._entries.setdefault((column.name, key), {})

@@ -21,7 +21,8 @@ from mindspeed_rl.environments import (
     RayHost,
     resolve_environment,
 )
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.rollout_dump import RolloutDump
@@ -57,6 +58,7 @@ class RLJob:
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
+    ``cache`` keeps the tokens of samples that this rank's engine made.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
     ``remote_environments`` are those that run elsewhere; on the first rank of each engine only.
@@ -77,6 +79,7 @@ class RLJob:
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    cache: TensorCache
     kl_beta: float
     version: int = 0
     num_steps: int = 0
@@ -176,8 +179,6 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     environment = resolve_environment(name) if name else None
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
-    num_hosts = config.environment.rl_environment_ray_workers if leads else 0
-    remote_environments = RayHost(name, tokenizer, num_hosts) if num_hosts else None
     stop_token_ids(tokenizer, plan)
     prompts, eval_sets = load_data(config.prompts, tokenizer, progress=rank == 0)
     check_row_rewards(config, specs, [prompts, *eval_sets.values()])
@@ -193,7 +194,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
-    ledger = open_ledger(job, sharing, engine)
+    cache = TensorCache(job.platform.device)
+    ledger = open_ledger(job, sharing, engine, cache)
     holder: list[RLJob] = []
     phases = build_phases(
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
@@ -213,9 +215,10 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         phases=phases,
         ledger=ledger,
         environment=environment,
-        remote_environments=remote_environments,
+        remote_environments=_remote_environments(config, tokenizer) if leads else None,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
+        cache=cache,
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
         logger=RunLogger(
@@ -226,6 +229,12 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     holder.append(result)
     phases.to_train()
     return result
+
+
+def _remote_environments(config: RLRunConfig, tokenizer: PreTrainedTokenizerBase) -> RayHost | None:
+    flags = config.environment
+    workers = flags.rl_environment_ray_workers
+    return RayHost(flags.rl_environment, tokenizer, workers) if workers else None
 
 
 def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
