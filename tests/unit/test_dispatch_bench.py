@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from bench.dispatch_fit import Estimate, Plane, Point, fit, student_t
-from bench.dispatch_report import Practice, fits, growth, predictions, table
+from bench.dispatch_report import PREDICTED, Practice, fits, growth, predictions, table
 from bench.dispatch_ways import NUM_SAMPLES, TOKEN_BYTES, Batch, cut, joined
 
 GRID = [(w, b) for w in (2, 4, 8, 16) for b in (16, 64, 256)]
@@ -72,14 +72,14 @@ def test_growth_is_over_equal_shares() -> None:
 
 def test_predictions_are_named_so_and_stand_beside_what_was_published() -> None:
     plane = Plane(Estimate(0.1, 0.0), Estimate(0.002, 0.0), Estimate(0.01, 0.0))
-    ways = ("controller", "ray with cache, agree", "ray with cache, move")
-    planes = dict.fromkeys((*ways, "spmd, agree", "spmd, move"), plane)
+    planes = dict.fromkeys(PREDICTED, plane)
     practice = Practice()
-    text = predictions(planes, practice)
+    text = predictions(planes, planes, practice)
     assert text[0].startswith("PREDICTED for 256 workers, 8192 samples of at most 3072 tokens")
+    assert all(published in text[0] for published in ("57 s", "73 s", "< 1 s", "~5 s"))
     seconds = 0.1 + 0.002 * practice.dispatched_mb + 2.56
-    assert f"controller: {seconds:.0f} s" in text[1] and "57 s" in text[1] and "73 s" in text[1]
-    assert "2.7 s. Published: < 1 s" in text[2], "nothing moves: bytes do not matter"
+    assert f"controller: start skew {seconds:.1f} s, hand-over {seconds:.1f} s" in text[1]
+    assert "agree: start skew 2.7 s" in text[2], "nothing moves: bytes do not matter"
     assert practice.dispatched_mb == pytest.approx(8192 * 3072 * 36 * 32 / 2**20)
 
 

@@ -104,7 +104,8 @@ def main() -> None:
         for name, points in (("seconds", seconds), ("start skew", skews)):
             planes[name] = {way: fit(found) for way, found in points.items()}
             print("\n".join(["", *fits(name, planes[name])]))
-        print("\n".join(["", *growth(seconds), "", *predictions(planes["seconds"])]))
+        predicted = predictions(planes["seconds"], planes["start skew"])
+        print("\n".join(["", *growth(seconds), "", *predicted]))
     result = {
         "memcpy_bytes_per_s": memcpy,
         "cpus": len(os.sched_getaffinity(0)),

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from bench.dispatch_fit import Plane, Point
 
 MB = 2**20
+PREDICTED = (
+    "controller",
+    "ray with cache, agree",
+    "ray with cache, move",
+    "spmd, agree",
+    "spmd, move",
+)
 MOVING = ("controller", "ray with cache, move", "spmd, move", "bare")
 
 
@@ -92,20 +99,23 @@ def growth(points: Mapping[str, Sequence[Point]]) -> list[str]:
     return lines
 
 
-def predictions(planes: Mapping[str, Plane], practice: Practice | None = None) -> list[str]:
-    """The planes at the published run's size; beside its seconds."""
+def predictions(
+    seconds: Mapping[str, Plane], skews: Mapping[str, Plane], practice: Practice | None = None
+) -> list[str]:
+    """The planes at the published run's size, beside the start skews that it has published."""
     run = practice or Practice()
     cores = len(os.sched_getaffinity(0))
-    controller = planes["controller"].at(run.workers, run.dispatched_mb)
     lines = [
         f"PREDICTED for {run.workers} workers, {run.samples} samples of at most {run.response} "
-        "tokens:",
-        f"  controller: {controller:.0f} s for {run.dispatched_mb / 1024:.1f} GB, each part to "
-        f"{run.replicas} workers. Published: 57 s (reference), 73 s (update)",
+        f"tokens; {run.dispatched_mb / 1024:.1f} GB through the controller, each part to "
+        f"{run.replicas} workers. Published start skew: 57 s (reference), 73 s (update) with the "
+        "controller, < 1 s and ~5 s with its TensorCache",
     ]
-    for way in ("ray with cache, agree", "ray with cache, move", "spmd, agree", "spmd, move"):
+    for way in PREDICTED:
         # W workers share the cores of this machine; there each has its own
         megabytes = run.worker_mb * cores if way.endswith("move") else 0.0
-        seconds = planes[way].at(run.workers, megabytes)
-        lines.append(f"  {way}: {seconds:.1f} s. Published: < 1 s, ~5 s")
+        if way == "controller":
+            megabytes = run.dispatched_mb
+        total, skew = (planes[way].at(run.workers, megabytes) for planes in (seconds, skews))
+        lines.append(f"{way:>22}: start skew {skew:.1f} s, hand-over {total:.1f} s")
     return lines
