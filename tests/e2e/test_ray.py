@@ -87,6 +87,7 @@ def joining(address: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> None:
     """Ten times the data: the same messages, to the byte."""
     ended = run(folder, [*joining(address), "--rollout-max-response-length", "60"])
@@ -101,8 +102,8 @@ def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> N
 
 
 def test_an_exception_of_a_rank_ends_the_run_with_its_traceback(folder: Path, address: str) -> None:
-    """Its peer is inside a collective; the cluster, which others use, stays."""
-    ended = run(folder, joining(address), DRIVER_FAULT="1:train:2:raise")
+    """Its peer, on another node, is inside a collective."""
+    ended = run(folder, joining(address), MINDSPEED_RL_TEST_FAULT="1:train:2:raise")
     assert ended.returncode == 1
     assert ended.stderr.count("RuntimeError: planted fault") >= 2, (
         "in the traceback and in the line"
@@ -112,8 +113,9 @@ def test_an_exception_of_a_rank_ends_the_run_with_its_traceback(folder: Path, ad
     assert last in ended.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_what_it_did(folder: Path, address: str) -> None:
-    ended = run(folder, joining(address), DRIVER_FAULT="1:rollout:2:kill")
+    ended = run(folder, joining(address), MINDSPEED_RL_TEST_FAULT="1:rollout:2:kill")
     assert ended.returncode == 1
     assert "the job ends: rank 1 is gone (rollout in step 2)" in ended.stderr
     assert "worker process has died" in ended.stderr, "what Ray knows about it"

@@ -1,6 +1,6 @@
 """A small run in Ray: the real command, controller, actors, watchdog, with other work.
 
-``python tests/support/ray_driver.py FLAGS``; ``DRIVER_FAULT`` is ``rank:stage:step:action``: what
+``python tests/support/ray_driver.py FLAGS``; ``MINDSPEED_RL_TEST_FAULT`` is ``rank:stage:step:action``: what
 happens on that rank in that stage.
 """
 
@@ -43,7 +43,7 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
 
     from mindspeed_rl.rewards import RewardPool, RewardRequest
 
-    where, stage, step, action = os.environ.get("DRIVER_FAULT", ":::").split(":")
+    where, stage, step, action = os.environ.get("MINDSPEED_RL_TEST_FAULT", ":::").split(":")
     length = job.config.rollout.rollout_max_response_length
     values = torch.arange(64 * length, dtype=torch.float32)
     job.say(f"ranks {dist.get_world_size()}")
