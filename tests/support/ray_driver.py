@@ -1,7 +1,7 @@
 """A small run in Ray: the real command, controller, actors, watchdog, with other work.
 
-``python tests/support/ray_driver.py FLAGS``; ``MINDSPEED_RL_TEST_FAULT`` is ``rank:stage:step:action``: what
-happens on that rank in that stage.
+``python tests/support/ray_driver.py FLAGS``; ``MINDSPEED_RL_TEST_FAULT`` is
+``rank:stage:step:action``: what happens on that rank in that stage.
 """
 
 from __future__ import annotations
