@@ -33,7 +33,8 @@ _FORWARDED = (
     "ASCEND_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "HF_", "LCCL_", "MINDSPEED_", "NCCL_",
     "OMP_", "PYTORCH_", "TASK_QUEUE_", "TORCH_", "TRANSFORMERS_", "VLLM_",
 )  # fmt: skip
-_NEVER_FORWARDED = frozenset(variable for _, variable in DEVICES.values())
+_VISIBLE = frozenset(variable for _, variable in DEVICES.values())
+_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # Ray shows what it is given
 _RAY_SETTINGS = {
     "RAY_DEDUP_LOGS": "0",  # equal lines of two ranks are two lines
     "RAY_COLOR_PREFIX": "0",
@@ -79,7 +80,9 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     found = {
         name: value
         for name, value in environ.items()
-        if name.startswith(_FORWARDED) and name not in _NEVER_FORWARDED
+        if name.startswith(_FORWARDED)
+        and name not in _VISIBLE
+        and not name.upper().endswith(_SECRET)
     }
     found["PYTHONPATH"] = worker_environment(environ)["PYTHONPATH"]
     found.setdefault("OMP_NUM_THREADS", "1")  # Ray would set it to the CPUs of the actor
@@ -99,7 +102,7 @@ def cluster(launch: LaunchConfig, num_cpus: int) -> Iterator[Any]:
     ray = import_ray()
     address = launch.ray_address or os.environ.get("RAY_ADDRESS", "")
     variables = forwarded(os.environ)
-    variables |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in sorted(_NEVER_FORWARDED)}
+    variables |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in sorted(_VISIBLE)}
     common = {
         "runtime_env": {"env_vars": variables},
         "logging_level": logging.WARNING,

@@ -73,8 +73,8 @@ RAY_MUTATIONS = (
     Mutation(
         "devices-of-the-driver-for-every-node",
         "orchestration/ray_cluster.py",
-        "if name.startswith(_FORWARDED) and name not in _NEVER_FORWARDED",
-        "if name.startswith(_FORWARDED)",
+        "        and name not in _VISIBLE\n",
+        "",
         _CONTROL + "test_settings_of_libraries_go_along_and_visible_devices_do_not",
     ),
     Mutation(
