@@ -29,6 +29,22 @@ DRIVER = [sys.executable, str(ROOT / "tests" / "support" / "ray_driver.py")]
 ENTRY = [sys.executable, "-m", "mindspeed_rl.train_rl"]
 LIMIT_S = 150.0
 REWARD = "def length(request):\n    return request.num_response_tokens / 6\n"
+ENVIRONMENT = """
+from mindspeed_rl.environments import Observation
+
+
+class Echo:
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.said = []
+
+    def reset(self, prompt):
+        return Observation(tuple(self.tokenizer.encode("go")))
+
+    def step(self, token_ids):
+        self.said += token_ids
+        return Observation(token_ids[:1], done=len(self.said) > 4, reward=len(set(self.said)) / 8)
+"""
 # What differs from run to run.
 OF_THE_CLOCK = re.compile(r"_s$|^time|tokens_per|memory|^perf|utc|seconds|throughput")
 
@@ -40,6 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(folder / "model")
     write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
     (folder / "rewards.py").write_text(REWARD)
+    (folder / "echo.py").write_text(ENVIRONMENT)
     return folder
 
 
@@ -123,21 +140,25 @@ def test_a_killed_rank_is_named_with_what_it_did(folder: Path, address: str) -> 
 
 @pytest.mark.slow
 def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
-    """The real entry in a local Ray, rewards in its actors; nothing of it stays."""
+    """The real entry in a local Ray, rewards and environments in its actors; nothing stays."""
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
-    with TorchrunJob(
-        folder, ("-m", "mindspeed_rl.train_rl"), flags("torchrun"), port=free_port()
-    ) as job:
+    talk = ["--rl-environment", "echo.py:Echo"]
+    talk += ["--reward-function", "environment", "rewards.py:length"]
+    target = ("-m", "mindspeed_rl.train_rl")
+    with TorchrunJob(folder, target, [*flags("torchrun"), *talk], port=free_port()) as job:
         ended = job.end(LIMIT_S)
         assert ended.returncodes == (0,), ended.output
     marker = f"ray-{os.getpid()}"
     in_ray = run(
-        folder, [*ENTRY, *flags("ray"), "--orchestrator", "ray", "--ray-ranks-per-node", "2"],
+        folder,
+        [*ENTRY, *flags("ray"), *talk, "--orchestrator", "ray", "--ray-ranks-per-node", "2",
+         "--rl-environment-ray-workers", "2"],
         **{MARKER: marker},
     )  # fmt: skip
     assert in_ray.returncode == 0, in_ray.stdout + in_ray.stderr
     rows = [metrics(folder / name) for name in ("torchrun", "ray")]
     assert len(rows[0]) == 2 and rows[0] == rows[1]
+    assert "environment/observed_tokens" in rows[0][0]
     weights = [digests(folder / name / "hf") for name in ("torchrun", "ray")]
     assert weights[0] == weights[1]
     deadline = time.monotonic() + 10.0
