@@ -53,7 +53,7 @@ case "$ALGORITHM" in
         ) ;;
     ppo)
         ALGORITHM_ARGS=(
-            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256
+            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256 --lr 3e-4
             --critic-lr 2e-3 --critic-warmup-steps 10
         ) ;;
     *) echo "quickstart: --algorithm $ALGORITHM: allowed are grpo, dapo, ppo" >&2; exit 2 ;;

@@ -54,6 +54,12 @@ class RewardConfig:
         minimum=0.0,
         maximum=1.0,
     )
+    reward_constant_steps: int = flag(
+        5,
+        "Warn when the rewards of all samples were one number in each of so many steps in a row; 0 "
+        "never warns.",
+        minimum=0,
+    )
     reward_pool: str = flag(
         "auto",
         "Where rewards run: in processes of each node (process), or in Ray actors anywhere in a "

@@ -135,8 +135,9 @@ class Redistribution:
         places = [(item, column) for item in items for column in self._columns]
         sizes = [_words_of(c, self._parcels[item].num_tokens) for item, c in places]
         for (item, column), words in zip(places, torch.split(incoming, sizes), strict=True):
-            num_bytes = column.num_bytes(self._parcels[item].num_tokens)
-            values = words.view(torch.uint8)[:num_bytes].view(column.dtype)
+            values = words.view(column.dtype)
+            if column.dtype.itemsize < WORD_BYTES:
+                values = values[: self._parcels[item].num_tokens * column.width]
             assert item not in self._arrived or column.name not in self._arrived[item], item
             self._arrived.setdefault(item, {})[column.name] = values
 

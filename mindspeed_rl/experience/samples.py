@@ -95,11 +95,16 @@ def exchange_table(
     """
     width = _INTEGERS + 1 + len(part_names) + num_verdicts
     rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
-    for r in rollouts:
-        known = 0 <= r.sample_id < num_samples
-        floats = _scores(r, part_names) + list((verdicts or {}).get(r.sample_id, ()))
-        bits = torch.tensor(floats, dtype=torch.float32).view(torch.int32).tolist()
-        rows[r.sample_id if known else num_samples] += torch.tensor([*_facts(r, group), *bits])
+    if rollouts:
+        scores = [
+            [*_scores(r, part_names), *(verdicts[r.sample_id] if verdicts else ())]
+            for r in rollouts
+        ]
+        bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
+        mine = torch.cat([torch.tensor([_facts(r, group) for r in rollouts]), bits], dim=1)
+        # ids that cannot be are counted in a row of their own, for the message below
+        ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
+        rows.index_add_(0, torch.tensor(ids), mine)
     dist.all_reduce(rows)
     seen = rows[:, _INTEGERS - 1].tolist()
     if seen != [1] * num_samples + [0]:

@@ -150,7 +150,10 @@ def start_job(
     """
     config = checked.parsed.config
     parallel = config.parallel
-    changed = bootstrap.prepare_environment(parallel.platform, os.environ)
+    deterministic = setup is not None and setup.deterministic
+    changed = bootstrap.prepare_environment(
+        parallel.platform, os.environ, deterministic=deterministic
+    )
     bootstrap.quiet_libraries()
     watchdog = _start_watchdog(
         prog, world, config.logging.phase_timeout_s, limits, driver_tells=driver_tells

@@ -17,7 +17,9 @@ class DeviceMemory:
     """Memory of the device as its driver sees it, in bytes.
 
     Attributes:
-        used_bytes: held by this process, allocator caches included.
+        used_bytes: of all that is in use: torch's allocator with its caches, pools beside it (the
+            engine's), communicators, libraries, and other processes where there are any, which
+            drivers do not tell apart. On a host: of this process.
         free_bytes: what a further allocation may take.
         total_bytes: of the device.
     """
@@ -35,15 +37,17 @@ class Platform(Protocol):
         backend: argument of ``torch.distributed.init_process_group``.
         device: where this process computes.
         shares_host_memory: device memory is host memory, so that offloading frees nothing.
+        taken_bytes: of the device, in use when this process came: its driver, other processes.
     """
 
     name: str
     backend: str
     device: torch.device
     shares_host_memory: bool
+    taken_bytes: int
 
     def set_device(self) -> None:
-        """Bind this process to its device (by ``LOCAL_RANK``)."""
+        """Bind this process to its device (by ``LOCAL_RANK``) and look what is taken of it."""
         ...
 
     def synchronize(self) -> None:

@@ -20,6 +20,7 @@ class CpuPlatform:
     name = "cpu"
     backend = "gloo"
     shares_host_memory = True
+    taken_bytes = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -27,10 +27,12 @@ class NpuPlatform:
         self._npu: Any = torch_npu.npu
         self.device = torch.device("npu", int(os.environ.get("LOCAL_RANK", "0")))
         self._copy_stream: Any = None
+        self.taken_bytes = 0
 
     def set_device(self) -> None:
         """Bind to ``LOCAL_RANK``."""
         self._npu.set_device(self.device)
+        self.taken_bytes = self.memory().used_bytes
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -53,9 +55,12 @@ class NpuPlatform:
         npu_install.install(setup or NpuSetup())
 
     def memory(self) -> DeviceMemory:
-        """Used is what torch's allocator has reserved; buffers of HCCL are outside of it."""
+        """Of the driver: torch counts no buffers of HCCL, and unmapped memory as if it were there.
+
+        vLLM-Ascend's sleep mode unmaps memory under addresses that torch goes on counting.
+        """
         free, total = self._npu.mem_get_info(self.device)
-        return DeviceMemory(self._npu.memory_reserved(self.device), free, total)
+        return DeviceMemory(total - free, free, total)
 
     def watch_peak(self) -> Callable[[], int]:
         """What tensors take, caches of the allocator aside."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("processes")]
 TOLERANCE = 2e-6
 
 

@@ -23,6 +23,7 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
@@ -325,3 +326,15 @@ def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path)
     Report(make_run(tmp_path, ROWS), 1, report.state_dict())
     assert [r["step"] for r in metrics_of(tmp_path)] == [1]
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_rewards_that_never_differ_are_told_once() -> None:
+    """R43: all one number, or none at all, for some steps in a row."""
+    watch = ConstantRewards(3)
+    steps = [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    told = [watch.see(*step) for step in steps]
+    assert [bool(text) for text in told] == [False] * 5 + [True, False]
+    assert "in each of the last 3 steps" in told[5] and "every reward is 0." in told[5]
+    nothing = ConstantRewards(1).see(math.nan, math.nan)
+    assert "no sample has a reward" in nothing
+    assert not any(ConstantRewards(0).see(1.0, 1.0) for _ in range(3))
