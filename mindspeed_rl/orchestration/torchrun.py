@@ -150,7 +150,7 @@ def start_job(
     """
     config = checked.parsed.config
     parallel = config.parallel
-    deterministic = setup is not None and setup.deterministic
+    deterministic = checked.setup is not None and checked.setup.deterministic
     changed = bootstrap.prepare_environment(
         parallel.platform, os.environ, deterministic=deterministic
     )
