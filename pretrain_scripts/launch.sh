@@ -5,8 +5,8 @@
 #                  and numpy
 #   --doctor       starts the ranks, looks at packages, environment and devices, tries every process
 #                  group of the layout, and ends
-# With ORCHESTRATOR=ray the entry is started once, on any node of a Ray cluster, and Ray starts the
-# ranks of all nodes.
+# With --orchestrator ray, or ORCHESTRATOR=ray, the recipe is run once, on a node of a Ray cluster,
+# which starts the ranks of all nodes.
 # What a node prints also goes to $LOG_DIR/node<rank>.log where LOG_DIR is set; the exit code is the
 # one of the run.
 
@@ -49,11 +49,22 @@ config_of() {
     fi
 }
 
+# is_in_ray ARG...: whether --orchestrator ray is among the arguments
+is_in_ray() {
+    [[ " $* " == *" --orchestrator ray "* || " $* " == *" --orchestrator=ray "* ]]
+}
+
 # launch MODULE ARG...
 launch() {
     local module="$1" argument
     local arguments=()
     shift
+    if [[ "${ORCHESTRATOR:-torchrun}" == ray ]]; then
+        set -- --orchestrator ray --ray-address "${RAY_ADDRESS:-auto}" "$@"
+    fi
+    if is_in_ray "$@"; then
+        set -- --ray-num-nodes "$NNODES" --ray-ranks-per-node "$RANKS_PER_NODE" "$@"
+    fi
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     if has_flag --rl-dry-run "$@"; then
         exec "$PYTHON" -m "$module" --rl-world-size "$WORLD_SIZE" "$@"
@@ -67,9 +78,8 @@ launch() {
         # Not a pipe: signals and the exit code stay those of torchrun, which replaces this shell.
         exec > >(exec tee -a -i "$LOG_DIR/node$NODE_RANK.log") 2>&1
     fi
-    if [[ "${ORCHESTRATOR:-torchrun}" == ray && "$module" != mindspeed_rl.doctor ]]; then
-        exec "$PYTHON" -m "$module" --orchestrator ray --ray-address "${RAY_ADDRESS:-auto}" \
-            --ray-num-nodes "$NNODES" --ray-ranks-per-node "$RANKS_PER_NODE" "${arguments[@]}"
+    if is_in_ray "${arguments[@]}" && [[ "$module" != mindspeed_rl.doctor ]]; then
+        exec "$PYTHON" -m "$module" --rl-world-size "$WORLD_SIZE" "${arguments[@]}"
     fi
     exec "$PYTHON" -m torch.distributed.run \
         --nproc-per-node "$RANKS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \

@@ -62,6 +62,7 @@ PLAIN_OBSERVABILITY = tuple(
 LAYER_1 = ("data", "rewards", "environments", "algorithms")
 LAYER_2 = (
     "checkpoint",
+    "conversion",
     "platforms",
     "parallel",
     "resharding",
@@ -111,6 +112,7 @@ TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
     "observability.tensor_tracker",  # torch has no public name for dispatch modes
+    "conversion.distributed_target",  # nor for the entries of a distributed checkpoint's index
     "rollout.vllm_engine",
     "rollout.ascend",
     "offload.storages",

@@ -8,6 +8,7 @@ from support.faults_ascend_engine import ASCEND_ENGINE_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
+from support.faults_ray import RAY_MUTATIONS
 from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.faults_tools import TOOL_MUTATIONS
@@ -345,5 +346,6 @@ MUTATIONS = (
     *ASCEND_MUTATIONS,
     *MODEL_MUTATIONS,
     *MEMORY_MUTATIONS,
+    *RAY_MUTATIONS,
     *REWARD_MUTATIONS,
 )
