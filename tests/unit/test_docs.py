@@ -218,14 +218,12 @@ def test_flags_that_pages_name_exist() -> None:
         for flag in flags
         for spelling in flag.spellings
     } | set(foreign_flags())
-    # of helpers that are merged on their own
-    later = {"--orchestrator"}
     for page in ("migration.md", "practices.md", "mismatch.md", "logging.md"):
         text = (ROOT / "docs" / page).read_text()
         for row in text.splitlines():
             ours = row.split("|")[-2] if page == "migration.md" and row.startswith("|") else row
             for flag in re.findall(r"`(--[a-z0-9-]+[a-z0-9])(?=[ `])", ours):
-                if flag.startswith("--vllm-") or flag in later or flag in ("--doctor", "--dev"):
+                if flag.startswith("--vllm-") or flag in ("--doctor", "--dev"):
                     continue
                 assert flag in spelled, f"{page}: no flag {flag}"
 
