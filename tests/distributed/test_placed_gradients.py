@@ -98,7 +98,8 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
             )  # fmt: skip
             placed = rl_samples.place(cast(Any, run), table)
             packed = rl_samples.pack_placed(cast(Any, run), placed, models.policy)
-            assert any(len(m.batch.sample_ids) > 1 for micro in packed for m in micro)
+            rows = [p.num_micro_batches * plan.parallel.dp for p in placed.plans]
+            assert max(rows) < PER_UPDATE, "several samples share a row"
             result[Layout(*shape).name(world.size)] = [
                 relative_errors(gradients(models, batches, update), wanted[update])
                 for update, batches in enumerate(packed)
