@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,8 @@ from mindspeed_rl.types import Rollout
 _INTEGERS = 7
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class SampleKey:
-    """The name of a sample for as long as it lives.
+class SampleKey(NamedTuple):
+    """The name of a sample for as long as it lives: a tuple, which is hashed in C.
 
     Attributes:
         step: that sampled it.
