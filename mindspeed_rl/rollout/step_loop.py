@@ -16,10 +16,22 @@ from mindspeed_rl.rollout.graph_sizes import decode_batches
 
 
 class RankAgreement(Protocol):
-    """What the ranks of an engine tell each other in the reduction of a step."""
+    """What the ranks of an engine tell each other in the reduction of a step.
+
+    Attributes:
+        seconds: spent in reductions.
+        reductions: done so far.
+        running: decode steps by the batch of their fullest rank.
+    """
 
     seconds: float
     reductions: int
+    running: Counter[int]
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a rank read a prompt in the last step, for which the others waited."""
+        ...
 
     def offer(self, unfinished: int) -> None:
         """What this rank puts into the next reduction."""
@@ -40,7 +52,8 @@ class StepStats:
         seconds: of all of them.
         sync_seconds: of them, waiting for the other ranks to agree; 0 where it is not our code.
         reductions: of that agreement; 0 where it is not our code.
-        running: sequences in a decode step -> steps.
+        prompt_steps: in which a rank of the engine read a prompt; 0 where it is not our code.
+        running: sequences in a decode step, of the fullest rank where ranks agree -> steps.
     """
 
     steps: int = 0
@@ -48,6 +61,7 @@ class StepStats:
     seconds: float = 0.0
     sync_seconds: float = 0.0
     reductions: int = 0
+    prompt_steps: int = 0
     running: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -77,6 +91,7 @@ def run_steps(
     """
     steps, lengths = 0, dict[int, int]()
     waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
+    ran = agreement.running.copy() if agreement else Counter[int]()
     while True:
         start = time.perf_counter()
         mine = engine.get_num_unfinished_requests()
@@ -89,6 +104,7 @@ def run_steps(
         finished = {int(o.request_id): o for o in engine.step() if o.finished}
         steps += 1
         stats.dummy_steps += not mine
+        stats.prompt_steps += agreement is not None and agreement.reads_prompts
         lengths |= {key: len(o.outputs[0].token_ids) for key, o in finished.items()}
         done = agreement is not None and steps % interval == 0 and agreement.finished()
         stats.seconds += time.perf_counter() - start
@@ -99,4 +115,6 @@ def run_steps(
     if agreement is not None:
         stats.sync_seconds += agreement.seconds - waited
         stats.reductions += agreement.reductions - reduced
-    stats.running += decode_batches([lengths[key] for key in sorted(lengths)], max_num_seqs)
+        stats.running += agreement.running - ran
+    else:
+        stats.running += decode_batches([lengths[key] for key in sorted(lengths)], max_num_seqs)

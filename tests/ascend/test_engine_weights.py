@@ -26,7 +26,7 @@ from mindspeed_rl.rollout.ascend.backend import AscendBackend
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("processes")]
 
 VERSION = "0.23.0"
 # Packages that vLLM imports and nothing here uses.
@@ -64,7 +64,7 @@ def real() -> SimpleNamespace:
     )
     camem.python_unmap_and_release = lambda _, size, ptr, __: ctypes.memset(ptr, GARBAGE, size)
     camem.python_create_and_map = lambda *handle: None
-    camem.memcpy = lambda to, limit, source, size, kind: ctypes.memmove(to, source, size)
+    camem.memcpy = lambda to, limit, source, size, kind: 0 * ctypes.memmove(to, source, size)
     return SimpleNamespace(
         camem=camem,
         MLAAttention=MLAAttention,

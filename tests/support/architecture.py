@@ -79,6 +79,7 @@ RULES = (
     Rule(LAYER_0, LAYER_0),
     Rule(PLANNING, (*LAYER_0, *PLANNING)),
     Rule(("dryrun",), (*LAYER_0, *PLANNING, "dryrun")),
+    Rule(("diagnosis",), (*LAYER_0, "diagnosis")),
     Rule(PLAIN_OBSERVABILITY, PLAIN_OBSERVABILITY),
     Rule(LAYER_1, (*LAYER_0, *LAYER_1, *PLAIN_OBSERVABILITY), TORCH),
     Rule(
