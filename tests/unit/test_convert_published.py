@@ -5,6 +5,7 @@ Sizes are those of tiny models; flags and their order are those of the scripts.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from support.conversions import (
     states_of,
     write_model,
 )
+
+from mindspeed_rl.conversion.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 V1_QWEN25 = """--use-mcore-models --model-type GPT --load-model-type hf --save-model-type mg
@@ -98,6 +101,16 @@ def test_scripts_to_hugging_face(tmp_path: Path) -> None:
     words = f"{source} {more} --save-dir {tmp_path}/more --hf-cfg-dir {model}"
     convert(*words.split())
     assert_equal(hf_tensors(tmp_path / "more"), hf)
+
+
+@pytest.mark.parametrize("page", ["docs/checkpoints.md", "README.md"])
+def test_documented_commands_are_understood(page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    commands = re.findall(r"^python tools/convert_checkpoint\.py (.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        options = parse_options(command.split())
+        assert options.load_dir and options.save_dir
 
 
 def test_the_command_itself(tmp_path: Path) -> None:
