@@ -29,6 +29,7 @@ def train(run: RLJob) -> Iterator[Stage]:
     run.timer.restart()
     for step in range(report.start + 1, run.config.train.train_iters + 1):
         yield Stage("rollout", step)
+        run.profiler.begin_step(step)
         run.phases.to_rollout(run.version)
         report.evaluate_if_due(step - 1)
         rollouts = rl_step.collect(run, step)

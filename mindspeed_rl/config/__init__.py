@@ -12,6 +12,7 @@ from mindspeed_rl.config.algorithms import (
     SamplingConfig,
 )
 from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
+from mindspeed_rl.config.diagnostics import ProfilerConfig, TrackerConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
@@ -43,6 +44,7 @@ __all__ = [
     "ParallelConfig",
     "PolicyLossConfig",
     "PretrainRunConfig",
+    "ProfilerConfig",
     "PromptConfig",
     "RLConfig",
     "RLRunConfig",
@@ -52,6 +54,7 @@ __all__ = [
     "ScoreConfig",
     "ScoreRunConfig",
     "SftConfig",
+    "TrackerConfig",
     "TrainConfig",
 ]
 
@@ -85,6 +88,8 @@ class RLRunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -122,6 +127,8 @@ class PretrainRunConfig:
     indexed: IndexedDataConfig
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,14 +116,17 @@ def exchange_table(
     end = 1 + len(part_names)
     return [
         Sample(
-            i,
-            *facts[:3],
-            bool(facts[3]),
-            *facts[4:6],
-            numbers[0],
-            tuple(numbers[1:end]),
-            tuple(numbers[end:]),
-            SampleKey(key_of.step, key_of.number + i),
+            sample_id=i,
+            prompt_index=facts[0],
+            num_tokens=facts[1],
+            num_sampled=facts[2],
+            stopped=bool(facts[3]),
+            weights_version=facts[4],
+            group=facts[5],
+            reward=numbers[0],
+            parts=tuple(numbers[1:end]),
+            verdicts=tuple(numbers[end:]),
+            key=SampleKey(key_of.step, key_of.number + i),
         )
         for i, (facts, numbers) in enumerate(zip(rows[:-1].tolist(), floats, strict=True))
     ]

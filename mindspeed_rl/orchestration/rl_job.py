@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +25,10 @@ from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_phases import (
     build_phases,
@@ -79,6 +81,7 @@ class RLJob:
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    profiler: StepProfiler
     cache: TensorCache
     kl_beta: float
     version: int = 0
@@ -137,6 +140,7 @@ class RLJob:
 
     def close(self) -> None:
         """Stop reward workers and environments, and close files."""
+        self.profiler.close()
         if self.remote_environments is not None:
             self.remote_environments.close()
         if self.rewards is not None:
@@ -221,14 +225,21 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         cache=cache,
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
-        logger=RunLogger(
-            output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir
-        ),
+        logger=open_logger(config, rank),
+        profiler=StepProfiler(config.profiler, job.platform, rank, output),
         dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)
     phases.to_train()
     return result
+
+
+def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
+    """Where metrics go; on rank 0."""
+    logs = config.logging
+    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
+    places = ("jsonl", "tensorboard")
+    return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
 
 
 def _remote_environments(config: RLRunConfig, tokenizer: PreTrainedTokenizerBase) -> RayHost | None:

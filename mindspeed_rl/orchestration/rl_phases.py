@@ -125,6 +125,7 @@ def open_ledger(
         memory_limit(job) or None,
         options.memory_leak_mb * 2**20,
         {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
+        unforeseen=(Owner.SAMPLES.value,),
     )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed as dist
+
 from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
@@ -70,6 +73,8 @@ def rollouts_of(
         with phase("reward"):
             rollouts, metrics = scorer.finish()
             verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
+    with phase("wait"):  # for the slowest engine, lest its time be charged to the exchange
+        dist.all_reduce(torch.zeros(1))
     with phase("exchange"):
         samples = exchange_table(
             rollouts,

@@ -251,11 +251,13 @@ def _move(
     moved = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, legs)
     wire = GroupWire(parallel_state.group_along)
     moved.run(wire)
-    taken = {
-        "exchange/sent_bytes": Total(float(wire.sent_bytes)),
-        "exchange/collectives": Max(float(wire.num_collectives)),
-    }
-    return moved, MetricSet(taken)
+    metrics = MetricSet(
+        {
+            "exchange/sent_bytes": Total(float(wire.sent_bytes)),
+            "exchange/collectives": Max(float(wire.num_collectives)),
+        }
+    )
+    return moved, metrics
 
 
 def response_in(moved: Redistribution, index: int, sample: Sample) -> Response:

@@ -11,6 +11,7 @@ from support.faults_models import MODEL_MUTATIONS
 from support.faults_ray import RAY_MUTATIONS
 from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
+from support.faults_tools import TOOL_MUTATIONS
 from support.mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -339,6 +340,7 @@ MUTATIONS = (
     ),
     *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
+    *TOOL_MUTATIONS,
     *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *ASCEND_MUTATIONS,
