@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.dryrun.machine import SHIPPED, Machine, read_machine
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, least_offload
+from mindspeed_rl.memory.prediction import MemoryPrediction, least_offload
 
 Config = RLRunConfig | PretrainRunConfig
 _GIB, _MIB = 2**30, 2**20

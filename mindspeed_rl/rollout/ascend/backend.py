@@ -14,6 +14,7 @@ import torch
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.offload.storages import as_bytes, storages_of
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.ascend.behaviour import behaviour_of
@@ -31,10 +32,6 @@ _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 # Keys of config.json of models whose attention cannot be updated.
 _SPARSE_KEYS = ("index_topk", "index_head_dim", "compress_ratios")
-
-
-def _npu_format(tensor: torch.Tensor) -> int:
-    return int(torch.ops.npu.get_npu_format(tensor))
 
 
 class AscendBackend:
@@ -64,7 +61,7 @@ class AscendBackend:
         graph_sizes: tuple[int, ...],
         version: str | None = None,
         modules: Callable[[str], Any] = importlib.import_module,
-        format_of: Callable[[torch.Tensor], int] = _npu_format,
+        format_of: Callable[[torch.Tensor], int] = memory_format,
     ) -> None:
         self._modules, self._format_of = modules, format_of
         self._platform, self._layout, self._tuning = platform, layout, tuning
