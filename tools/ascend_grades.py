@@ -119,7 +119,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(MOVEMENT, "the same with MindSpeed's adaptor", _E,
           _FAMILIES + "test_checkpoint_to_npu_and_back_is_bit_identical", True),
     Claim(MOVEMENT, "reshard between two NPUs, experts transposed as vLLM-Ascend stores them, "
-          "three syncs, by all-to-all-v and by single messages; samples reach all ranks", _E,
+          "three syncs, by all-to-all-v and by single messages; samples move between them", _E,
           _MOVEMENT + "test_two_npus_reshard_every_bit_and_exchange_samples",
           limits="gloo instead of HCCL: no timing, no deadlock, no memory of collectives"),
     Claim(MOVEMENT, "parameters, gradients, optimizer and reference leave the device and come "

@@ -29,6 +29,8 @@ from mindspeed_rl.observability.files import write_text_atomic
 RECORD = "checkpoint.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
+#: in the extra state of a checkpoint that was converted: it has weights only
+CONVERTED = "converted_from"
 _NAME = re.compile(r"iter_(\d{7,})")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -27,6 +28,39 @@ class DeviceMemory:
     used_bytes: int
     free_bytes: int
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What a profiler records and where it goes.
+
+    Attributes:
+        folder: of the traces.
+        worker: names the trace of this process.
+        level: ``level0`` to ``level2`` of torch_npu's profiler; others have no use for it.
+        with_stack: Python stacks of operators.
+        with_memory: every allocation.
+        record_shapes: shapes of inputs.
+    """
+
+    folder: Path
+    worker: str
+    level: str = "level0"
+    with_stack: bool = False
+    with_memory: bool = False
+    record_shapes: bool = False
+
+
+class Profiler(Protocol):
+    """A profiler of one window."""
+
+    def start(self) -> None:
+        """Begin to record this process."""
+        ...
+
+    def stop(self, window: str) -> None:
+        """End, and write the trace; ``window`` is part of its name where the profiler lets us."""
+        ...
 
 
 class Platform(Protocol):
@@ -83,6 +117,10 @@ class Platform(Protocol):
 
     def release_cached_memory(self) -> None:
         """Give memory that the allocator keeps for later back to the device."""
+        ...
+
+    def profiler(self, request: ProfileRequest) -> Profiler:
+        """The device's profiler, not started."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:

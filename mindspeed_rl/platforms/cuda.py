@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
 
 class CudaPlatform:
@@ -64,6 +65,10 @@ class CudaPlatform:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def profiler(self, request: ProfileRequest) -> TorchProfiler:
+        """PyTorch's, with kernels."""
+        return TorchProfiler(request, cuda=True)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Pinned as it is: torch's own allocator of pinned memory rounds up to powers of two."""

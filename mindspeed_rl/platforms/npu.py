@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.base import DeviceMemory, Profiler, ProfileRequest
 
 
 class NpuPlatform:
@@ -73,6 +73,12 @@ class NpuPlatform:
         gc.collect()
         self._npu.synchronize()
         self._npu.empty_cache()
+
+    def profiler(self, request: ProfileRequest) -> Profiler:
+        """torch_npu's."""
+        from mindspeed_rl.platforms.npu_profiler import NpuProfiler
+
+        return NpuProfiler(request)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Pinned."""

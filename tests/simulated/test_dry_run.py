@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.published import PUBLISHED
+from support.recipes import recipe_flags
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -124,22 +125,6 @@ def test_a_bad_flag_is_one_line_before_anything_starts(laptop: Path) -> None:
 
 
 # --- the same predictions in this process ----------------------------------------------------
-
-
-@cache
-def recipe_flags(recipe: str) -> tuple[str, ...]:
-    """The arguments that a recipe starts its entry with."""
-    recipe_path = str(ROOT / "pretrain_scripts" / recipe)
-    done = subprocess.run(
-        ["bash", recipe_path, "--rl-dry-run"],
-        env={"PATH": os.environ["PATH"], "PYTHON": "echo"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    minus_m, module, *words = done.stdout.split()
-    assert (minus_m, module) == ("-m", "mindspeed_rl.train_rl")
-    return tuple(words)
 
 
 def config_of(recipe: str, *flags: str) -> tuple[RLRunConfig, int]:

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 from support.scoring import InlinePool
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
@@ -116,7 +118,8 @@ def make_run(
         sampling=lambda temperature: SETTINGS,
         sampler=SimpleNamespace(next=lambda count: list(range(count))),
         prompts=prompts, eval_sets={"": prompts},
-        environment=None, rewards=InlinePool(rewards),
+        environment=None, rewards=InlinePool(rewards), surplus=[],
+        cache=TensorCache(torch.device("cpu")),
         reward_names=tuple(r.partition("=")[0] for r in rewards),
         part_names=tuple(r.partition("=")[0] for r in rewards),
         logger=RunLogger(output, world.rank == 0, ("jsonl",)),

@@ -8,8 +8,10 @@ from support.faults_ascend_engine import ASCEND_ENGINE_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
+from support.faults_ray import RAY_MUTATIONS
 from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
+from support.faults_tools import TOOL_MUTATIONS
 from support.mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -213,8 +215,8 @@ MUTATIONS = (
     Mutation(
         "heaviest-parts-meet",
         "data/balance.py",
-        "zip(first.parts, reversed(second.parts), strict=True)",
-        "zip(first.parts, second.parts, strict=True)",
+        "zip(first[2], reversed(second[2]), strict=True)",
+        "zip(first[2], second[2], strict=True)",
         "tests/unit/test_balance.py::test_two_parts_are_close_to_the_best_of_equal_number",
     ),
     Mutation(
@@ -338,10 +340,12 @@ MUTATIONS = (
     ),
     *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
+    *TOOL_MUTATIONS,
     *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *ASCEND_MUTATIONS,
     *MODEL_MUTATIONS,
     *MEMORY_MUTATIONS,
+    *RAY_MUTATIONS,
     *REWARD_MUTATIONS,
 )

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.answering_run import Answers, make_run
 
-from mindspeed_rl.experience.exchange import Sample
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.orchestration.evaluation import evaluate, is_right
@@ -100,15 +98,10 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
 
 
 def test_the_first_verdict_that_scored_a_sample_counts() -> None:
-    def sample(*parts: float) -> Sample:
-        nothing = torch.zeros(0)
-        return Sample(0, 0, nothing.long(), nothing, True, 0, 0.0, parts)
-
-    rewards = ("format", "code", "math")
-    assert is_right(sample(1.0, 1.0, 0.0), rewards, "7", "8") is False
-    assert is_right(sample(0.0, 1.0, math.nan), rewards, "7", "8") is True
-    assert is_right(sample(0.0, 0.5, math.nan), rewards, "8", "8") is False
-    assert is_right(sample(0.0, math.nan, math.nan), rewards, "8", "8") is True
+    assert is_right({"format": 1.0, "code": 1.0, "math": 0.0}, "7", "8") is False
+    assert is_right({"format": 0.0, "code": 1.0, "math": math.nan}, "7", "8") is True
+    assert is_right({"format": 0.0, "code": 0.5}, "8", "8") is False
+    assert is_right({"format": 0.0, "code": math.nan}, "8", "8") is True
 
 
 def log(run: RLJob, report: Report, step: int, mismatch: float) -> None:
