@@ -16,7 +16,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LENGTHS = (9, 3, 1, 20, 14, 2, 11, 17, 5, 30, 8, 6)
 CARRIED = (0, 1, 2)  # of an earlier step and other weights
