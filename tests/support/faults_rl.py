@@ -103,6 +103,13 @@ RL_MUTATIONS = (
         _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
     ),
     Mutation(
+        "ranks-of-an-engine-may-differ",
+        "experience/samples.py",
+        "    if differing:\n",
+        "    if len(differing) > num_samples:\n",
+        _TABLE + "test_ranks_of_an_engine_that_differ_stop_the_step",
+    ),
+    Mutation(
         "an-entry-is-overwritten",
         "experience/tensor_cache.py",
         "        if version in entry:\n            raise",
