@@ -25,7 +25,7 @@ from mindspeed_rl.conversion.distributed_target import plan_distributed
 from mindspeed_rl.conversion.hf_source import open_hf
 from mindspeed_rl.conversion.hf_target import plan_hf
 from mindspeed_rl.conversion.megatron_source import open_megatron
-from mindspeed_rl.conversion.options import MODEL_TYPES, ConversionOptions
+from mindspeed_rl.conversion.options import MODEL_TYPES, ConversionOptions, without_effect
 from mindspeed_rl.conversion.run import convert
 from mindspeed_rl.conversion.source import Source
 from mindspeed_rl.conversion.target import Target
@@ -75,6 +75,8 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
     shapes = _wanted(options, model.spec, source, say)
     target = _plan(options, model, source, shapes)
     size = target.num_bytes
+    if unused := without_effect(options):
+        say(f"without effect, this target has no layout: {', '.join(unused)}")
     say(
         f"{source.kind}: {options.load_dir} -> {target_dir}: {len(target.shapes)} tensors, "
         f"{len(target.files)} files, {size / 1e9:.2f} GB"
