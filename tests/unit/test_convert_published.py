@@ -114,6 +114,12 @@ def test_documented_commands_are_understood(page: str) -> None:
         assert options.load_dir and options.save_dir
 
 
+def test_a_misspelt_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--load-dir", "a", "--save-dir", "b", "--target-tensor-parallel", "2"])
+    assert "unrecognized arguments: --target-tensor-parallel" in capsys.readouterr().err
+
+
 def test_the_command_itself(tmp_path: Path) -> None:
     """Exit status and streams of the script in a process of its own."""
     model = write_model("qwen3", tmp_path / "hf")
@@ -128,4 +134,3 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert "verified: 47 tensors have equal checksums" in done.stdout
     again = run("--load-dir", model, "--save-dir", tmp_path / "mg")
     assert again.returncode == 2 and again.stderr.startswith("convert_checkpoint: --save-dir ")
-    assert run("--load-dir", model, "--save-dir", tmp_path / "x", "--typo").returncode == 2
