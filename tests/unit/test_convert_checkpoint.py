@@ -139,6 +139,20 @@ def test_mtp_is_dropped_or_kept(tmp_path: Path) -> None:
     assert config_of(tmp_path / "kept")["num_nextn_predict_layers"] == 1
 
 
+def test_mtp_that_the_config_does_not_know_is_dropped(tmp_path: Path) -> None:
+    """The config of a bf16 checkpoint may know of none, the files of a run may have some."""
+    model = write_model("deepseek", tmp_path / "model")
+    without = hf_tensors(model)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_bytes((model / "config.json").read_bytes())
+    add_mtp(model)
+    hf_to_mg(model, tmp_path / "mg", Classic(tp=2, pp=2, mtp=1).flags())
+    said = mg_to_hf(tmp_path / "mg", plain, tmp_path / "back")
+    assert_equal(hf_tensors(tmp_path / "back"), without)
+    assert any("tensors of multi-token prediction" in line for line in said)
+
+
 def test_types_are_cast_but_for_declared_ones(tmp_path: Path) -> None:
     model = write_model("deepseek", tmp_path / "model")
     hf_to_mg(model, tmp_path / "mg", ["--params-dtype", "fp32"])

@@ -99,8 +99,9 @@ def test_scripts_to_hugging_face(tmp_path: Path) -> None:
         --source-expert-parallel-size 1 --num-layers 4"""
     more = f"--load-model-type mg --save-model-type hf --load-dir {tmp_path}/mg"
     words = f"{source} {more} --save-dir {tmp_path}/more --hf-cfg-dir {model}"
-    convert(*words.split())
+    said = convert(*words.split())
     assert_equal(hf_tensors(tmp_path / "more"), hf)
+    assert "without effect, this target has no layout: --moe-grouped-gemm" in said
 
 
 @pytest.mark.parametrize("page", ["docs/checkpoints.md", "README.md"])
@@ -111,6 +112,12 @@ def test_documented_commands_are_understood(page: str) -> None:
     for command in commands:
         options = parse_options(command.split())
         assert options.load_dir and options.save_dir
+
+
+def test_a_misspelt_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--load-dir", "a", "--save-dir", "b", "--target-tensor-parallel", "2"])
+    assert "unrecognized arguments: --target-tensor-parallel" in capsys.readouterr().err
 
 
 def test_the_command_itself(tmp_path: Path) -> None:
@@ -127,4 +134,3 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert "verified: 47 tensors have equal checksums" in done.stdout
     again = run("--load-dir", model, "--save-dir", tmp_path / "mg")
     assert again.returncode == 2 and again.stderr.startswith("convert_checkpoint: --save-dir ")
-    assert run("--load-dir", model, "--save-dir", tmp_path / "x", "--typo").returncode == 2

@@ -168,6 +168,7 @@ def measure(folder: Path, layers: int, rounds: int, workers: int) -> None:
             evict(source)
             found = run(argv)
             rates[name].append(size / 1e6 / found["seconds"])
+            print(f"  {name}: {found['seconds']:.1f} s", flush=True)
             peaks[name] = max(peaks.get(name, 0.0), found["peak_mib"])
             if target in (resharded, back):
                 assert equal(hf, target), f"{name}: not bit-equal"
