@@ -10,8 +10,9 @@ from dataclasses import replace
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.dryrun.machine import SHIPPED, Machine, read_machine
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction
+from mindspeed_rl.memory.prediction import MemoryPrediction
 
 Config = RLRunConfig | PretrainRunConfig
 _GIB, _MIB = 2**30, 2**20
