@@ -74,6 +74,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--megabytes", type=int, nargs="+", default=[16, 64], help="B, of all samples (16 64)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed hand-overs of each (3)")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="outputs of runs with other --workers, to be fitted together with this one",
+    )
     args = parser.parse_args(argv)
     if min(args.workers) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
         parser.error("at least 2 workers, 1 MB and 1 repeat")
@@ -86,7 +93,7 @@ def main() -> None:
     from bench.dispatch_ways import memcpy_bytes_per_s
 
     memcpy = memcpy_bytes_per_s(max(args.megabytes))
-    measured: list[Measured] = []
+    measured = [m for file in args.add for m in measured_in(file)]
     for workers in args.workers:
         measured += in_ray(workers, args)
         measured += in_spmd(workers, args)
@@ -100,7 +107,7 @@ def main() -> None:
     seconds["controller"], skews["controller"] = faster(seconds, skews)
     print("\n".join(table(seconds, skews, memcpy)))
     planes: dict[str, dict[str, Plane]] = {}
-    if len(args.workers) > 1 and len(args.megabytes) > 1:
+    if all(len({of(m) for m in measured}) > 1 for of in (_workers, _megabytes)):
         for name, points in (("seconds", seconds), ("start skew", skews)):
             planes[name] = {way: fit(found) for way, found in points.items()}
             print("\n".join(["", *fits(name, planes[name])]))
@@ -116,6 +123,24 @@ def main() -> None:
         },
     }
     print("RESULT", json.dumps(result))
+
+
+def _workers(measured: Measured) -> int:
+    return measured.workers
+
+
+def _megabytes(measured: Measured) -> int:
+    return measured.megabytes
+
+
+def measured_in(file: Path) -> list[Measured]:
+    """What the last line of an earlier run's output holds."""
+    lines = [line for line in file.read_text().splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"--add {file}: no line begins with RESULT; the run has not ended")
+    return [
+        Measured(**entry) for entry in json.loads(lines[-1].removeprefix("RESULT "))["measured"]
+    ]
 
 
 def faster(
