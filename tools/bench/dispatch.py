@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="W (2 4)")
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4], help="W (2 4)")
     parser.add_argument(
         "--megabytes", type=int, nargs="+", default=[16, 64], help="B, of all samples (16 64)"
     )
@@ -79,10 +79,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         nargs="+",
         default=[],
-        help="outputs of runs with other --workers, to be fitted together with this one",
+        help="outputs of runs with other --workers, to be fitted with this one (which may have none)",
     )
     args = parser.parse_args(argv)
-    if min(args.workers) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
+    if min(args.workers, default=2) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
         parser.error("at least 2 workers, 1 MB and 1 repeat")
     return args
 
