@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         nargs="+",
         default=[],
-        help="outputs of runs with other --workers, to be fitted with this one (which may have none)",
+        help="outputs of runs with other --workers, to be fitted with this one, if any",
     )
     args = parser.parse_args(argv)
     if min(args.workers, default=2) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
