@@ -14,12 +14,13 @@ All ways hand over the same 1024 ragged samples of an id and a log-prob per toke
 lengths), and what has arrived is compared bit by bit. ``agree``: the next stage wants samples where
 they were made; ``move``: all of them on the next worker. Seconds: from the first order until the
 last worker has its samples in its own memory. Start skew: from the first worker that has them to
-the last. Medians. ``bare``: one all-to-all of the same bytes.
+the last. Of seconds the best of the repeats is taken (what else runs on the machine only adds), of
+start skews the median. ``bare``: one all-to-all of the same bytes.
 
-The plane seconds = a + b B + c W is fitted to the medians (and to those of the start skew), B in MB
-(2^20 bytes) of all samples together, with 95 % intervals. Predicted seconds are the plane's, far
-outside of what was measured: for one host that serialises, and for workers with a core each. The
-last line is RESULT and a JSON object. Needs the extra ray.
+The plane seconds = a + b B + c W is fitted to these (and to the start skews), B in MB (2^20 bytes)
+of all samples together, with 95 % intervals. Predicted seconds are the plane's, far outside of what
+was measured: for one host that serialises, and for workers with a core each. The last line is
+RESULT and a JSON object. Needs the extra ray.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def main() -> None:
     seconds: dict[str, list[Point]] = {}
     skews: dict[str, list[Point]] = {}
     for m in measured:
-        for found, values in ((seconds, m.seconds), (skews, m.skew_s)):
-            point = Point(m.workers, m.megabytes, statistics.median(values))
-            found.setdefault(m.way, []).append(point)
+        typical = ((seconds, min(m.seconds)), (skews, statistics.median(m.skew_s)))
+        for found, value in typical:
+            found.setdefault(m.way, []).append(Point(m.workers, m.megabytes, value))
     seconds["controller"], skews["controller"] = faster(seconds, skews)
     print("\n".join(table(seconds, skews, memcpy)))
     planes: dict[str, dict[str, Plane]] = {}
