@@ -25,7 +25,7 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import Row, Status, as_json, lines, note, red, verdict
 from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.memory.communicators import device_groups
+from mindspeed_rl.memory.run_groups import groups_of_run
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PROG = "mindspeed_rl.doctor"
 PREFLIGHT_S = 60.0
 _LAYOUT = "layout"
+_MEETING = "MASTER_ADDR and MASTER_PORT must be those of the first node, and open"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan, layout = layout_rows(config, world)
     rows += layout
     if "RANK" in os.environ and world.size > 1:
-        rows += collective_rows(platform, world, plan, rows, own.preflight_timeout_s)
+        rows += collective_rows(config, platform, world, plan, rows, own.preflight_timeout_s)
     if world.rank != 0:
         return 0
     print("\n".join(lines(rows, colour=sys.stdout.isatty())))
@@ -107,7 +108,7 @@ def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | N
     except ValueError as error:
         return None, [red(_LAYOUT, str(error), "change the flag that it names")]
     assert isinstance(plan, RLPlan)
-    groups = device_groups(0, plan.parallel, plan.engine, experts=bool(plan.spec.moe))
+    groups = groups_of_run(0, config, plan)
     mib = 2 * int(os.environ.get("HCCL_BUFFSIZE", "200"))
     return plan, [
         note(
@@ -119,6 +120,7 @@ def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | N
 
 
 def collective_rows(
+    config: RLRunConfig,
     platform_name: str,
     world: bootstrap.World,
     plan: RLPlan | None,
@@ -137,18 +139,27 @@ def collective_rows(
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
+    found: list[Row] = []
     try:
         store = connect(world.rank, limit_s)
         found = _rows_of_other_nodes(store, world, local, limit_s)
         platform = select_platform(platform_name)
         platform.set_device()
+    except ValueError as error:  # no device, which its own row says
+        return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
+    except RuntimeError as error:
+        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
+    try:
         dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
     except (RuntimeError, ValueError) as error:
-        fix = "MASTER_ADDR and MASTER_PORT must be those of the first node, and open"
-        return [red("collectives", f"ranks do not meet: {error}", fix)]
-    found += Preflight(world, platform, store, axes_of(plan, world.size), limit_s).run()
+        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
+    found += Preflight(world, platform, store, axes_of(config, plan, world.size), limit_s).run()
     dist.destroy_process_group()
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _rows_of_other_nodes(

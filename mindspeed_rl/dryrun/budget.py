@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.dryrun.machine import SHIPPED, Machine, read_machine
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, least_offload
+from mindspeed_rl.memory.prediction import MemoryPrediction
 
 Config = RLRunConfig | PretrainRunConfig
 _GIB, _MIB = 2**30, 2**20
@@ -101,3 +103,15 @@ def resolve_offload(
     if mode is None:
         return OffloadMode.ALL, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"
     return mode, f"auto: the least whose predicted peak fits the {limit}"
+
+
+def least_offload(
+    prediction: MemoryPrediction, ranks: Iterable[int], budget_bytes: int
+) -> OffloadMode | None:
+    """The least offload with which some ranks fit into a budget; ``None``: none does."""
+    several = tuple(ranks)
+    for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):
+        changed = replace(prediction, assumptions=replace(prediction.assumptions, offload=mode))
+        if changed.peak(several).num_bytes <= budget_bytes:
+            return mode
+    return None

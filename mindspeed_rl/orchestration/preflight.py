@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mindspeed_rl.bootstrap import World
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.diagnosis.rows import Row, green, red
-from mindspeed_rl.memory.communicators import device_groups
+from mindspeed_rl.memory.run_groups import groups_of_run
 from mindspeed_rl.platforms.base import Platform
 
 AREA = "collectives"
@@ -73,14 +74,13 @@ class Account:
         return self.visits[-1] if self.visits and self.visits[-1].error else None
 
 
-def axes_of(plan: RLPlan | None, world: int) -> list[Axis]:
+def axes_of(config: RLRunConfig, plan: RLPlan | None, world: int) -> list[Axis]:
     """Every kind of group that a run of this plan uses on its devices; the world without a plan."""
     if plan is None:
         return [Axis("world", (tuple(range(world)),))] if world > 1 else []
     found: dict[str, dict[tuple[int, ...], None]] = {}
     for rank in range(world):
-        groups = device_groups(rank, plan.parallel, plan.engine, experts=bool(plan.spec.moe))
-        for name, ranks in groups.items():
+        for name, ranks in groups_of_run(rank, config, plan).items():
             found.setdefault(name, {})[ranks] = None
     return [Axis(name, tuple(groups)) for name, groups in found.items()]
 

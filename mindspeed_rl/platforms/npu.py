@@ -97,3 +97,8 @@ class NpuPlatform:
         """The present stream waits for the copy stream."""
         if self._copy_stream is not None:
             self._npu.current_stream().wait_stream(self._copy_stream)
+
+
+def memory_format(tensor: torch.Tensor) -> int:
+    """How a tensor on an NPU lies in its memory, as a number of CANN (2: ND, 29: fractal NZ)."""
+    return int(torch.ops.npu.get_npu_format(tensor))

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,11 @@ def _run_task(folder: Path) -> None:
         device = emulate()
     world = bootstrap.World.from_environment()
     bootstrap.start(platform, 5, world, _setup(features))
+    if "mindspeed.ops.npu_rotary_position_embedding" in sys.modules:
+        from ascend.emulator.operators import rotate
+
+        compiled = sys.modules["mindspeed.ops.npu_rotary_position_embedding"].rope_op_builder
+        compiled.load = lambda: SimpleNamespace(npu_rotary_position_embedding=rotate)
     import torch.distributed as dist
 
     # the arguments come last: reading them may import torch
@@ -181,6 +187,8 @@ def serve(platform: str) -> None:
     """Install a platform, then fork ranks on it."""
     from mindspeed_rl import bootstrap
 
+    channel = os.dup(1)
+    os.dup2(2, 1)  # libraries print, and what is read there are process ids
     bootstrap.prepare_environment(platform, os.environ)
     bootstrap.quiet_libraries()
     if platform == "npu":
@@ -191,6 +199,7 @@ def serve(platform: str) -> None:
         npu_install.install(NpuSetup())
     for name in _LIBRARIES:
         importlib.import_module(name)
+    os.dup2(channel, 1)
     task = warm_ranks.serve()
     if task is not None:
         warm_ranks.become_rank(Path(task["folder"]), task["environment"])

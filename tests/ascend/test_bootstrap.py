@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.ascend_emul
 
 ADAPTOR = """
 import argparse, importlib.machinery, sys, types

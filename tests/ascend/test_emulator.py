@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.ascend_emul
 TOLERANCE = 2e-6
 
 

@@ -11,7 +11,7 @@ from ascend.npu_ranks import WITH_AND_WITHOUT, run_npu_ranks
 from support.family_models import FAMILY_CASES, write_family_model
 from support.family_reshard import Rollout
 
-pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.ascend_emul
 
 ROLLOUTS = (
     Rollout(tp=2, whole_experts=True, transposed=True),  # as vLLM-Ascend stores experts

@@ -15,7 +15,7 @@ from support.training_worlds import Case, make_samples, relative_errors, train_w
 if TYPE_CHECKING:
     from support.training_worlds import CaseResult
 
-pytestmark = [pytest.mark.ascend_emul, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.ascend_emul
 
 FLAGS = ("--micro-batch-size", "2", "--make-vocab-size-divisible-by", "8", "--lr", "2e-4")
 CASES = (

@@ -22,9 +22,10 @@ from mindspeed_rl.dryrun.findings import Findings, find_out, world_size
 from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.step_time import recomputed_share
 from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.layers import layer_tape
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, predict
+from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.memory.tape import kept_bytes
 from mindspeed_rl.models.flops import active_parameters, attention_flops, forward_flops
 

@@ -294,7 +294,6 @@ class AscendDouble(VllmEngine):
                 get_ascend_config=lambda: self.configuration
             ),
             "vllm_ascend.envs": SimpleNamespace(VLLM_ASCEND_ENABLE_NZ=0),
-            "torch_npu": SimpleNamespace(get_npu_format=lambda param: self.formats.pop(0)),
             "vllm.config": SimpleNamespace(set_current_vllm_config=set_current_vllm_config),
             "vllm.model_executor.model_loader.utils": SimpleNamespace(
                 process_weights_after_loading=process
@@ -302,7 +301,12 @@ class AscendDouble(VllmEngine):
         }[name]
 
     def _backend(self, *about: Any) -> AscendBackend:
-        return AscendBackend(*about, version=self._double_version, modules=self._modules)
+        return AscendBackend(
+            *about,
+            version=self._double_version,
+            modules=self._modules,
+            format_of=lambda param: self.formats.pop(0),
+        )
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
         self.settings = settings

@@ -97,7 +97,7 @@ MEMORY_MUTATIONS = (
     ),
     Mutation(
         "auto-offloads-everything",
-        "memory/prediction.py",
+        "dryrun/budget.py",
         "for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):",
         "for mode in (OffloadMode.ALL,):",
         _PHASES + "test_auto_takes_the_least_offload_that_fits",

@@ -264,11 +264,12 @@ LAYOUT = f"""--hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --prompt-data x --trai
 
 
 def test_groups_of_the_run_and_their_memory_are_told() -> None:
-    plan, (row,) = layout_rows(parse(RLRunConfig, LAYOUT, "t").config, bootstrap.World(0, 1, 0, 1))
+    config = parse(RLRunConfig, LAYOUT, "t").config
+    plan, (row,) = layout_rows(config, bootstrap.World(0, 1, 0, 1))
     assert plan is not None and row.status is Status.NOTE
-    assert "tp = mp = ep = rollout tp" in row.what and "MiB in all (predicted)" in row.what
-    axes = {axis.name: axis.groups for axis in axes_of(plan, 8)}
-    assert axes["tp = mp = ep = rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert "tp, " in row.what and "MiB in all (predicted)" in row.what
+    axes = {axis.name: axis.groups for axis in axes_of(config, plan, 8)}
+    assert axes["tp"] == axes["ep"] == axes["rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     for name, groups in axes.items():
         members = [rank for group in groups for rank in group]
         assert len(members) == len(set(members)), f"{name}: a rank is in one group"

@@ -14,6 +14,7 @@ import torch
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.offload.storages import as_bytes, storages_of
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.ascend.behaviour import behaviour_of
@@ -44,6 +45,7 @@ class AscendBackend:
         graph_sizes: what ``--rollout-graph-sizes`` came to.
         version: of vLLM-Ascend; ``None`` asks for the installed one.
         modules: a module of vLLM or vLLM-Ascend by its name.
+        format_of: the memory format of a tensor on the device, as a number of CANN.
 
     Raises:
         ValueError: a version or model that cannot be updated, or a flag the version has nothing
@@ -59,8 +61,9 @@ class AscendBackend:
         graph_sizes: tuple[int, ...],
         version: str | None = None,
         modules: Callable[[str], Any] = importlib.import_module,
+        format_of: Callable[[torch.Tensor], int] = memory_format,
     ) -> None:
-        self._modules = modules
+        self._modules, self._format_of = modules, format_of
         self._platform, self._layout, self._tuning = platform, layout, tuning
         self.version = version or installed_ascend_version()
         self.behaviour = behaviour_of(self.version)
@@ -179,8 +182,7 @@ class AscendBackend:
             "VLLM_ASCEND_ENABLE_NZ": getattr(variables, "VLLM_ASCEND_ENABLE_NZ", 0),
             "enable_fused_mc2": getattr(configured, "enable_fused_mc2", 0),
         }
-        format_of = self._modules("torch_npu").get_npu_format
-        formats = {name: int(format_of(param)) for name, param in model.named_parameters()}
+        formats = {name: self._format_of(param) for name, param in model.named_parameters()}
         found = [f"{name} = {mode}" for name, mode in modes.items() if mode]
         found += [f"{name} has format {n}" for name, n in formats.items() if n == _NZ]
         if found:
