@@ -119,7 +119,7 @@ def exchange_rollouts(
     Raises:
         RuntimeError: a sample is missing or there twice.
     """
-    messages = _all_gather_pairs(*pack_rollouts(rollouts, part_names))
+    messages = all_gather_pairs(*pack_rollouts(rollouts, part_names))
     samples = [s for pair in messages for s in unpack_rollouts(*pair, len(part_names))]
     samples.sort(key=lambda s: s.sample_id)
     ids = [s.sample_id for s in samples]
@@ -152,7 +152,7 @@ def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
     for c in mine:
         packed += (c.sample_id, c.max_tokens, len(c.token_ids), *c.token_ids)
     found = []
-    for integers, _ in _all_gather_pairs(torch.tensor(packed, dtype=torch.int64), torch.zeros(0)):
+    for integers, _ in all_gather_pairs(torch.tensor(packed, dtype=torch.int64), torch.zeros(0)):
         values, at = integers.tolist(), 0
         while at < len(values):
             sample_id, max_tokens, length = values[at : at + 3]
@@ -162,10 +162,13 @@ def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
     return sorted(found, key=lambda c: c.sample_id)
 
 
-def _all_gather_pairs(
+def all_gather_pairs(
     integers: torch.Tensor, floats: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The int64 and the fp32 tensor of every rank, in rank order: two collectives in all."""
+    """The int64 and the fp32 tensor of every rank, in rank order. Collective: the world.
+
+    Two collectives in all.
+    """
     world = dist.get_world_size()
     size = torch.tensor([integers.numel(), floats.numel()])
     sizes = [torch.empty_like(size) for _ in range(world)]

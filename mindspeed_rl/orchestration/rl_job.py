@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
@@ -50,6 +51,7 @@ class RLJob:
     ``num_steps`` counts the RL steps that this process has begun to train on.
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
+    ``lengths`` of earlier responses, by prompt; equal on all ranks.
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
@@ -74,6 +76,7 @@ class RLJob:
     version: int = 0
     num_steps: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
+    lengths: LengthHistory = field(default_factory=LengthHistory)
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
     environment: EnvironmentFactory | None = None

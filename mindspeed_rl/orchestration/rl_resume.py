@@ -36,6 +36,7 @@ def start(run: RLJob) -> Report:
         run.kl_beta = loaded.extra["kl_beta"]
     if run.sampler.fingerprint == loaded.extra["sampler"]["fingerprint"]:
         run.surplus = restored_surplus(loaded.extra["surplus"])
+        run.lengths.load_state_dict(loaded.extra["lengths"])
     return Report(run, loaded.step, loaded.extra["report"])
 
 
@@ -48,6 +49,7 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "version": run.version,
         "kl_beta": run.kl_beta,
         "surplus": surplus_state(run.surplus),
+        "lengths": run.lengths.state_dict(),
         "report": report.state_dict(),
     }
     run.phases.require(Phase.TRAIN, "save")

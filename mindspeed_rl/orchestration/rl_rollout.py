@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
+from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
+from mindspeed_rl.orchestration.rl_balance import balance_metrics, make_rebalancer, my_share
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.rewards import RewardRequest, Scoring
 from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
@@ -23,17 +25,19 @@ def rollouts_of(
     settings: SamplingSettings,
     attempt: int = 0,
     phase: Callable[[str], AbstractContextManager[None]] | None = None,
+    lengths: LengthHistory | None = None,
 ) -> tuple[list[Sample], MetricSet]:
     """One scored response to each of ``prompts`` on every rank. Collective: the world.
 
     Samples are scored while others are still being generated. ``phase`` names the parts for timer
-    and watchdog; the run's, if it is not given.
+    and watchdog; the run's, if it is not given. ``lengths`` are those of earlier responses to the
+    prompts.
     """
     phase = phase or run.phase
     take_stats(run)
     with scorer_of(run) as scorer:
         with phase("generate"):
-            found = _speak(run, prompts, step, settings, attempt, scorer)
+            found = _speak(run, prompts, step, settings, attempt, scorer, lengths)
         stats = take_stats(run)
         if run.rank == 0:
             record_history(run, stats)
@@ -41,7 +45,8 @@ def rollouts_of(
             rollouts, metrics = scorer.finish()
     with phase("exchange"):
         samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
-    return samples, metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
+    metrics = metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
+    return samples, metrics.merge(balance_metrics(run, stats))
 
 
 def _speak(
@@ -51,20 +56,14 @@ def _speak(
     settings: SamplingSettings,
     attempt: int,
     scorer: Scorer,
+    lengths: LengthHistory | None,
 ) -> MetricSet:
     if run.environment is not None:
         from mindspeed_rl.orchestration.rl_episodes import converse
 
         return converse(run, prompts, step, settings, attempt, scorer)
-    generate(run, prompts, step, settings, attempt, scorer)
+    generate(run, prompts, step, settings, attempt, scorer, lengths)
     return MetricSet()
-
-
-def my_share(run: RLJob, num_samples: int) -> range:
-    """The sample ids that this rank's engine generates: contiguous, sizes differ by at most 1."""
-    engine = run.plan.engine
-    replica, count = engine.group_of(run.rank), engine.num_groups
-    return range(num_samples * replica // count, num_samples * (replica + 1) // count)
 
 
 class Scorer:
@@ -134,14 +133,19 @@ def generate(
     settings: SamplingSettings,
     attempt: int = 0,
     scorer: Scorer | None = None,
+    lengths: LengthHistory | None = None,
 ) -> list[Rollout]:
-    """Complete this engine's share of ``prompts``; position in the list is the sample id.
+    """Complete ``prompts``; position in the list is the sample id.
 
     ``attempt`` makes other seeds for the same step. Finished samples are handed to ``scorer`` while
-    others are generated. Collective: the ranks of each engine.
+    others are generated. ``lengths`` are those of earlier responses to the prompts. Collective: the
+    ranks of each engine; the world where requests may move.
+
+    Returns:
+        The samples that ended on this rank's engine, by sample id.
     """
     seed = run.config.train.seed
-    share = my_share(run, len(prompts))
+    share = my_share(run, prompts, lengths)
     requests = [
         GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
         for i in share
@@ -153,8 +157,13 @@ def generate(
                 scorer.add(Rollout(i, prompts[i], completion))
             scorer.poll()
 
-    completions = run.engine.generate(requests, settings, run.version, on_step)
-    return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
+    rebalancer = make_rebalancer(run, prompts, settings, lengths)
+    if rebalancer is None:
+        answers = run.engine.generate(requests, settings, run.version, on_step)
+        done = dict(zip(share, answers, strict=True))
+    else:
+        done = run.engine.generate_shared(requests, settings, run.version, on_step, rebalancer)
+    return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
 
 
 def response_text(run: RLJob, completion: Completion) -> str:

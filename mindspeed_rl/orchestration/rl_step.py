@@ -24,6 +24,7 @@ from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import rl_critic, training
+from mindspeed_rl.orchestration.rl_balance import observe_lengths
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -67,7 +68,7 @@ def collect(run: RLJob, step: int) -> Collected:
         size, indices = run.plan.batch.group_size, run.sampler.next(num_prompts)
         prompts = [p for i in indices for p in [run.prompts[i]] * size]
         settings = run.sampling(run.config.rl.rl_default_temperature)
-        samples, scores = rollouts_of(run, prompts, step, settings, attempt)
+        samples, scores = rollouts_of(run, prompts, step, settings, attempt, lengths=run.lengths)
         metrics = metrics.merge(scores)
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
@@ -82,7 +83,9 @@ def collect(run: RLJob, step: int) -> Collected:
         prompts = [run.prompts[group[0].prompt_index] for group in groups]
         answers, scores = rollouts_of(run, prompts, step, run.sampling(0.0))
         greedy, metrics = [s.reward for s in answers], metrics.merge(scores)
-    return Collected(numbered(groups), numbered(drawn), metrics, greedy)
+    everything = numbered(drawn)
+    observe_lengths(run, everything)
+    return Collected(numbered(groups), everything, metrics, greedy)
 
 
 def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:
