@@ -25,8 +25,8 @@ def train(run: RLJob) -> None:
         rollouts = rl_step.collect(run, step)
         run.phases.to_train()
         with run.phase("train"):
-            rollouts = rl_reward_model.add_scores(run, rollouts)
             batches = rl_batch.build_batches(run, rollouts.samples)
+            rollouts = rl_reward_model.add_scores(run, rollouts, batches)
             batches = rl_batch.annotate(run, batches, rollouts.samples)
             batches = rl_batch.with_advantages(
                 run, batches, rollouts.samples, step, rollouts.greedy

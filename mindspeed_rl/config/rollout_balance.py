@@ -1,4 +1,4 @@
-"""Flags of how samples are shared among engines: at the start of a step, during it, across steps."""
+"""Flags of who samples what: at the start of a step, during it, and across steps."""
 
 from __future__ import annotations
 

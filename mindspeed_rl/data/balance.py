@@ -9,6 +9,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 # Tries to find the shortest row into which everything fits.
 _ROW_SEARCH_STEPS = 10
@@ -47,39 +48,38 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         [num_parts] lists of indices in ascending order, the parts with more items first; among
         those of equal number the one with the smallest index first.
     """
+    if num_parts == 1:
+        return [list(range(len(costs)))]
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     splits: list[_Split] = []
     for start in range(0, len(order), num_parts):
         block = order[start : start + num_parts]
-        parts = [(costs[i], [i]) for i in block]
+        parts: list[_Part] = [(costs[i], [i]) for i in block]
         parts += [(0.0, [])] * (num_parts - len(block))
-        splits.append(_Split.of(parts, start))
+        splits.append(_split(parts, start))
     heapq.heapify(splits)
     while len(splits) > 1:
         first, second = heapq.heappop(splits), heapq.heappop(splits)
         merged = [
             (a + b, mine + other)
-            for (a, mine), (b, other) in zip(first.parts, reversed(second.parts), strict=True)
+            for (a, mine), (b, other) in zip(first[2], reversed(second[2]), strict=True)
         ]
-        heapq.heappush(splits, _Split.of(merged, min(first.number, second.number)))
-    found = [sorted(items) for _, items in splits[0].parts] if splits else [[]] * num_parts
+        merged.sort(key=_cost, reverse=True)
+        heapq.heappush(splits, _split(merged, min(first[1], second[1])))
+    found = [sorted(items) for _, items in splits[0][2]] if splits else [[]] * num_parts
     return sorted(found, key=lambda items: (-len(items), items))
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Parts by falling cost; the least even split comes first, then the earlier."""
+_Part = tuple[float, list[int]]  # cost and items
+_Split = tuple[float, int, list[_Part]]  # the least even first, then by number, which is its own
 
-    parts: list[tuple[float, list[int]]]
-    number: int
 
-    @classmethod
-    def of(cls, parts: list[tuple[float, list[int]]], number: int) -> _Split:
-        return cls(sorted(parts, key=lambda part: -part[0]), number)
+def _split(parts: list[_Part], number: int) -> _Split:
+    """Of ``parts`` by falling cost."""
+    return parts[-1][0] - parts[0][0], number, parts
 
-    def __lt__(self, other: _Split) -> bool:
-        mine, theirs = self.parts[0][0] - self.parts[-1][0], other.parts[0][0] - other.parts[-1][0]
-        return (-mine, self.number) < (-theirs, other.number)
+
+_cost = itemgetter(0)
 
 
 def fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -99,7 +100,7 @@ class MicroBatch:
 def pack(
     samples: Sequence[TrainSample], padded_length: int, sequence_multiple: int = 1
 ) -> MicroBatch:
-    """Pack samples into one row of ``padded_length`` tokens. Local.
+    """Pack samples into one row of ``padded_length`` tokens, where the samples are. Local.
 
     Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
     micro-batch that trains on nothing.
@@ -108,33 +109,44 @@ def pack(
     total = sum(lengths)
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
-    length = torch.tensor(lengths, dtype=torch.int64)
-    real = torch.tensor([s.length for s in samples], dtype=torch.int64)
-    num_prompt = torch.tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64)
-    owner = torch.repeat_interleave(length)  # [total] sequence of each token
-    position = torch.arange(total) - (length.cumsum(0) - length)[owner]
-    goes_on = torch.tensor([s.token_after is not None for s in samples], dtype=torch.int64)
+    device = samples[0].token_ids.device if samples else torch.device("cpu")
+
+    def of_samples(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    length = of_samples(lengths)
+    real = of_samples([s.length for s in samples])
+    num_prompt = of_samples([s.num_prompt_tokens for s in samples])
+    owner = torch.repeat_interleave(length, output_size=total)  # [total] sequence of each token
+    position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]
+    goes_on = of_samples([s.token_after is not None for s in samples])
     has_target = position < (real - 1 + goes_on)[owner]
-    token_ids = torch.zeros(padded_length, dtype=torch.int64)
-    token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], torch.int64)
+    token_ids = torch.zeros(padded_length, dtype=torch.int64, device=device)
+    token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], device).to(
+        torch.int64
+    )
     positions = torch.zeros_like(token_ids)
     positions[:total] = position
     targets = torch.zeros_like(token_ids)
     targets[:total] = token_ids.roll(-1)[:total] * has_target
     at_end = has_target & (position == (real - 1)[owner])
-    after = [s.token_after for s in samples if s.token_after is not None]
-    targets[:total][at_end] = torch.tensor(after, dtype=torch.int64)
-    mask = torch.zeros(padded_length, dtype=torch.bool)
+    targets[:total][at_end] = of_samples(
+        [s.token_after for s in samples if s.token_after is not None]
+    )
+    mask = torch.zeros(padded_length, dtype=torch.bool, device=device)
     mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
-    for sample, start in zip(samples, (length.cumsum(0) - length).tolist(), strict=True):
+    for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
         if sample.loss_mask is not None:  # position t carries the token t + 1
             first = start + sample.num_prompt_tokens - 1
             mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
     sequence_of = owner[mask[:total]]
     logprobs = [
-        torch.zeros(s.num_trained) if s.rollout_logprobs is None else s.rollout_logprobs
+        torch.zeros(s.num_trained, device=device)
+        if s.rollout_logprobs is None
+        else s.rollout_logprobs
         for s in samples
     ]
+    advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device)
     return MicroBatch(
         token_ids=token_ids,
         positions=positions,
@@ -142,16 +154,16 @@ def pack(
         loss_mask=mask,
         lengths=lengths,
         sample_ids=tuple(s.sample_id for s in samples),
-        rollout_logprobs=_cat(logprobs, torch.float32),
-        advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32)[sequence_of],
+        rollout_logprobs=_cat(logprobs, device).to(torch.float32),
+        advantages=advantages[sequence_of],
         sequence_of=sequence_of,
         num_trained=tuple(s.num_trained for s in samples),
-        trained_index=torch.arange(sequence_of.numel()),
+        trained_index=torch.arange(sequence_of.numel(), device=device),
     )
 
 
-def _cat(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -> torch.Tensor:
@@ -187,7 +199,7 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
     """
     if cp == 1:
         return batch
-    index = context_index(batch.lengths, batch.num_tokens, cp, rank)
+    index = context_index(batch.lengths, batch.num_tokens, cp, rank).to(batch.token_ids.device)
     mask = batch.loss_mask[index]
     trained = (batch.loss_mask.cumsum(0) - 1)[index][mask]
     return replace(

@@ -21,6 +21,7 @@ class Owner(enum.StrEnum):
     RESHARD_STAGING = "reshard_staging"
     ENGINE_WEIGHTS = "engine_weights"
     KV_CACHE = "kv_cache"
+    SAMPLES = "samples"  # tokens and log-probs of this step's and of carried-over responses
     ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step
     GRAPHS = "graphs"
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device

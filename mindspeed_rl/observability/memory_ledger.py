@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.observability.metrics import Max, MetricSet
@@ -85,6 +85,7 @@ class MemoryLedger:
         budget_bytes: what the run may use of the device; ``None``: all of it.
         leak_bytes: growth of the residue per step that is warned of; 0: never.
         predicted: bytes by state and owner, where they are known beforehand.
+        unforeseen: owners whose bytes the data decides; what they have counts as predicted.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class MemoryLedger:
         budget_bytes: int | None,
         leak_bytes: float,
         predicted: Mapping[str, Mapping[str, int]] | None = None,
+        unforeseen: Collection[str] = (),
     ) -> None:
         self._owners = owners
         self._read = read
         self._budget_bytes = budget_bytes
         self._leak_bytes = leak_bytes
         self._predicted = predicted or {}
+        self._unforeseen = unforeseen
         self._slope = Slope()
         self._warned = False
         self.borders: dict[str, Border] = {}
@@ -153,7 +156,10 @@ class MemoryLedger:
             found[f"memory/{state}_used_bytes"] = Max(border.device.used_bytes)
             found[f"memory/{state}_owned_bytes"] = Max(border.owned_bytes)
             if state in self._predicted:
-                expected = sum(self._predicted[state].get(owner, 0) for owner in border.owners)
+                expected = sum(
+                    num_bytes if owner in self._unforeseen else self._predicted[state].get(owner, 0)
+                    for owner, num_bytes in border.owners.items()
+                )
                 found[f"memory/{state}_predicted_bytes"] = Max(expected)
             if state in _LOGGED:
                 for owner, num_bytes in border.owners.items():
@@ -177,7 +183,7 @@ class MemoryLedger:
 
     def _cell(self, state: str, owner: str) -> str:
         text = _number(self.borders[state].owners[owner])
-        if state not in self._predicted:
+        if state not in self._predicted or owner in self._unforeseen:
             return text
         return f"{text} ({_number(self._predicted[state].get(owner, 0))})"
 

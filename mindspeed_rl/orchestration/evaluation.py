@@ -7,17 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability import names
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import rollouts_of
+from mindspeed_rl.orchestration.rl_rollout import response_text, rollouts_of
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rewards import lenient_match
-from mindspeed_rl.types import Prompt
+from mindspeed_rl.types import Prompt, Rollout
 
 # Rewards whose verdict on a response is taken over, the first that scored it.
 VERDICTS = ("math", "code", "environment", "numeric_match", "exact_match")
@@ -92,20 +93,16 @@ def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
             drawn, more = _answers(run, several, step, flags.rl_eval_temperature)
             found = found.merge(more)
         failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
-    strict = 0
-    for sample in samples:
-        text = spoken(run, sample)
-        strict += sample.stopped and text.strip() == prompts[sample.sample_id].answer.strip()
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     return Evaluation(
-        accuracy=strict / len(samples),
-        accuracy_lenient=sum(_verdicts(run, samples, prompts)) / len(samples),
+        accuracy=sum(_exact(samples)) / len(samples),
+        accuracy_lenient=sum(_right(samples)) / len(samples),
         num_prompts=len(samples),
         reward=_mean(rewards),
         num_unscored=len(samples) - len(rewards),
         seconds=time.perf_counter() - start,
         num_samples=flags.rl_eval_samples,
-        sampled=sampled_metrics(_verdicts(run, drawn, several), drawn, flags.rl_eval_samples),
+        sampled=sampled_metrics(_right(drawn), drawn, flags.rl_eval_samples),
         error_rate=failed[_FAILED[0]],
         timeout_rate=failed[_FAILED[1]],
     )
@@ -114,8 +111,32 @@ def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
 def _answers(
     run: RLJob, prompts: Sequence[Prompt], step: int, temperature: float
 ) -> tuple[list[Sample], MetricSet]:
-    settings = run.sampling(temperature)
-    return rollouts_of(run, prompts, step, settings, _ATTEMPT, lambda _: nullcontext())
+    found = rollouts_of(
+        run,
+        prompts,
+        step,
+        run.sampling(temperature),
+        _ATTEMPT,
+        judge=partial(judged, run),
+        phase=lambda _: nullcontext(),
+    )
+    return found.samples, found.metrics
+
+
+def judged(run: RLJob, rollout: Rollout) -> tuple[float, float]:
+    """Whether a response is the answer to the letter, and whether it is right. Local."""
+    completion, answer = rollout.completion, rollout.prompt.answer
+    text = response_text(run, completion)
+    exact = not completion.truncated and text.strip() == answer.strip()
+    return float(exact), float(is_right(rollout.reward_parts, text, answer))
+
+
+def _exact(samples: Sequence[Sample]) -> list[bool]:
+    return [s.verdicts[0] == 1.0 for s in samples]
+
+
+def _right(samples: Sequence[Sample]) -> list[bool]:
+    return [s.verdicts[1] == 1.0 for s in samples]
 
 
 def sampled_metrics(
@@ -141,26 +162,19 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def spoken(run: RLJob, sample: Sample) -> str:
-    """What the model said, as text."""
-    return str(run.tokenizer.decode(sample.sampled.tolist(), skip_special_tokens=True))
-
-
-def _verdicts(run: RLJob, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[bool]:
-    return [
-        is_right(s, run.reward_names, spoken(run, s), prompts[s.sample_id].answer) for s in samples
-    ]
-
-
-def is_right(sample: Sample, reward_names: tuple[str, ...], text: str, answer: str) -> bool:
+def is_right(parts: Mapping[str, float], text: str, answer: str) -> bool:
     r"""Whether a response is right: by the first of :data:`VERDICTS` that the run has and that
     scored it (full marks are right), else by the last number of the text.
 
     So ``\frac{1}{2}`` is ``0.5`` where the run has the math reward.
+
+    Args:
+        parts: scores of the rewards by name; NaN or absent where one abstained.
+        text: the response.
+        answer: the reference answer.
     """
     for name in VERDICTS:
-        if name in reward_names:
-            part = sample.parts[reward_names.index(name)]
-            if not math.isnan(part):
-                return part == 1.0
+        score = parts.get(name, math.nan)
+        if not math.isnan(score):
+            return score == 1.0
     return lenient_match(text, answer)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.lengths import LengthHistory, deal_samples
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration.rl_phases import rollout_dtype
 from mindspeed_rl.rollout.engine import SamplingSettings
@@ -81,7 +81,7 @@ def observe_lengths(run: RLJob, samples: Sequence[Sample]) -> None:
     """Add the finished responses of a step to the history; alike on all ranks. Local."""
     lengths: dict[int, list[int]] = defaultdict(list)
     for sample in samples:
-        lengths[sample.prompt_index].append(sample.response.numel())
+        lengths[sample.prompt_index].append(sample.num_tokens)
     run.lengths.observe(lengths)
 
 

@@ -28,11 +28,10 @@ from mindspeed_rl.algorithms.token_advantages import (
     whitened,
 )
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.data.packing import TrainSample
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration import rl_critic, training
+from mindspeed_rl.orchestration import rl_critic, rl_samples
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -48,10 +47,14 @@ class UpdateBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """The batches of all optimizer steps of an RL step, and what making them has to report."""
+    """The batches of all optimizer steps of an RL step, and what making them has to report.
+
+    ``placed`` are the samples that they were made of.
+    """
 
     updates: list[UpdateBatch]
     metrics: MetricSet = field(default_factory=MetricSet)
+    placed: rl_samples.Placed | None = None
 
     def with_micro_batches(self, micro: Sequence[PreparedBatch]) -> StepBatches:
         """The same with others in place of :attr:`micro_batches`, in order."""
@@ -67,38 +70,22 @@ class StepBatches:
         return [m for update in self.updates for m in update.micro_batches]
 
 
-def as_train_samples(
-    run: RLJob, samples: Sequence[Sample], *, drop_truncated: bool = False
-) -> list[TrainSample]:
-    """Prompt and response of every sample as one sequence to train on. Local.
-
-    With ``drop_truncated`` nothing of a response that was cut is trained on.
-    """
-    prompts = {i: torch.tensor(run.prompts[i].token_ids) for i in {s.prompt_index for s in samples}}
-    result = []
-    for s in samples:
-        ids = torch.cat([prompts[s.prompt_index], s.response])
-        dropped = drop_truncated and not s.stopped
-        start = ids.numel() if dropped else prompts[s.prompt_index].numel()
-        logprobs = s.logprobs[:0] if dropped else s.logprobs
-        mask = None if dropped else s.loss_mask
-        if mask is not None:
-            logprobs = logprobs[mask]
-        result.append(TrainSample(s.sample_id, ids, start, logprobs, loss_mask=mask))
-    return result
-
-
 def build_batches(run: RLJob, samples: Sequence[Sample]) -> StepBatches:
-    """Place and pack the samples of each optimizer step. Local, the same plan on all ranks."""
+    """Place, move and pack the samples of each optimizer step, the same plans on all ranks.
+
+    Collective: the training grid.
+    """
+    with run.phase("exchange"):
+        placed = rl_samples.place(run, samples)
     drop = run.config.sampling.rl_overlong_filtering
-    train_samples = as_train_samples(run, samples, drop_truncated=drop)
+    packed = rl_samples.pack_placed(run, placed, run.policy, drop_truncated=drop)
     size = run.plan.batch.samples_per_update
     updates = []
-    for start in range(0, len(train_samples), size):
-        part = train_samples[start : start + size]
-        counts = Denominators.of(s.num_trained for s in part)
-        updates.append(UpdateBatch(training.local_batches(run.job, run.policy, part), counts))
-    return StepBatches(updates)
+    for number, micro in enumerate(packed):
+        part = samples[number * size : (number + 1) * size]
+        counts = Denominators.of(rl_samples.num_trained(run, s) for s in part)
+        updates.append(UpdateBatch(micro, counts))
+    return StepBatches(updates, placed.metrics, placed)
 
 
 def check_on_policy(run: RLJob, samples: Sequence[Sample]) -> None:
@@ -145,7 +132,7 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
         updates = [_with_ages(run, batch, samples) for batch in updates]
     num_reference = len(updates) if run.reference is not None else 0
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
-    result = StepBatches(updates, batches.metrics.merge(counts))
+    result = replace(batches, updates=updates, metrics=batches.metrics.merge(counts))
     if run.critic is None:
         return result
     parts = rl_critic.with_values(run, [batch.micro_batches for batch in updates])
@@ -249,7 +236,7 @@ def length_penalty(run: RLJob, sample: Sample) -> float:
     if not flags.rl_overlong_buffer:
         return 0.0
     return overlong_penalty(
-        sample.response.numel(),
+        sample.num_tokens,
         limit=run.config.rollout.rollout_max_response_length,
         buffer=flags.rl_overlong_buffer,
         weight=flags.rl_overlong_penalty,
@@ -260,7 +247,7 @@ def _group_rewards(
     run: RLJob, rewards: torch.Tensor, samples: Sequence[Sample], greedy: Sequence[float] | None
 ) -> GroupRewards:
     size = run.plan.batch.group_size
-    lengths = torch.tensor([s.response.numel() for s in samples]).view(-1, size)
+    lengths = torch.tensor([s.num_tokens for s in samples]).view(-1, size)
     baselines = None if greedy is None else torch.tensor(list(greedy))
     return GroupRewards(rewards.view(-1, size), lengths, baselines)
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.environments import Environment, Observation
-from mindspeed_rl.experience.exchange import Continuation, exchange_continuations
+from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.rl_balance import my_share
 from mindspeed_rl.orchestration.rl_job import RLJob

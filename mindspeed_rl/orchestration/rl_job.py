@@ -16,7 +16,8 @@ from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.rollout_dump import RolloutDump
@@ -53,6 +54,7 @@ class RLJob:
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
     ``lengths`` of earlier responses, by prompt; equal on all ranks.
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
+    ``cache`` keeps the tokens of samples that this rank's engine made.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
     """
@@ -72,6 +74,7 @@ class RLJob:
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    cache: TensorCache
     kl_beta: float
     version: int = 0
     num_steps: int = 0
@@ -177,7 +180,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
-    ledger = open_ledger(job, sharing, engine)
+    cache = TensorCache(job.platform.device)
+    ledger = open_ledger(job, sharing, engine, cache)
     holder: list[RLJob] = []
     phases = build_phases(
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
@@ -199,6 +203,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         environment=environment,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
+        cache=cache,
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
         logger=RunLogger(

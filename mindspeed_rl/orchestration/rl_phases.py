@@ -20,6 +20,7 @@ from mindspeed_rl.dryrun.budget import (
     swaps_optimizer,
     usable_bytes,
 )
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -102,9 +103,9 @@ def share_memory(
 
 
 def open_ledger(
-    job: Job[RLRunConfig, RLPlan], sharing: Sharing, engine: VllmEngine
+    job: Job[RLRunConfig, RLPlan], sharing: Sharing, engine: VllmEngine, cache: TensorCache
 ) -> MemoryLedger:
-    """The ledger of the trainer's and the engine's memory. Collective: the world."""
+    """The ledger of trainer, engine and samples. Collective: the world."""
     options, rank = job.config.memory, job.world.rank
     prediction, _ = predict_run(job)
     owners: dict[str, Callable[[], int]] = {
@@ -116,12 +117,14 @@ def open_ledger(
     owners[Owner.KV_CACHE.value] = lambda: (
         engine.cache_bytes if engine.state is EngineState.AWAKE else 0
     )
+    owners[Owner.SAMPLES.value] = lambda: cache.num_bytes
     return MemoryLedger(
         owners,
         job.platform.memory,
         memory_limit(job) or None,
         options.memory_leak_mb * 2**20,
         {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
+        unforeseen=(Owner.SAMPLES.value,),
     )
 
 

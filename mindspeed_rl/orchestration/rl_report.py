@@ -24,7 +24,7 @@ from mindspeed_rl.config.outputs import (
     export_target,
 )
 from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.memory.communicators import device_groups, hccl_lines
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
@@ -32,7 +32,7 @@ from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
 from mindspeed_rl.observability.timers import StepTimes
-from mindspeed_rl.orchestration import results, rl_critic, rl_step, training
+from mindspeed_rl.orchestration import results, rl_critic, rl_samples, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
@@ -173,7 +173,7 @@ class Report:
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
         values |= derived_mismatch(values)
-        tokens = sum(s.response.numel() for s in samples)
+        tokens = sum(s.num_tokens for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
         values["policy/version"] = float(run.version)
         mismatch = values[MISMATCH_MAX]
@@ -191,21 +191,23 @@ class Report:
 
     def _dump(self, step: int, samples: Sequence[Sample]) -> None:
         run = self._run
+        shown = evenly_spread(samples, run.config.logging.log_rollouts)
+        responses = rl_samples.fetch(run, shown)
         if not self._writer:
             return
         rows = []
-        for sample in evenly_spread(samples, run.config.logging.log_rollouts):
+        for sample, response in zip(shown, responses, strict=True):
             prompt = run.prompts[sample.prompt_index]
             rows.append(
                 RolloutRow(
                     sample.sample_id,
                     prompt.text,
-                    str(run.tokenizer.decode(sample.response.tolist())),
+                    str(run.tokenizer.decode(response.token_ids.tolist())),
                     prompt.answer,
                     sample.reward,
                     "stop" if sample.stopped else "length",
                     dict(zip(run.part_names, sample.parts, strict=True)),
-                    *(_tokens(prompt, sample) if run.config.logging.log_rollout_tokens else ()),
+                    *(_tokens(prompt, response) if run.config.logging.log_rollout_tokens else ()),
                 )
             )
         run.dump.write(step, rows)
@@ -265,9 +267,9 @@ class Report:
         )
 
 
-def _tokens(prompt: Prompt, sample: Sample) -> tuple[list[Any], ...]:
+def _tokens(prompt: Prompt, response: rl_samples.Response) -> tuple[list[Any], ...]:
     """Prompt and response as the trainer reads them, and the engine's log-probs."""
-    return list(prompt.token_ids), sample.response.tolist(), sample.logprobs.tolist()
+    return list(prompt.token_ids), response.token_ids.tolist(), response.logprobs.tolist()
 
 
 def worse_mismatch(worst: float, mismatch: float) -> float:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.advantages import teaches
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample, SampleKey
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_samples import Response, holders_of, store_responses
 
 Group = Sequence[Sample]
 
@@ -127,46 +128,87 @@ def fill_step(run: RLJob, draw: Callable[[int, int], list[Group]]) -> Filled:
 def numbered(groups: Sequence[Group]) -> list[Sample]:
     """The samples of all groups, numbered by their place in the step."""
     samples = [s for group in groups for s in group]
-    return [replace(s, sample_id=i) for i, s in enumerate(samples)]
+    return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]
 
 
-def surplus_state(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
-    """Plain types, for a checkpoint; fp32 log-probs survive as they are."""
-    return [[_plain(s) for s in group] for group in groups]
+def surplus_state(
+    groups: Sequence[Group], responses: Sequence[Response]
+) -> list[list[dict[str, Any]]]:
+    """Plain types, for a checkpoint; fp32 log-probs survive as they are.
+
+    Args:
+        groups: of samples.
+        responses: of all of them, in order.
+    """
+    given = iter(responses)
+    return [[_plain(s, next(given)) for s in group] for group in groups]
 
 
-def _plain(sample: Sample) -> dict[str, Any]:
+def _plain(sample: Sample, response: Response) -> dict[str, Any]:
+    mask = response.loss_mask
     return {
         "sample_id": sample.sample_id,
         "prompt_index": sample.prompt_index,
-        "response": sample.response.tolist(),
-        "logprobs": sample.logprobs.tolist(),
+        "response": response.token_ids.tolist(),
+        "logprobs": response.logprobs.tolist(),
         "stopped": sample.stopped,
         "weights_version": sample.weights_version,
         "reward": sample.reward,
         "parts": list(sample.parts),
-        "loss_mask": None if sample.loss_mask is None else sample.loss_mask.tolist(),
+        "loss_mask": None if mask is None else mask.tolist(),
     }
 
 
-def restored_surplus(state: Sequence[Sequence[Mapping[str, Any]]]) -> list[Group]:
-    """The inverse of :func:`surplus_state`."""
-    return [
-        [
-            Sample(
-                **{
-                    **fields,
-                    "response": torch.tensor(fields["response"], dtype=torch.int64),
-                    "logprobs": torch.tensor(fields["logprobs"], dtype=torch.float32),
-                    "parts": tuple(fields["parts"]),
-                    "loss_mask": _mask(fields.get("loss_mask")),
-                }
+def restored_surplus(
+    state: Sequence[Sequence[Mapping[str, Any]]], step: int, num_groups: int
+) -> tuple[list[Group], list[Response]]:
+    """The inverse of :func:`surplus_state`: groups of samples, and all responses in order.
+
+    Args:
+        state: of a checkpoint.
+        step: after which it was saved.
+        num_groups: of engine ranks, which take turns in holding samples: the layout may be another.
+    """
+    responses = [_response(fields) for group in state for fields in group]
+    groups: list[Group] = []
+    number = 0
+    for group in state:
+        samples = []
+        for fields in group:
+            response = responses[number]
+            mask = response.loss_mask
+            samples.append(
+                Sample(
+                    sample_id=fields["sample_id"],
+                    prompt_index=fields["prompt_index"],
+                    num_tokens=response.token_ids.numel(),
+                    num_sampled=response.token_ids.numel() if mask is None else int(mask.sum()),
+                    stopped=fields["stopped"],
+                    weights_version=fields["weights_version"],
+                    group=number % num_groups,
+                    reward=fields["reward"],
+                    parts=tuple(fields["parts"]),
+                    key=SampleKey(step, number),
+                )
             )
-            for fields in group
-        ]
-        for group in state
-    ]
+            number += 1
+        groups.append(samples)
+    return groups, responses
 
 
-def _mask(values: list[bool] | None) -> torch.Tensor | None:
-    return None if values is None else torch.tensor(values, dtype=torch.bool)
+def _response(fields: Mapping[str, Any]) -> Response:
+    mask = fields["loss_mask"]
+    return Response(
+        torch.tensor(fields["response"], dtype=torch.int64),
+        torch.tensor(fields["logprobs"], dtype=torch.float32),
+        None if mask is None else torch.tensor(mask, dtype=torch.bool),
+    )
+
+
+def keep_surplus(run: RLJob, groups: Sequence[Group], responses: Sequence[Response]) -> None:
+    """Take restored groups over, each rank the tokens that it is to hold. Local."""
+    run.surplus = list(groups)
+    samples = [s for group in groups for s in group]
+    holders = holders_of(run, samples)
+    mine = [i for i, first in enumerate(holders.first) if 0 <= run.rank - first < holders.count]
+    store_responses(run.cache, [responses[i] for i in mine], [samples[i] for i in mine])

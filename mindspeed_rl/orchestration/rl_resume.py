@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
-from mindspeed_rl.orchestration import checkpoints
+from mindspeed_rl.orchestration import checkpoints, rl_samples
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import Report
-from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
+from mindspeed_rl.orchestration.rl_resample import keep_surplus, restored_surplus, surplus_state
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -35,7 +35,9 @@ def start(run: RLJob) -> Report:
     if run.config.kl.rl_kl_target:
         run.kl_beta = loaded.extra["kl_beta"]
     if run.sampler.fingerprint == loaded.extra["sampler"]["fingerprint"]:
-        run.surplus = restored_surplus(loaded.extra["surplus"])
+        num_groups = run.plan.engine.num_groups
+        run.cache.begin_step(loaded.step)
+        keep_surplus(run, *restored_surplus(loaded.extra["surplus"], loaded.step, num_groups))
         run.lengths.load_state_dict(loaded.extra["lengths"])
     return Report(run, loaded.step, loaded.extra["report"])
 
@@ -44,11 +46,12 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
     """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
     if not checkpoints.save_is_due(run.job, step):
         return
+    responses = rl_samples.fetch(run, [s for group in run.surplus for s in group])
     extra: dict[str, Any] = {
         "sampler": run.sampler.state_dict(),
         "version": run.version,
         "kl_beta": run.kl_beta,
-        "surplus": surplus_state(run.surplus),
+        "surplus": surplus_state(run.surplus if run.rank == 0 else [], responses),
         "lengths": run.lengths.state_dict(),
         "report": report.state_dict(),
     }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mindspeed_rl.data.lengths import LengthHistory
-from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
 from mindspeed_rl.orchestration.rl_balance import balance_metrics, make_rebalancer, my_share
@@ -17,6 +17,24 @@ from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
+#: numbers that a judge of samples gives
+NUM_VERDICTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came of some prompts.
+
+    Attributes:
+        samples: all, as every rank knows them, by sample id.
+        rollouts: those whose tokens this rank has.
+        metrics: what sampling and scoring have to report.
+    """
+
+    samples: list[Sample]
+    rollouts: list[Rollout]
+    metrics: MetricSet
+
 
 def rollouts_of(
     run: RLJob,
@@ -24,29 +42,51 @@ def rollouts_of(
     step: int,
     settings: SamplingSettings,
     attempt: int = 0,
+    *,
+    first: SampleKey = UNCACHED,
+    judge: Callable[[Rollout], Sequence[float]] | None = None,
     phase: Callable[[str], AbstractContextManager[None]] | None = None,
     lengths: LengthHistory | None = None,
-) -> tuple[list[Sample], MetricSet]:
-    """One scored response to each of ``prompts`` on every rank. Collective: the world.
+) -> Drawn:
+    """One scored response to each of ``prompts``. Collective: the world.
 
-    Samples are scored while others are still being generated. ``phase`` names the parts for timer
-    and watchdog; the run's, if it is not given. ``lengths`` are those of earlier responses to the
-    prompts.
+    Samples are scored while others are still being generated.
+
+    Args:
+        run: the run.
+        prompts: position in the list is the sample id.
+        step: seeds the samples, with ``attempt``.
+        settings: of the engine.
+        attempt: makes other seeds for the same step.
+        first: key of sample 0, for samples that will be kept.
+        judge: gives :data:`NUM_VERDICTS` numbers that all ranks shall know of a sample.
+        phase: names the parts for timer and watchdog; the run's, if it is not given.
+        lengths: of earlier responses to the prompts.
     """
     phase = phase or run.phase
     take_stats(run)
     with scorer_of(run) as scorer:
         with phase("generate"):
-            found = _speak(run, prompts, step, settings, attempt, scorer, lengths)
+            mirrored, found = _speak(run, prompts, step, settings, attempt, scorer, lengths)
         stats = take_stats(run)
         if run.rank == 0:
             record_history(run, stats)
         with phase("reward"):
             rollouts, metrics = scorer.finish()
+            verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
     with phase("exchange"):
-        samples = exchange_rollouts(rollouts, run.reward_names, len(prompts))
+        samples = exchange_table(
+            rollouts,
+            run.plan.engine.group_of(run.rank),
+            run.reward_names,
+            len(prompts),
+            first,
+            verdicts,
+            NUM_VERDICTS if judge else 0,
+        )
     metrics = metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
-    return samples, metrics.merge(balance_metrics(run, stats))
+    metrics = metrics.merge(balance_metrics(run, stats))
+    return Drawn(samples, rollouts if run.leads_engine else mirrored, metrics)
 
 
 def _speak(
@@ -57,13 +97,14 @@ def _speak(
     attempt: int,
     scorer: Scorer,
     lengths: LengthHistory | None,
-) -> MetricSet:
+) -> tuple[list[Rollout], MetricSet]:
+    """The samples that every rank of this engine has, and metrics."""
     if run.environment is not None:
         from mindspeed_rl.orchestration.rl_episodes import converse
 
-        return converse(run, prompts, step, settings, attempt, scorer)
-    generate(run, prompts, step, settings, attempt, scorer, lengths)
-    return MetricSet()
+        return [], converse(run, prompts, step, settings, attempt, scorer)
+    rollouts = generate(run, prompts, step, settings, attempt, scorer, lengths)
+    return rollouts, MetricSet()
 
 
 class Scorer:

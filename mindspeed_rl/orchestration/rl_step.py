@@ -20,15 +20,15 @@ from mindspeed_rl.algorithms.types import (
     MaxTerm,
     Sequences,
 )
-from mindspeed_rl.experience.exchange import Sample, exchange_rollouts
+from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.orchestration import rl_critic, training
+from mindspeed_rl.orchestration import rl_critic, rl_samples
 from mindspeed_rl.orchestration.rl_balance import observe_lengths
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
-    as_train_samples,
     select_tokens,
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -60,16 +60,20 @@ class Collected:
 
 def collect(run: RLJob, step: int) -> Collected:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
-    metrics = run.phases.sync_metrics
+    metrics, num_drawn = run.phases.sync_metrics, 0
+    run.cache.begin_step(step, [s.key for group in run.surplus for s in group])
 
     def draw(num_prompts: int, attempt: int) -> list[Group]:
         """New prompts, all siblings of each."""
-        nonlocal metrics
+        nonlocal metrics, num_drawn
         size, indices = run.plan.batch.group_size, run.sampler.next(num_prompts)
         prompts = [p for i in indices for p in [run.prompts[i]] * size]
         settings = run.sampling(run.config.rl.rl_default_temperature)
-        samples, scores = rollouts_of(run, prompts, step, settings, attempt, lengths=run.lengths)
-        metrics = metrics.merge(scores)
+        first = SampleKey(step, num_drawn)
+        drawn = rollouts_of(run, prompts, step, settings, attempt, first=first, lengths=run.lengths)
+        rl_samples.store(run.cache, drawn.rollouts, drawn.samples)
+        num_drawn += len(prompts)
+        metrics, samples = metrics.merge(drawn.metrics), drawn.samples
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
     if run.config.sampling.grpo_filter_groups_with_same_reward:
@@ -81,8 +85,8 @@ def collect(run: RLJob, step: int) -> Collected:
     greedy = None
     if advantage_estimator(run.config).needs_greedy:
         prompts = [run.prompts[group[0].prompt_index] for group in groups]
-        answers, scores = rollouts_of(run, prompts, step, run.sampling(0.0))
-        greedy, metrics = [s.reward for s in answers], metrics.merge(scores)
+        answers = rollouts_of(run, prompts, step, run.sampling(0.0))
+        greedy, metrics = [s.reward for s in answers.samples], metrics.merge(answers.metrics)
     everything = numbered(drawn)
     observe_lengths(run, everything)
     return Collected(numbered(groups), everything, metrics, greedy)
@@ -230,7 +234,7 @@ def update_once(
 def sample_metrics(run: RLJob, samples: Sequence[Sample]) -> dict[str, float]:
     """Rewards and lengths of a step, computed alike on every rank."""
     known = [s.reward for s in samples if not math.isnan(s.reward)]
-    lengths = [s.response.numel() for s in samples]
+    lengths = [s.num_tokens for s in samples]
     values = {
         "reward/mean": sum(known) / max(1, len(known)),
         "reward/max": max(known, default=math.nan),
@@ -287,12 +291,19 @@ def probe(run: RLJob) -> float:
     )
     with run.phase("probe"):
         mine = generate(run, prompts, step=0, settings=settings)
-        samples = exchange_rollouts(mine if run.leads_engine else [], (), engines)
+        group, known = run.plan.engine.group_of(run.rank), mine if run.leads_engine else []
+        samples = exchange_table(known, group, (), engines, UNCACHED)
+        cache = TensorCache(run.job.platform.device)
+        rl_samples.store(cache, mine, samples)
     run.phases.to_train()
     with run.phase("probe"):
-        batches = training.local_batches(run.job, run.policy, as_train_samples(run, samples))
-        pairs = zip(run.policy.logprobs(batches), batches, strict=True)
-        gaps = [(logp - b.batch.rollout_logprobs).abs() for logp, b in pairs if logp is not None]
+        placed = rl_samples.place(run, samples, cache)
+        gaps = [
+            (logp - prepared.batch.rollout_logprobs).abs()
+            for micro in rl_samples.pack_placed(run, placed, run.policy)
+            for logp, prepared in zip(run.policy.logprobs(micro), micro, strict=True)
+            if logp is not None
+        ]
         mean = MetricSet({"probe": Mean(float(sum(g.sum() for g in gaps)), sum(map(len, gaps)))})
         gap = reduce_metrics(mean)["probe"]
     limit = run.config.sync_check_tol

@@ -16,7 +16,7 @@ from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.data.balance import SequenceCost
 from mindspeed_rl.data.packing import TrainSample, pack
-from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.data.placement import MicroBatchPlan, plan_micro_batches
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -113,11 +113,18 @@ def local_batches(
     All ranks are given all samples in the same order. Where ``lengths`` (tokens of each) are given,
     only the samples of this rank are looked at. Local.
     """
+    plan = plan_batches(job, [s.length for s in samples] if lengths is None else lengths)
+    mine = plan.assignment[job.plan.parallel.coords(job.world.rank).dp]
+    return pack_planned(job, engine, plan, {i: samples[i] for micro in mine for i in micro})
+
+
+def plan_batches(job: Job[Any, RunPlan], lengths: Sequence[int]) -> MicroBatchPlan:
+    """Who trains on what in one optimizer step, from the tokens of each sample. Pure."""
     parallel, train = job.plan.parallel, job.config.train
-    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    chunks = _chunks(job)
     shards = parallel.tp if job.config.parallel.shards_sequence else 1
-    plan = plan_micro_batches(
-        [sample.length for sample in samples] if lengths is None else lengths,
+    return plan_micro_batches(
+        lengths,
         dp=parallel.dp,
         micro_batch_size=train.micro_batch_size,
         max_tokens=train.max_tokens_per_micro_batch,
@@ -126,10 +133,32 @@ def local_batches(
         count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
         cost=SequenceCost(*sequence_flops(job.plan.spec)),
     )
-    mine = plan.assignment[parallel.coords(job.world.rank).dp]
+
+
+def pack_planned(
+    job: Job[Any, RunPlan],
+    engine: TrainEngine,
+    plan: MicroBatchPlan,
+    samples: Mapping[int, TrainSample],
+) -> list[PreparedBatch]:
+    """The micro-batches of this rank. Local.
+
+    Args:
+        job: the job.
+        engine: whose passes they are for.
+        plan: of one optimizer step.
+        samples: of this rank at least, by position in the plan.
+    """
+    mine = plan.assignment[job.plan.parallel.coords(job.world.rank).dp]
     return engine.prepare(
-        [pack([samples[i] for i in mb], plan.padded_length, chunks) for mb in mine]
+        [pack([samples[i] for i in mb], plan.padded_length, _chunks(job)) for mb in mine]
     )
+
+
+def _chunks(job: Job[Any, RunPlan]) -> int:
+    """Of every sequence, under context parallelism."""
+    cp = job.plan.parallel.cp
+    return 2 * cp if cp > 1 else 1
 
 
 def export_hf(

@@ -41,6 +41,7 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
 def sampling_params(settings: SamplingSettings) -> Any:
     """Every field that shapes the distribution is set, whatever generation_config.json says."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         n=1,
@@ -56,6 +57,7 @@ def sampling_params(settings: SamplingSettings) -> Any:
         ignore_eos=False,
         logprobs=0,
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,  # nobody reads what is not finished
         skip_clone=True,  # a deep copy per request costs more than sampling a short response
     )
 

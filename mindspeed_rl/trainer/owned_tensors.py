@@ -16,16 +16,22 @@ from mindspeed_rl.offload.storages import not_among
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 
 
-def parameter_tensors(modules: Sequence[Any]) -> list[torch.Tensor]:
+def parameters_of(modules: Sequence[Any]) -> list[torch.nn.Parameter]:
     """Parameters of the chunks of a model. Buffers (rotary tables, router biases) stay put."""
-    return [p.data for module in modules for p in module.parameters()]
+    return [p for module in modules for p in module.parameters()]
 
 
-def gradient_tensors(models: Sequence[Any]) -> list[torch.Tensor]:
+def parameter_tensors(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """What the parameters hold now."""
+    return [p.data for p in parameters]
+
+
+def gradient_tensors(
+    models: Sequence[Any], parameters: Sequence[torch.nn.Parameter]
+) -> list[torch.Tensor]:
     """Gradient buffers of DistributedDataParallel chunks, and gradients beside them."""
     buffers = [b.grad_data for m in models for b in (*m.buffers, *m.expert_parallel_buffers)]
-    beside = [p.grad for m in models for p in m.parameters() if p.grad is not None]
-    return buffers + beside
+    return buffers + [p.grad for p in parameters if p.grad is not None]
 
 
 def optimizer_tensors(optimizer: Any, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 
 import torch.distributed as dist
@@ -38,6 +39,19 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
     check_group(layout, "etp", parallel_state.get_expert_tensor_parallel_group())
     check_group(layout, "edp", parallel_state.get_expert_data_parallel_group())
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def group_along(axis: str) -> dist.ProcessGroup | None:
+    """The group of this rank along an axis of the training grid; ``None``: the world's."""
+    if axis == "world":
+        return None
+    groups: dict[str, Callable[[], dist.ProcessGroup]] = {
+        "dp-cp": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+        "pp": parallel_state.get_pipeline_model_parallel_group,
+        "cp": parallel_state.get_context_parallel_group,
+        "tp": parallel_state.get_tensor_model_parallel_group,
+    }
+    return groups[axis]()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from mindspeed_rl.trainer.owned_tensors import (
     gradient_tensors,
     optimizer_tensors,
     parameter_tensors,
+    parameters_of,
 )
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -36,7 +37,7 @@ def trainer_memory(
         groups |= _trained(critic, pool, *parts)
     for owner, engine in ((Owner.REFERENCE, reference), (Owner.REWARD_MODEL, reward_model)):
         if engine is not None:
-            find = partial(parameter_tensors, engine.modules)
+            find = partial(parameter_tensors, parameters_of(engine.modules))
             groups[owner] = StorageGroup(
                 owner, find, engine.platform, pool, num_writes=_writes_of(engine)
             )
@@ -51,12 +52,14 @@ def _trained(
     engine: TrainEngine, pool: HostPool, parameters: Owner, gradients: Owner, optimizer: Owner
 ) -> dict[Owner, StorageGroup]:
     """Parameters, gradient buffers and optimizer state of an engine that updates."""
-    platform, find = engine.platform, partial(parameter_tensors, engine.modules)
+    # Walking the modules takes longer than all else at a border.
+    platform, held = engine.platform, parameters_of(engine.modules)
+    find = partial(parameter_tensors, held)
     return {
         parameters: StorageGroup(parameters, find, platform, pool),
         gradients: StorageGroup(
             gradients,
-            partial(gradient_tensors, engine.models),
+            partial(gradient_tensors, engine.models, held),
             platform,
             None,
             before_release=engine.let_go,

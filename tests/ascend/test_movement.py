@@ -49,11 +49,12 @@ def test_two_npus_reshard_every_bit_and_exchange_samples(features: Any, tmp_path
 
 
 def assert_exchanged(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> None:
-    assert first == second
-    assert [sample[0] for sample in first] == list(range(7))
-    for i, prompt, response, logprobs, reward, parts in first:
+    """Rank 0 has the even samples at first, and the odd ones in the end."""
+    assert [sample[0] for sample in first] == [1, 3, 5]
+    assert [sample[0] for sample in second] == [0, 2, 4, 6]
+    for i, prompt, response, logprobs, reward, parts in (*first, *second):
         assert (prompt, len(response), reward, parts) == (7 * i, i, 0.5 * i, (1.0,))
-        assert response == list(range(2**40, 2**40 + i))
+        assert response == list(range(2**30, 2**30 + i))
         assert logprobs == [-0.25 * n for n in range(i)]
 
 

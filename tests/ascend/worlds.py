@@ -143,19 +143,42 @@ def movement_world(
 
 
 def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
-    """Ragged rollouts of every rank, as all ranks know them afterwards."""
-    from mindspeed_rl.experience.exchange import exchange_rollouts
+    """Ragged rollouts of every rank on its device; each goes to the next rank and is read there."""
+    import torch
+
+    from mindspeed_rl.data.routes import Holders, plan_legs
+    from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
+    from mindspeed_rl.experience.samples import SampleKey, exchange_table
+    from mindspeed_rl.experience.tensor_cache import TensorCache
+    from mindspeed_rl.orchestration.rl_samples import COLUMNS, response_in, store
+    from mindspeed_rl.parallel.layout import ParallelLayout
+    from mindspeed_rl.parallel.stages import even_stages
     from mindspeed_rl.types import Completion, Prompt
     from mindspeed_rl.types import Rollout as Finished
 
     mine = []
     for i in range(world.rank, num_samples, world.size):
-        tokens = tuple(range(2**40, 2**40 + i))
-        done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3)
+        tokens = tuple(range(2**30, 2**30 + i))
+        mask = tuple(n % 2 == 0 for n in range(i))
+        done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3, mask)
         prompt = Prompt(7 * i, (1, 2), "text", "answer")
         mine.append(Finished(i, prompt, done, 0.5 * i, {"math": 1.0}))
-    found = exchange_rollouts(mine, ("math",), num_samples)
-    return [
-        (s.sample_id, s.prompt_index, s.response.tolist(), s.logprobs.tolist(), s.reward, s.parts)
-        for s in found
-    ]
+    table = exchange_table(mine, world.rank, ("math",), num_samples, SampleKey(1, 0))
+    cache = TensorCache(torch.device("npu", torch.npu.current_device()))
+    cache.begin_step(1)
+    store(cache, mine, table)
+    wanted = [(s.group + 1) % world.size for s in table]
+    layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
+    legs = plan_legs(Holders([s.group for s in table]), wanted, layout, (0,), world.rank)
+    moved = Redistribution(cache, [Parcel.of(s) for s in table], COLUMNS, legs)
+    moved.run(GroupWire(lambda axis: None))
+    moved.keep()
+    found = []
+    for i, s in enumerate(table):
+        if wanted[i] == world.rank:
+            r = response_in(moved, i, s)
+            assert r.token_ids.device.type == r.logprobs.device.type == "npu"
+            assert (r.loss_mask is None) == (s.num_tokens < 2)
+            ids, logprobs = r.token_ids.tolist(), r.logprobs.tolist()
+            found.append((s.sample_id, s.prompt_index, ids, logprobs, s.reward, s.parts))
+    return found

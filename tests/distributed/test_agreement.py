@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
 import pytest
 from support.spawn import run_ranks
 
@@ -13,7 +14,7 @@ from mindspeed_rl.types import Completion, Prompt, Rollout
 
 pytestmark = pytest.mark.distributed
 
-Row = tuple[int, int, tuple[int, ...], tuple[float, ...], bool, int, float]
+Row = tuple[int, int, int, bool, int, int, float]
 
 
 @dataclass(slots=True)
@@ -30,21 +31,22 @@ class Facts:
 def rollout(i: int) -> Rollout:
     """A response of ``i`` tokens."""
     reason = "stop" if i % 2 else "length"
-    completion = Completion((2**33 + i,) * i, (-0.5 * i,) * i, reason, 7)
-    return Rollout(i, Prompt(10 + i, (1,), "", ""), completion, float(i), {"math": float(i)})
+    completion = Completion((2**20 + i,) * i, (-0.5 * i,) * i, reason, 7)
+    return Rollout(i, Prompt(2**33 + i, (1,), "", ""), completion, i / 3, {"math": float(i)})
 
 
 def rows(samples: object) -> list[Row]:
-    from mindspeed_rl.experience.exchange import Sample
+    from mindspeed_rl.experience.samples import Sample, SampleKey
 
     assert isinstance(samples, list)
     result = []
     for s in samples:
-        assert isinstance(s, Sample) and s.parts == (s.reward,)
-        tokens, logprobs = tuple(s.response.tolist()), tuple(s.logprobs.tolist())
+        assert isinstance(s, Sample) and s.parts == (float(s.sample_id),)
+        assert s.key == SampleKey(2, 4 + s.sample_id) and s.num_sampled == s.num_tokens
         result.append(
-            (s.sample_id, s.prompt_index, tokens, logprobs, s.stopped, s.weights_version, s.reward)
-        )
+            (s.sample_id, s.prompt_index, s.num_tokens, s.stopped, s.weights_version, s.group,
+             s.reward)
+        )  # fmt: skip
     return result
 
 
@@ -52,17 +54,17 @@ def agreement_world(world: World) -> Facts:
     """Rank 0 has the samples 0 and 3, rank 1 the others; then rank 0 has all; then one is lost."""
     import torch
 
-    from mindspeed_rl.experience.exchange import exchange_rollouts
+    from mindspeed_rl.experience.samples import SampleKey, exchange_table
     from mindspeed_rl.parallel.groups import check_equal_nodes
     from mindspeed_rl.resharding.transports import AllToAllTransport
 
-    facts, first = Facts(), world.rank == 0
+    facts, first, key = Facts(), world.rank == 0, SampleKey(2, 4)
     mine = [rollout(i) for i in ((3, 0) if first else (4, 1, 2))]
-    facts.both = rows(exchange_rollouts(mine, ("math",), 5))
+    facts.both = rows(exchange_table(mine, world.rank, ("math",), 5, key))
     alone = [rollout(i) for i in range(5)] if first else []
-    facts.mirrored = rows(exchange_rollouts(alone, ("math",), 5))
+    facts.mirrored = rows(exchange_table(alone, world.rank, ("math",), 5, key))
     with pytest.raises(RuntimeError) as error:
-        exchange_rollouts(mine[: 2 if first else 1], ("math",), 5)
+        exchange_table(mine[: 2 if first else 1], world.rank, ("math",), 5, key)
     facts.lost = str(error.value)
     transport = AllToAllTransport(2, torch.device("cpu"), None)
     facts.gathered = transport.all_gather(bytes([world.rank, 255, 0]))
@@ -76,10 +78,12 @@ def agreement_world(world: World) -> Facts:
 def test_all_ranks_know_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(agreement_world, 2, work_dir=tmp_path)
     assert first == second
-    expected = [
-        (i, 10 + i, (2**33 + i,) * i, (-0.5 * i,) * i, i % 2 == 1, 7, float(i)) for i in range(5)
+    single = [float(numpy.float32(i / 3)) for i in range(5)]
+    facts = [(i, 2**33 + i, i, i % 2 == 1, 7) for i in range(5)]
+    assert first.both == [
+        (*f, int(f[0] not in (0, 3)), r) for f, r in zip(facts, single, strict=True)
     ]
-    assert first.both == first.mirrored == expected
+    assert first.mirrored == [(*f, 0, r) for f, r in zip(facts, single, strict=True)]
     assert first.lost == "rollouts of this step: 3 arrived, 5 expected; missing [1, 2]"
     assert first.gathered == [b"\x00\xff\x00", b"\x01\xff\x00"]
     assert "(1 ranks on nodes of 4, 1 ranks on nodes of 8)" in first.unequal_nodes

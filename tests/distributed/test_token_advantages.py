@@ -14,7 +14,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.data.packing import TrainSample
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ def make_samples() -> tuple[list[Sample], list[TrainSample]]:
     for i, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
         ids = torch.randint(5, 300, (4 + length,), generator=generator)
         logprobs = -torch.rand(length, generator=generator)
-        samples.append(Sample(i, 0, ids[4:], logprobs, True, 0, reward, ()))
+        samples.append(Sample(i, 0, length, length, True, 0, 0, reward))
         rows.append(TrainSample(i, ids, 4, logprobs))
     return samples, rows
 

@@ -213,8 +213,8 @@ MUTATIONS = (
     Mutation(
         "heaviest-parts-meet",
         "data/balance.py",
-        "zip(first.parts, reversed(second.parts), strict=True)",
-        "zip(first.parts, second.parts, strict=True)",
+        "zip(first[2], reversed(second[2]), strict=True)",
+        "zip(first[2], second[2], strict=True)",
         "tests/unit/test_balance.py::test_two_parts_are_close_to_the_best_of_equal_number",
     ),
     Mutation(

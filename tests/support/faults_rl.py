@@ -5,7 +5,9 @@ from __future__ import annotations
 from support.mutation import Mutation
 
 _RL_STEP = "tests/unit/test_rl_step.py::"
-_EXCHANGE = "tests/unit/test_exchange.py::"
+_TABLE = "tests/unit/test_sample_table.py::"
+_CACHE = "tests/unit/test_tensor_cache.py::"
+_MOVES = "tests/unit/test_redistribution.py::"
 _PHASES = "tests/unit/test_phases.py::"
 
 RL_MUTATIONS = (
@@ -45,10 +47,10 @@ RL_MUTATIONS = (
         _RL_STEP + "test_shuffled_rewards_are_the_same_rewards_at_other_samples",
     ),
     Mutation(
-        "last-sample-of-an-update-dropped",
-        "orchestration/rl_batch.py",
-        "part = train_samples[start : start + size]",
-        "part = train_samples[start : start + size - 1]",
+        "samples-of-the-first-update-in-every-one",
+        "orchestration/rl_samples.py",
+        "{i: train_sample(start + i) for i in ids}",
+        "{i: train_sample(i) for i in ids}",
         _RL_STEP + "test_every_token_is_trained_once_with_its_samples_advantage",
     ),
     Mutation(
@@ -81,31 +83,80 @@ RL_MUTATIONS = (
     ),
     Mutation(
         "truncated-counts-as-stopped",
-        "experience/exchange.py",
-        "rows += (int(not done.truncated), done.weights_version)",
-        "rows += (1, done.weights_version)",
-        _EXCHANGE + "test_unpacking_is_the_inverse_of_packing",
+        "experience/samples.py",
+        "int(not done.truncated),",
+        "1,",
+        _TABLE + "test_tables_and_tensors_say_what_the_engine_said",
     ),
     Mutation(
         "parts-take-the-place-of-the-reward",
-        "experience/exchange.py",
-        "(sample_id, prompt, _, stopped, version), (reward, *parts), response",
-        "(sample_id, prompt, _, stopped, version), (*parts, reward), response",
-        _EXCHANGE + "test_unpacking_is_the_inverse_of_packing",
-    ),
-    Mutation(
-        "ragged-gather-too-short-for-the-longest",
-        "experience/exchange.py",
-        "max(end for _, end in borders)",
-        "sorted(end for _, end in borders)[-2]",
-        "tests/distributed/test_agreement.py::test_all_ranks_know_the_same",
+        "experience/samples.py",
+        "return [reward, *(",
+        "return [*(",
+        _TABLE + "test_tables_and_tensors_say_what_the_engine_said",
     ),
     Mutation(
         "lost-samples-go-unnoticed",
-        "experience/exchange.py",
-        "if ids != list(range(num_samples)):",
-        "if len(set(ids)) < len(ids):",
-        _EXCHANGE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
+        "experience/samples.py",
+        "if seen != [1] * num_samples + [0]:",
+        "if max(seen) > 1:",
+        _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
+    ),
+    Mutation(
+        "an-entry-is-overwritten",
+        "experience/tensor_cache.py",
+        "        if version in entry:\n            raise",
+        "        if version < 0:\n            raise",
+        _CACHE + "test_an_entry_is_written_once",
+    ),
+    Mutation(
+        "another-version-is-read-in-its-place",
+        "experience/tensor_cache.py",
+        "        if entry:\n            why",
+        "        if entry:\n            return next(iter(entry.values()))\n            why",
+        _CACHE + "test_nothing_else_is_read_in_its_place",
+    ),
+    Mutation(
+        "a-step-keeps-the-samples-of-the-last",
+        "experience/tensor_cache.py",
+        "            if key in kept\n",
+        "",
+        _CACHE + "test_a_new_step_drops_all_but_what_is_carried_over",
+    ),
+    Mutation(
+        "what-is-carried-over-holds-its-batch",
+        "experience/tensor_cache.py",
+        "tensor.clone()",
+        "tensor",
+        _CACHE + "test_a_new_step_drops_all_but_what_is_carried_over",
+    ),
+    Mutation(
+        "samples-travel-to-where-they-are",
+        "data/routes.py",
+        "np.flatnonzero(~(ranks // own % layout.dp == wanted[:, None]).any(1))",
+        "np.arange(len(wanted))",
+        _MOVES + "test_nothing_moves_where_source_and_destination_agree",
+    ),
+    Mutation(
+        "only-the-first-holder-counts",
+        "data/routes.py",
+        "have = (ranks[self._items, :, None] == self._rank_of).any(1)",
+        "have = (ranks[self._items, :1, None] == self._rank_of).any(1)",
+        _MOVES + "test_every_rank_receives_a_sample_at_most_once",
+    ),
+    Mutation(
+        "messages-in-the-order-of-arrival",
+        "experience/redistribute.py",
+        "items = [item for peer in leg.peers for item in leg.receives.get(peer, ())]",
+        "items = sorted(i for items in leg.receives.values() for i in items)",
+        _MOVES + "test_every_rank_gets_what_it_trains_on_bit_for_bit",
+    ),
+    Mutation(
+        "stages-between-get-the-samples",
+        "data/routes.py",
+        "block.serve(axis, sorted(stages))",
+        "block.serve(axis, range(layout.pp))",
+        _MOVES + "test_stages_between_get_nothing",
     ),
     Mutation(
         "failed-undo-goes-on",

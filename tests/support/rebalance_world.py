@@ -14,8 +14,8 @@ from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.types import Completion
 
-COUNTS = (14, 3)
-CAPACITY = 4
+COUNTS = (20, 2)
+CAPACITY = 8
 SETTINGS = SamplingSettings(1.0, max_response_tokens=48, stop_token_ids=(1,))
 MODES = ("off", "waiting", "all")
 

@@ -25,12 +25,15 @@ from mindspeed_rl.config.validate import check_rl
 from mindspeed_rl.data.packing import MicroBatch
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_samples import Response, fetch
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.phases.weight_sync import WeightSync
@@ -239,4 +242,10 @@ def make_run(
         timer=timer,
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
+        cache=TensorCache(job.platform.device),
     )
+
+
+def said(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
+    """What is kept of samples."""
+    return fetch(run, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rl_run import TablePolicy, TableRewards, make_run
+from support.rl_run import TablePolicy, TableRewards, make_run, said
 from support.table_engine import TableEngine, response_of, single_rank
 
 from mindspeed_rl.algorithms.overlong import overlong_penalty
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample, SampleKey
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
 from mindspeed_rl.orchestration import rl_batch, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -24,9 +25,11 @@ from mindspeed_rl.orchestration.rl_resample import (
     Filled,
     Group,
     fill,
+    keep_surplus,
     restored_surplus,
     surplus_state,
 )
+from mindspeed_rl.orchestration.rl_samples import Response
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 
 FILTER = "--grpo-filter-groups-with-same-reward"
@@ -40,9 +43,8 @@ def world() -> Iterator[None]:
 
 
 def group_of(number: int, rewards: Sequence[float]) -> Group:
-    ids = torch.tensor([4, 1])
     return [
-        Sample(i, number, ids, torch.tensor([-1.5, -0.1]), True, 3, r, (r,))
+        Sample(i, number, 2, 2, True, 3, 0, r, (r,), key=SampleKey(2, i))
         for i, r in enumerate(rewards)
     ]
 
@@ -138,13 +140,38 @@ def test_nothing_is_lost_or_doubled(
 def test_the_surplus_survives_a_checkpoint() -> None:
     """Through JSON, bit by bit, an abstention included."""
     groups = [group_of(7, (0.1, NAN))]
-    text = json.dumps(surplus_state(groups))
-    ((first, second),) = restored_surplus(json.loads(text))
-    wanted = groups[0][0]
-    assert torch.equal(first.response, wanted.response)
-    assert torch.equal(first.logprobs, wanted.logprobs)
-    assert first.parts == wanted.parts and first.weights_version == 3
-    assert math.isnan(second.reward)
+    ids = torch.tensor([4, 1])
+    given = [Response(ids, torch.tensor([-1.5, -0.1 * i])) for i in range(2)]
+    text = json.dumps(surplus_state(groups, given))
+    ((first, second),), found = restored_surplus(json.loads(text), 8, num_groups=2)
+    for response, wanted in zip(found, given, strict=True):
+        assert torch.equal(response.token_ids, wanted.token_ids) and response.loss_mask is None
+        assert torch.equal(response.logprobs, wanted.logprobs)
+    assert replace(first, key=SampleKey(2, 0)) == groups[0][0]
+    assert (first.key, second.key) == (SampleKey(8, 0), SampleKey(8, 1))
+    assert math.isnan(second.reward) and (first.group, second.group) == (0, 1)
+
+
+def test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in(tmp_path: Path) -> None:
+    """And the next step but one drops it."""
+    run = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
+    run.rewards = cast(Any, ByPrompt({p.text for p in run.prompts}))
+    collected(run)
+    kept = [s for group in run.surplus for s in group]
+    before = said(run, kept)
+    state = json.loads(json.dumps(surplus_state(run.surplus, before)))
+    again = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
+    again.cache.begin_step(1)
+    keep_surplus(again, *restored_surplus(state, 1, 1))
+    taken = collected(again, 2).samples
+    for response, wanted in zip(said(again, taken), before, strict=True):
+        assert torch.equal(response.token_ids, wanted.token_ids)
+        assert torch.equal(response.logprobs, wanted.logprobs)
+    assert again.cache.num_bytes == 8 * sum(s.num_tokens for s in taken)
+    again.cache.begin_step(3)
+    assert again.cache.num_bytes == 0
+    with pytest.raises(RuntimeError, match=r"sample 0 of step 1 .* not carried over into step 3"):
+        said(again, taken)
 
 
 # --- in a run ----------------------------------------------------------------------------------
@@ -207,7 +234,7 @@ def test_a_partial_step_has_its_own_denominators(tmp_path: Path) -> None:
     run.rewards = cast(Any, ByPrompt({run.prompts[order(run)[0]].text}))
     rollouts = collected(run)
     (batch,) = rl_batch.build_batches(run, rollouts.samples).updates
-    counts = [s.response.numel() for s in rollouts.samples]
+    counts = [s.num_tokens for s in rollouts.samples]
     assert len(counts) == 3
     assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
 
@@ -287,6 +314,6 @@ def test_long_responses_are_punished_before_the_baseline(tmp_path: Path) -> None
     )
     run = make_run(tmp_path, flags)
     samples = collected(run).samples
-    lengths = [s.response.numel() for s in samples]
+    lengths = [s.num_tokens for s in samples]
     shaped = rl_batch.rewards_of(run, samples, 1)
     assert shaped == [-max(0, n - 2) / 2 for n in lengths] and len(set(shaped)) > 1

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import PROMPTS, make_run
+from support.rl_run import PROMPTS, make_run, said
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.data.packing import TrainSample, pack
 from mindspeed_rl.data.tiny_model import build_tokenizer
 from mindspeed_rl.environments import Calculator, Observation, answer_tokens, resolve_environment
 from mindspeed_rl.environments.calculator import calculate
-from mindspeed_rl.experience.exchange import Continuation, exchange_continuations
+from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean
 from mindspeed_rl.orchestration import rl_batch, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -94,13 +94,14 @@ def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path
     rollouts = collected(run)
     asked = cast(TableEngine, run.engine).asked
     assert len(asked) == 2
-    for i, s in enumerate(rollouts.samples):
+    for i, (s, r) in enumerate(zip(rollouts.samples, said(run, rollouts.samples), strict=True)):
         opening = (9,) if s.prompt_index % 2 else ()
         mine = (4 + i, STOP)
-        assert tuple(s.response.tolist()) == (*opening, *mine, *HEARD, *mine)
+        assert tuple(r.token_ids.tolist()) == (*opening, *mine, *HEARD, *mine)
         mask = [False] * len(opening) + [True] * 2 + [False] * 2 + [True] * 2
-        assert s.loss_mask is not None and s.loss_mask.tolist() == mask
-        assert tuple(s.sampled.tolist()) == (*mine, *mine) and s.stopped
+        assert r.loss_mask is not None and r.loss_mask.tolist() == mask
+        assert tuple(r.token_ids[r.loss_mask].tolist()) == (*mine, *mine) and s.stopped
+        assert (s.num_tokens, s.num_sampled) == (len(mask), 4)
         context = (*PROMPTS[s.prompt_index].token_ids, *opening)
         assert asked[0][0][i].token_ids == context
         assert asked[1][0][i].token_ids == (*context, *mine, *HEARD)
@@ -154,7 +155,7 @@ def test_limits_cut_a_conversation(tmp_path: Path, flags: str, length: int, turn
     rollouts = collected(run)
     whole = flags.endswith("length 6")
     assert {s.stopped for s in rollouts.samples} == {whole}
-    assert {s.response.numel() for s in rollouts.samples} == {length}
+    assert {s.num_tokens for s in rollouts.samples} == {length}
     assert rollouts.metrics["environment/turns"] == Mean(6 * turns, 6.0)
     requests = cast(Any, run.rewards).requests
     assert {r.metadata["environment_reward"] for r in requests} == {turns}
@@ -175,7 +176,7 @@ def test_a_failing_environment_costs_its_sample(tmp_path: Path) -> None:
     run = conversing(tmp_path, Sometimes, "--reward-max-error-rate 0.2")
     rollouts = collected(run)
     lost = rollouts.samples[1]
-    assert math.isnan(lost.reward) and lost.loss_mask is not None and not lost.loss_mask.any()
+    assert math.isnan(lost.reward) and lost.num_sampled == 0 < lost.num_tokens
     assert len(cast(Any, run.rewards).requests) == 5
     assert rollouts.metrics["environment/error_rate"] == Mean(1.0, 6.0)
     (update,) = rl_batch.build_batches(run, rollouts.samples).updates
@@ -189,10 +190,14 @@ def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_surplus_keeps_its_loss_mask(tmp_path: Path) -> None:
-    samples = collected(conversing(tmp_path)).samples
-    ((again, *_),) = restored_surplus(surplus_state([samples]))
-    assert again.loss_mask is not None and samples[0].loss_mask is not None
-    assert torch.equal(again.loss_mask, samples[0].loss_mask)
+    run = conversing(tmp_path)
+    samples = collected(run).samples
+    before = said(run, samples)
+    (restored,), found = restored_surplus(surplus_state([samples], before), 1, 1)
+    assert restored == samples
+    for response, wanted in zip(found, before, strict=True):
+        assert response.loss_mask is not None and wanted.loss_mask is not None
+        assert torch.equal(response.loss_mask, wanted.loss_mask)
 
 
 def test_continuations_travel_whole() -> None:

@@ -22,26 +22,34 @@ def history_of(*steps: dict[int, list[int]]) -> LengthHistory:
 
 
 def test_a_prompt_is_expected_to_be_as_long_as_it_was_beside_others() -> None:
-    """Prompt 1 had half of the mean, prompt 2 one and a half; then all lengths double."""
-    history = history_of({1: [10, 10], 2: [30, 30]})
-    assert [history.expected(p, 0, LIMIT) for p in (1, 2, 9)] == [10, 30, 20]
-    history.observe({3: [40, 40], 4: [40]})
-    assert [history.expected(p, 0, LIMIT) for p in (1, 2, 3)] == [20, 60, 40]
-    assert history.num_prompts == 4
+    """Prompt 1 had half of the mean and prompt 2 one and a half; then all lengths double.
 
-
-def test_the_newest_step_counts_half() -> None:
-    history = history_of({1: [10], 2: [30]}, {1: [30], 2: [10]})
-    assert history.expected(1, 0, LIMIT) == history.expected(2, 0, LIMIT) == 20
+    What is said of a new prompt counts as one response more, of mean length.
+    """
+    history = history_of({1: [10, 10, 10], 2: [30, 30, 30]})
+    assert [history.expected(p, 0, LIMIT) for p in (1, 2, 9)] == [12, 28, 20]
+    assert history.num_prompts == 2
+    history.observe({1: [20], 2: [60]})
+    relative = [(5 / 8 + 1 / 2) / 2, (11 / 8 + 3 / 2) / 2]
+    ratio = (20 / 40 / (5 / 8) + 60 / 40 / (11 / 8)) / 2  # found over foretold, of known prompts
+    found = [history.expected(p, 0, LIMIT) for p in (1, 2)]
+    assert found == [round(40 * r * ratio) for r in relative]
 
 
 def test_what_goes_on_is_expected_to_be_longer_than_it_is() -> None:
     """The mean of the lengths beyond; half way to the limit where none was longer."""
-    history = history_of({0: [10], 1: [20], 2: [60]})
+    history = history_of({0: [10], 1: [24], 2: [62]})
     unknown = 7
-    found = [history.expected(unknown, n, LIMIT) for n in (0, 10, 20, 60, 99)]
-    assert found == [30, 40, 60, 80, 100]
+    found = [history.expected(unknown, n, LIMIT) for n in (0, 10, 30, 62, 99)]
+    assert found == [32, 43, 62, 81, 100]
     assert LengthHistory().expected(unknown, 0, LIMIT) == 50
+
+
+def test_known_prompts_have_a_spread_of_their_own() -> None:
+    """Two prompts that differ tenfold, each always alike: one that goes on is near its end."""
+    step = {1: [10] * 9, 2: [90] * 9}
+    history = history_of(step, step, step, step, step, step)
+    assert history.expected(1, 9, LIMIT) < 20 and history.expected(9, 9, LIMIT) > 40
 
 
 def test_a_history_survives_a_checkpoint() -> None:

@@ -61,6 +61,20 @@ def test_the_table_has_all_borders_and_predictions() -> None:
     ]
 
 
+def test_what_the_data_decides_is_owned_and_not_predicted() -> None:
+    """Samples of a step: in the sums of both, without a prediction of their own."""
+    device, held = Device(), 3 * GIB
+    owners = {"parameters": lambda: device.parameters, "samples": lambda: held}
+    predicted = {"train": {"parameters": 9 * GIB}}
+    ledger = MemoryLedger(owners, device.memory, None, 0, predicted, unforeseen=("samples",))
+    ledger.at_border("train")
+    metrics = ledger.metrics()
+    assert metrics["memory/train/samples_bytes"] == Max(3 * GIB)
+    assert metrics["memory/train_owned_bytes"] == Max(13 * GIB)
+    assert metrics["memory/train_predicted_bytes"] == Max(12 * GIB)
+    assert ledger.table().splitlines()[2].split() == ["samples", "3072.0"]
+
+
 def test_a_budget_that_is_exceeded_ends_the_run_with_the_table() -> None:
     device = Device()
     ledger = device.ledger(budget_bytes=30 * GIB)

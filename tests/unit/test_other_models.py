@@ -17,7 +17,7 @@ from support.rl_run import TableScorer, make_run
 from support.table_engine import VOCAB, first_table, response_of, single_rank
 
 from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.orchestration import rl_resume, rl_reward_model, rl_step
+from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_reward_model, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
 
 REWARDS: dict[int, float | None] = {0: 1.0, 1: 0.0, 2: None, 3: 1.0, 4: 0.5, 5: 0.0}
@@ -41,7 +41,7 @@ def collected(run: RLJob) -> rl_step.Collected:
     run.phases.to_rollout(run.version)
     found = rl_step.collect(run, 1)
     run.phases.to_train()
-    return rl_reward_model.add_scores(run, found)
+    return rl_reward_model.add_scores(run, found, rl_batch.build_batches(run, found.samples))
 
 
 def test_the_score_of_the_last_token_is_added(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.lengths import LengthHistory
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
@@ -137,7 +137,8 @@ def make_run(
         sampling=lambda temperature: SETTINGS,
         sampler=SimpleNamespace(next=lambda count: list(range(count))),
         prompts=prompts, eval_sets={"": prompts}, lengths=LengthHistory(),
-        environment=None, rewards=InlinePool(rewards),
+        environment=None, rewards=InlinePool(rewards), surplus=[],
+        cache=TensorCache(torch.device("cpu")),
         reward_names=tuple(r.partition("=")[0] for r in rewards),
         part_names=tuple(r.partition("=")[0] for r in rewards),
         logger=RunLogger(output, True, ("jsonl",)),
@@ -208,15 +209,10 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
 
 
 def test_the_first_verdict_that_scored_a_sample_counts() -> None:
-    def sample(*parts: float) -> Sample:
-        nothing = torch.zeros(0)
-        return Sample(0, 0, nothing.long(), nothing, True, 0, 0.0, parts)
-
-    rewards = ("format", "code", "math")
-    assert is_right(sample(1.0, 1.0, 0.0), rewards, "7", "8") is False
-    assert is_right(sample(0.0, 1.0, math.nan), rewards, "7", "8") is True
-    assert is_right(sample(0.0, 0.5, math.nan), rewards, "8", "8") is False
-    assert is_right(sample(0.0, math.nan, math.nan), rewards, "8", "8") is True
+    assert is_right({"format": 1.0, "code": 1.0, "math": 0.0}, "7", "8") is False
+    assert is_right({"format": 0.0, "code": 1.0, "math": math.nan}, "7", "8") is True
+    assert is_right({"format": 0.0, "code": 0.5}, "8", "8") is False
+    assert is_right({"format": 0.0, "code": math.nan}, "8", "8") is True
 
 
 def log(run: RLJob, report: Report, step: int, mismatch: float) -> None:

@@ -15,14 +15,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run
+from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run, said
 from support.table_engine import STOP, VOCAB, TableEngine, first_table, response_of, single_rank
 
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.experience.exchange import Sample
+from mindspeed_rl.experience.samples import Sample, SampleKey
+from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.orchestration import rl_batch, rl_rollout, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_samples import Response, store_responses
 from mindspeed_rl.phases.machine import Phase
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
@@ -87,12 +89,21 @@ def own_gradient(samples: range, num_tokens: int) -> dict[int, float]:
     return {4 + i: -ADVANTAGES[i] * (1 + i % 3) / num_tokens for i in samples}
 
 
-def sample(i: int, reward: float = 0.0, version: int = 0) -> Sample:
-    ids = torch.tensor(response_of(i))
-    stopped = bool(ids[-1] == STOP)
-    return Sample(
-        i, i // 3 % len(PROMPTS), ids, first_table()[ids], stopped, version, reward, (reward,)
-    )
+def sample(i: int, reward: float = 0.0, ids: tuple[int, ...] | None = None) -> Sample:
+    ids = response_of(i) if ids is None else ids
+    prompt, stopped, key = i // 3 % len(PROMPTS), ids[-1:] == (STOP,), SampleKey(0, i)
+    return Sample(i, prompt, len(ids), len(ids), stopped, 0, 0, reward, (reward,), key=key)
+
+
+def hold(run: RLJob, samples: list[Sample]) -> list[Sample]:
+    """The run keeps what these samples say."""
+    ids = [
+        torch.tensor(response_of(s.sample_id)[: s.num_tokens], dtype=torch.long) for s in samples
+    ]
+    responses = [Response(i, first_table()[i]) for i in ids]
+    run.cache = TensorCache(torch.device("cpu"))
+    store_responses(run.cache, responses, samples)
+    return samples
 
 
 # --- rollouts and rewards ----------------------------------------------------------------------
@@ -106,13 +117,17 @@ def test_collect_gives_every_sample_with_its_prompt_and_reward(tmp_path: Path) -
     assert [s.sample_id for s in result.samples] == list(range(6))
     for i, s in enumerate(result.samples):
         assert s.prompt_index == expected[i // 3]
-        assert tuple(s.response.tolist()) == response_of(i)
-        torch.testing.assert_close(s.logprobs, first_table()[s.response], rtol=0, atol=0)
-        assert (s.stopped, s.weights_version) == (i % 2 == 1, 0)
+        assert (s.num_tokens, s.num_sampled, s.group) == (COUNTS[i], COUNTS[i], 0)
+        assert (s.stopped, s.weights_version, s.key) == (i % 2 == 1, 0, SampleKey(1, i))
         if i == 4:
             assert math.isnan(s.reward) and math.isnan(s.parts[0])
         else:
             assert (s.reward, s.parts) == (rewards[i], (rewards[i],))
+    for i, response in enumerate(said(run, result.samples)):
+        assert tuple(response.token_ids.tolist()) == response_of(i)
+        logprobs = first_table()[response.token_ids]
+        torch.testing.assert_close(response.logprobs, logprobs, rtol=0, atol=0)
+        assert response.loss_mask is None
     asked, _ = engine_of(run).asked[0]
     assert [r.token_ids for r in asked] == [PROMPTS[expected[i // 3]].token_ids for i in range(6)]
     assert len({r.seed for r in asked}) == 6
@@ -179,7 +194,7 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
 
 def advantages(run: RLJob, rewards: list[float], step: int = 1) -> list[float]:
     """Of each sample, which all of its tokens must share."""
-    batches = prepared(run, [sample(i, r) for i, r in enumerate(rewards)], step)
+    batches = prepared(run, hold(run, [sample(i, r) for i, r in enumerate(rewards)]), step)
     found: dict[int, set[float]] = {}
     for m in batches.micro_batches:
         for owner, a in zip(m.batch.sequence_of.tolist(), m.batch.advantages.tolist(), strict=True):
@@ -291,8 +306,8 @@ def test_reference_logprobs_are_the_references(tmp_path: Path) -> None:
 def test_on_policy_samples_must_come_from_the_present_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path, "", REWARDS)
     samples = collected(run).samples
-    samples[2] = replace(samples[2], weights_version=3)
     batches = rl_batch.build_batches(run, samples)
+    samples[2] = replace(samples[2], weights_version=3)
     with pytest.raises(RuntimeError, match=r"samples \[2\] were sampled by other weights than ver"):
         rl_batch.annotate(run, batches, samples)
     other = make_run(tmp_path, "--old-logprob recompute", REWARDS)
@@ -388,10 +403,7 @@ def test_mismatch_is_taken_at_the_weights_that_sampled(
 def test_a_batch_without_a_trained_token_is_skipped_and_counted(tmp_path: Path) -> None:
     """R37: a group that answered nothing has no gradient, not NaN."""
     run = make_run(tmp_path)
-    empty = [
-        replace(sample(i), response=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
-        for i in range(6)
-    ]
+    empty = hold(run, [sample(i, ids=()) for i in range(6)])
     metrics = rl_step.update(run, prepared(run, empty))
     assert value(metrics["optimizer/skipped"]) == 1.0
     assert (run.version, policy_of(run).gradients) == (0, [])

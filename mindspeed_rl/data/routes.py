@@ -1,0 +1,209 @@
+"""The way of every sample from the ranks that have it to the ranks that train on it.
+
+Pure functions of the sample table: every rank finds its own part, and nothing is negotiated. A
+sample goes along one axis of the training grid at a time, so each leg is one collective of a group
+that training uses anyway: first to a data-parallel rank, once, then to the pipeline stages, context
+and tensor ranks of it that lack it. A leg on which a group moves nothing does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindspeed_rl.parallel.layout import ParallelLayout
+
+#: axes of legs, in order; ``dp-cp`` are the ranks of a stage that hold the same dense weights
+AXES = ("dp-cp", "pp", "cp", "tp")
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What one rank sends and receives in one collective.
+
+    Attributes:
+        axis: of the training grid, or ``world``.
+        peers: global ranks of the group, ascending.
+        sends: by global rank, positions in the list of samples, ascending.
+        receives: the same.
+    """
+
+    axis: str
+    peers: tuple[int, ...]
+    sends: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    receives: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Where samples are: on ``count`` consecutive ranks each.
+
+    Attributes:
+        first: of each sample, the first rank that has it.
+        count: ranks that have it.
+    """
+
+    first: Sequence[int]
+    count: int = 1
+
+
+def plan_legs(
+    holders: Holders,
+    destinations: Sequence[int],
+    layout: ParallelLayout,
+    stages: Collection[int],
+    rank: int,
+) -> tuple[Leg, ...]:
+    """The legs of one rank, in the order of :data:`AXES`. Pure.
+
+    Args:
+        holders: where each sample is.
+        destinations: the data-parallel rank that trains on each.
+        layout: of training.
+        stages: pipeline stages that need samples.
+        rank: whose part.
+    """
+    first = np.asarray(holders.first, dtype=np.int64).reshape(-1, 1)
+    ranks = first + np.arange(holders.count)
+    wanted = np.asarray(destinations, dtype=np.int64)
+    at = layout.coords(rank)
+    moves = _to_blocks(ranks, wanted, layout)
+    legs = [_leg("dp-cp", layout.replicas(at.tp, at.pp), rank, [moves])]
+    block = _Block(moves, ranks, wanted, layout, at.dp)
+    for axis in AXES[1:]:
+        legs.append(_leg(axis, block.peers(axis, rank), rank, block.serve(axis, sorted(stages))))
+    return tuple(leg for leg in legs if leg is not None)
+
+
+def plan_gather(holders: Holders, to: int, world: int, rank: int) -> tuple[Leg, ...]:
+    """The leg over the world that brings every sample to rank ``to``. Pure."""
+    first = np.asarray(holders.first, dtype=np.int64)
+    away = np.flatnonzero(~((first <= to) & (to < first + holders.count)))
+    moves = _Moves(away, first[away], np.full(len(away), to))
+    leg = _leg("world", range(world), rank, [moves])
+    return () if leg is None else (leg,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Some samples, each from one rank to another: three arrays of equal length."""
+
+    items: Ints
+    sources: Ints
+    targets: Ints
+
+
+def _leg(axis: str, peers: Sequence[int], rank: int, moves: Sequence[_Moves]) -> Leg | None:
+    """The part of ``rank``; ``None`` when nothing moves between its peers."""
+    among = [np.isin(m.sources, peers) for m in moves]
+    if not any(a.any() for a in among):
+        return None
+    sends: dict[int, list[int]] = {}
+    receives: dict[int, list[int]] = {}
+    for m in moves:
+        for mine, others, found in (
+            (m.sources == rank, m.targets, sends),
+            (m.targets == rank, m.sources, receives),
+        ):
+            for item, other in zip(m.items[mine].tolist(), others[mine].tolist(), strict=True):
+                found.setdefault(other, []).append(item)
+    return Leg(axis, tuple(peers), _ordered(sends), _ordered(receives))
+
+
+def _ordered(items: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    return {peer: tuple(sorted(items[peer])) for peer in sorted(items)}
+
+
+def _to_blocks(ranks: Ints, wanted: Ints, layout: ParallelLayout) -> _Moves:
+    """One copy of each sample that no rank of its data-parallel rank has, to the same place there.
+
+    Where several ranks have a sample they take turns in sending.
+    """
+    own = layout.tp * layout.cp
+    away = np.flatnonzero(~(ranks // own % layout.dp == wanted[:, None]).any(1))
+    sources = ranks[away, away % ranks.shape[1]]
+    return _Moves(away, sources, sources + (wanted[away] - sources // own % layout.dp) * own)
+
+
+class _Block:
+    """Which ranks of one data-parallel rank have its samples, leg after leg.
+
+    Places of the block are numbered like ranks: tensor ranks are neighbours, then context ranks,
+    then stages.
+
+    Args:
+        arrived: the first leg of all ranks.
+        ranks: [samples, holders] before it.
+        wanted: [samples] data-parallel rank.
+        layout: of training.
+        dp: which data-parallel rank.
+    """
+
+    def __init__(
+        self, arrived: _Moves, ranks: Ints, wanted: Ints, layout: ParallelLayout, dp: int
+    ) -> None:
+        self._layout = layout
+        self._items = np.flatnonzero(wanted == dp)
+        place = np.arange(layout.tp * layout.cp * layout.pp)
+        self._coords = {
+            "tp": place % layout.tp,
+            "cp": place // layout.tp % layout.cp,
+            "pp": place // (layout.tp * layout.cp),
+        }
+        self._rank_of = (
+            self._coords["tp"]
+            + layout.tp * (self._coords["cp"] + layout.cp * dp)
+            + layout.ranks_per_stage * self._coords["pp"]
+        )
+        have = (ranks[self._items, :, None] == self._rank_of).any(1)
+        row_of = np.full(len(wanted), -1)
+        row_of[self._items] = np.arange(len(self._items))
+        mine = row_of[arrived.items] >= 0
+        have[row_of[arrived.items[mine]]] |= arrived.targets[mine, None] == self._rank_of
+        self._have: Bools = have
+
+    def peers(self, axis: str, rank: int) -> list[int]:
+        """The ranks that differ from ``rank``, which is one of the block, along one axis only."""
+        here = int(np.flatnonzero(self._rank_of == rank)[0])
+        others = [name for name in self._coords if name != axis]
+        same = np.all([self._coords[o] == self._coords[o][here] for o in others], axis=0)
+        return [int(r) for r in self._rank_of[same]]
+
+    def serve(self, axis: str, stages: Sequence[int]) -> list[_Moves]:
+        """The moves of one leg between all ranks of the block; they are done afterwards."""
+        before = self._have.copy()
+        return [self._supply(before, axis, target) for target in self._targets(axis, stages)]
+
+    def _targets(self, axis: str, stages: Sequence[int]) -> Iterator[dict[str, int]]:
+        """The parts of the block that must have every sample once a leg is done."""
+        for stage in stages:
+            for cp in range(self._layout.cp if axis != "pp" else 1):
+                for tp in range(self._layout.tp if axis == "tp" else 1):
+                    at = {"pp": stage, "cp": cp, "tp": tp}
+                    yield {name: at[name] for name in AXES[1 : AXES.index(axis) + 1]}
+
+    def _supply(self, before: Bools, axis: str, target: Mapping[str, int]) -> _Moves:
+        """To a part that lacks a sample, from a rank that is elsewhere along ``axis`` only."""
+        part = self._places(target)
+        rows = np.flatnonzero(~self._have[:, part].any(1))
+        near = self._places({name: at for name, at in target.items() if name != axis})
+        candidates = before[rows] & near
+        assert candidates.any(1).all(), "a sample is out of reach of a rank that needs it"
+        sources = candidates.argmax(1)
+        step = {"tp": 1, "cp": self._layout.tp, "pp": self._layout.tp * self._layout.cp}[axis]
+        targets = sources + (target[axis] - self._coords[axis][sources]) * step
+        self._have[rows, targets] = True
+        return _Moves(self._items[rows], self._rank_of[sources], self._rank_of[targets])
+
+    def _places(self, at: Mapping[str, int]) -> Bools:
+        """The places with these coordinates."""
+        found = np.ones(len(self._rank_of), dtype=bool)
+        for axis, value in at.items():
+            found &= self._coords[axis] == value
+        return found

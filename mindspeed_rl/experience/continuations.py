@@ -1,0 +1,63 @@
+"""What engines that hold conversations tell each other between two turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A sample whose next turn is to be generated.
+
+    Attributes:
+        sample_id: position in the step.
+        max_tokens: limit of the turn.
+        token_ids: all that the model reads.
+    """
+
+    sample_id: int
+    max_tokens: int
+    token_ids: tuple[int, ...]
+
+
+def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
+    """Those of all ranks on every rank, by sample id. Collective: the world."""
+    packed: list[int] = []
+    for c in mine:
+        packed += (c.sample_id, c.max_tokens, len(c.token_ids), *c.token_ids)
+    found = []
+    for integers, _ in all_gather_pairs(torch.tensor(packed, dtype=torch.int64), torch.zeros(0)):
+        values, at = integers.tolist(), 0
+        while at < len(values):
+            sample_id, max_tokens, length = values[at : at + 3]
+            end = at + 3 + length
+            found.append(Continuation(sample_id, max_tokens, tuple(values[at + 3 : end])))
+            at = end
+    return sorted(found, key=lambda c: c.sample_id)
+
+
+def all_gather_pairs(
+    integers: torch.Tensor, floats: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The int64 and the fp32 tensor of every rank, in rank order. Collective: the world.
+
+    Two collectives in all; tensors are on the host, of any length.
+    """
+    world = dist.get_world_size()
+    size = torch.tensor([integers.numel(), floats.numel()])
+    sizes = [torch.empty_like(size) for _ in range(world)]
+    dist.all_gather(sizes, size)
+    borders = [(8 * n, 8 * n + 4 * m) for n, m in torch.stack(sizes).tolist()]
+    mine = torch.zeros(max(end for _, end in borders), dtype=torch.uint8)
+    message = torch.cat([integers.view(torch.uint8), floats.view(torch.uint8)])
+    mine[: message.numel()] = message
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine)
+    return [
+        (part[:middle].view(torch.int64), part[middle:end].view(torch.float32))
+        for part, (middle, end) in zip(parts, borders, strict=True)
+    ]

@@ -1,0 +1,151 @@
+"""The sample table: what every rank knows of every sample of a step, but not its tokens.
+
+Advantages, filters and placement are computed from it, alike on every rank and without a further
+message. The tokens stay in the :class:`~mindspeed_rl.experience.tensor_cache.TensorCache` of the
+ranks that made them until a plan moves them. Prompt tokens never travel: every rank has the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.types import Rollout
+
+# prompt index, tokens, trained tokens, stopped, weights version, group of ranks, times seen
+_INTEGERS = 7
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class SampleKey:
+    """The name of a sample for as long as it lives.
+
+    Attributes:
+        step: that sampled it.
+        number: unique among all that were sampled in the step.
+    """
+
+    step: int
+    number: int
+
+
+#: of samples that no cache keeps, such as those of an evaluation
+UNCACHED = SampleKey(-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished sample as every rank knows it.
+
+    Attributes:
+        sample_id: position in the step, equal everywhere.
+        prompt_index: row of the data set.
+        num_tokens: of the response.
+        num_sampled: those of them that the model sampled; an environment wrote the others.
+        stopped: ended by a stop token rather than by the limit.
+        weights_version: of the weights that sampled it.
+        group: engine ranks that have its tokens: see ``EngineLayout.group_of``.
+        reward: NaN when it abstained.
+        parts: scores of the single reward functions, NaN where one abstained.
+        verdicts: further numbers that its group found out about it.
+        key: under which the ranks of its group keep its tokens.
+    """
+
+    sample_id: int
+    prompt_index: int
+    num_tokens: int
+    num_sampled: int
+    stopped: bool
+    weights_version: int
+    group: int
+    reward: float
+    parts: tuple[float, ...] = ()
+    verdicts: tuple[float, ...] = ()
+    key: SampleKey = UNCACHED
+
+
+def exchange_table(
+    rollouts: Sequence[Rollout],
+    group: int,
+    part_names: Sequence[str],
+    num_samples: int,
+    key_of: SampleKey,
+    verdicts: Mapping[int, Sequence[float]] | None = None,
+    num_verdicts: int = 0,
+) -> list[Sample]:
+    """The table of ``num_samples`` samples on every rank, by sample id. Collective: the world.
+
+    One sum over the ranks of a table on the host, 8 bytes for each number of a sample, to which
+    each rank gives the rows that it knows.
+
+    Args:
+        rollouts: of this rank's engine, on the one rank that speaks for it.
+        group: of this rank.
+        part_names: names of the reward functions, equal on all ranks.
+        num_samples: how many there must be in all.
+        key_of: of the sample 0; numbers of the others follow.
+        verdicts: further numbers of each of ``rollouts``, by sample id.
+        num_verdicts: how many numbers those are, equal on all ranks.
+
+    Raises:
+        RuntimeError: a sample is missing or there twice.
+    """
+    width = _INTEGERS + 1 + len(part_names) + num_verdicts
+    rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
+    if rollouts:
+        scores = [
+            [*_scores(r, part_names), *(verdicts[r.sample_id] if verdicts else ())]
+            for r in rollouts
+        ]
+        bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
+        mine = torch.cat([torch.tensor([_facts(r, group) for r in rollouts]), bits], dim=1)
+        # ids that cannot be are counted in a row of their own, for the message below
+        ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
+        rows.index_add_(0, torch.tensor(ids), mine)
+    dist.all_reduce(rows)
+    seen = rows[:, _INTEGERS - 1].tolist()
+    if seen != [1] * num_samples + [0]:
+        missing = [i for i, times in enumerate(seen[:-1]) if not times]
+        raise RuntimeError(
+            f"rollouts of this step: {sum(seen)} arrived, {num_samples} expected; missing {missing}"
+        )
+    floats = rows[:-1, _INTEGERS:].to(torch.int32).view(torch.float32).tolist()
+    end = 1 + len(part_names)
+    return [
+        Sample(
+            sample_id=i,
+            prompt_index=facts[0],
+            num_tokens=facts[1],
+            num_sampled=facts[2],
+            stopped=bool(facts[3]),
+            weights_version=facts[4],
+            group=facts[5],
+            reward=numbers[0],
+            parts=tuple(numbers[1:end]),
+            verdicts=tuple(numbers[end:]),
+            key=SampleKey(key_of.step, key_of.number + i),
+        )
+        for i, (facts, numbers) in enumerate(zip(rows[:-1].tolist(), floats, strict=True))
+    ]
+
+
+def _facts(rollout: Rollout, group: int) -> list[int]:
+    done = rollout.completion
+    return [
+        rollout.prompt.index,
+        len(done.token_ids),
+        len(done.sampled_ids),
+        int(not done.truncated),
+        done.weights_version,
+        group,
+        1,
+    ]
+
+
+def _scores(rollout: Rollout, part_names: Sequence[str]) -> list[float]:
+    nan = float("nan")
+    reward = nan if rollout.reward is None else rollout.reward
+    return [reward, *(rollout.reward_parts.get(name, nan) for name in part_names)]

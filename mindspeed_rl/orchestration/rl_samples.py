@@ -1,0 +1,269 @@
+"""The tokens of samples: kept where they were sampled, moved once to where they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.data.placement import MicroBatchPlan
+from mindspeed_rl.data.routes import Holders, Leg, plan_gather, plan_legs
+from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
+from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.observability.metrics import Max, MetricSet, Total
+from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.trainer import parallel_state
+from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.types import Rollout
+
+COLUMNS = (TOKENS, LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What was said in a sample.
+
+    Attributes:
+        token_ids: [n] int64.
+        logprobs: [n] fp32, the engine's.
+        loss_mask: [n] bool, the tokens that the model sampled; ``None``: all.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    loss_mask: torch.Tensor | None = None
+
+
+def store(cache: TensorCache, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> None:
+    """Keep what this rank's engine sampled: one copy to the device for each tensor. Local.
+
+    Args:
+        cache: of this rank.
+        rollouts: of its engine.
+        samples: the table of all, by sample id.
+    """
+    mine = [samples[r.sample_id] for r in rollouts]
+    texts = [r.completion for r in rollouts]
+    tokens = [
+        t if sampled else ~t
+        for text in texts
+        for t, sampled in zip(
+            text.token_ids, text.loss_mask or (True,) * len(text.token_ids), strict=True
+        )
+    ]
+    logprobs = [value for text in texts for value in text.logprobs]
+    _put(cache, mine, torch.tensor(tokens, dtype=torch.int32), torch.tensor(logprobs))
+
+
+def store_responses(
+    cache: TensorCache, responses: Sequence[Response], samples: Sequence[Sample]
+) -> None:
+    """Keep responses that a checkpoint brought back. Local."""
+    if responses:
+        tokens = torch.cat([_marked(r) for r in responses])
+        _put(cache, samples, tokens, torch.cat([r.logprobs for r in responses]))
+
+
+def _marked(response: Response) -> torch.Tensor:
+    ids, mask = response.token_ids, response.loss_mask
+    return (ids if mask is None else torch.where(mask, ids, ~ids)).to(torch.int32)
+
+
+def _put(
+    cache: TensorCache, samples: Sequence[Sample], tokens: torch.Tensor, logprobs: torch.Tensor
+) -> None:
+    for column, values in ((TOKENS, tokens), (LOGPROBS, logprobs.to(torch.float32))):
+        cache.put(
+            column,
+            [s.key for s in samples],
+            values,
+            [s.num_tokens for s in samples],
+            [s.weights_version for s in samples],
+        )
+
+
+def holders_of(run: RLJob, samples: Sequence[Sample]) -> Holders:
+    """Where the tokens of samples are: on all tensor ranks of an engine group, or on its first.
+
+    Conversations are held by the rank that leads the group alone.
+    """
+    engine = run.plan.engine
+    first = [s.group * engine.tp * engine.pp for s in samples]
+    return Holders(first, engine.tp if run.environment is None else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The samples of an RL step on the ranks that train on them.
+
+    Attributes:
+        samples: of the step.
+        plans: of each optimizer step, for consecutive ``samples_per_update`` samples.
+        moved: has the tokens of this rank's.
+        metrics: what moving them took.
+    """
+
+    samples: Sequence[Sample]
+    plans: Sequence[MicroBatchPlan]
+    moved: Redistribution
+    metrics: MetricSet
+
+
+def pack_placed(
+    run: RLJob,
+    placed: Placed,
+    engine: TrainEngine,
+    *,
+    drop_truncated: bool = False,
+    at_the_end: bool = False,
+) -> list[list[PreparedBatch]]:
+    """The micro-batches of this rank for every optimizer step. Local.
+
+    Args:
+        run: the run.
+        placed: its samples.
+        engine: whose passes they are for.
+        drop_truncated: nothing of a response that was cut is trained on.
+        at_the_end: the one place of interest is behind the last token of each sequence.
+    """
+    at, size = run.plan.parallel.coords(run.rank), run.plan.batch.samples_per_update
+    mine = [
+        (number * size, [i for micro in plan.assignment[at.dp] for i in micro])
+        for number, plan in enumerate(placed.plans)
+    ]
+    prompts = _prompts(run, [placed.samples[start + i] for start, ids in mine for i in ids])
+    needed = at.pp in stages_of(run)
+
+    def train_sample(index: int) -> TrainSample:
+        sample = placed.samples[index]
+        prompt = prompts[sample.prompt_index]
+        if not needed:  # only lengths matter to a stage between
+            nothing = prompt.new_zeros(prompt.numel() + sample.num_tokens)
+            return TrainSample(sample.sample_id, nothing, prompt.numel())
+        response = response_in(placed.moved, index, sample)
+        if at_the_end:
+            ids = torch.cat([prompt, response.token_ids])
+            return TrainSample(sample.sample_id, ids, ids.numel(), token_after=0)
+        return as_train_sample(sample, prompt, response, drop_truncated)
+
+    return [
+        training.pack_planned(run.job, engine, plan, {i: train_sample(start + i) for i in ids})
+        for plan, (start, ids) in zip(placed.plans, mine, strict=True)
+    ]
+
+
+def as_train_sample(
+    sample: Sample, prompt: torch.Tensor, response: Response, drop_truncated: bool = False
+) -> TrainSample:
+    """Prompt and response as one sequence to train on. Local.
+
+    With ``drop_truncated`` nothing of a response that was cut is trained on.
+    """
+    ids = torch.cat([prompt, response.token_ids])
+    if drop_truncated and not sample.stopped:
+        return TrainSample(sample.sample_id, ids, ids.numel(), response.logprobs[:0])
+    logprobs, mask = response.logprobs, response.loss_mask
+    if mask is not None:
+        logprobs = logprobs[mask]
+    return TrainSample(sample.sample_id, ids, prompt.numel(), logprobs, loss_mask=mask)
+
+
+def num_trained(run: RLJob, sample: Sample) -> int:
+    """Tokens of a sample in the loss, as all ranks know them. Local."""
+    drop = run.config.sampling.rl_overlong_filtering and not sample.stopped
+    return 0 if drop else sample.num_sampled
+
+
+def _prompts(run: RLJob, samples: Sequence[Sample]) -> dict[int, torch.Tensor]:
+    """[n] int64 token ids of the prompts of samples, in one copy to the device. Local."""
+    indices = sorted({s.prompt_index for s in samples})
+    ids = [run.prompts[i].token_ids for i in indices]
+    flat = torch.tensor([t for prompt in ids for t in prompt], dtype=torch.int64)
+    parts = torch.split(flat.to(run.job.platform.device), [len(prompt) for prompt in ids])
+    return dict(zip(indices, parts, strict=True))
+
+
+def stages_of(run: RLJob) -> range | tuple[int, ...]:
+    """The pipeline stages that look at tokens: the first and the last.
+
+    All stages where there are experts: how far they agree is counted over trained tokens.
+    """
+    pp = run.plan.parallel.pp
+    return range(pp) if run.plan.spec.moe else tuple(sorted({0, pp - 1}))
+
+
+def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = None) -> Placed:
+    """Decide who trains on what, and move the tokens there. Collective: the training grid.
+
+    Every rank computes the same plans from the lengths in the sample table. All optimizer steps of
+    the RL step move together.
+
+    Args:
+        run: the run.
+        samples: of the step.
+        cache: where their tokens are, if not in the run's.
+    """
+    size = run.plan.batch.samples_per_update
+    lengths = [len(run.prompts[s.prompt_index].token_ids) + s.num_tokens for s in samples]
+    plans = [
+        training.plan_batches(run.job, lengths[start : start + size])
+        for start in range(0, len(samples), size)
+    ]
+    destinations = [0] * len(samples)
+    for number, plan in enumerate(plans):
+        for dp, mine in enumerate(plan.assignment):
+            for i in (i for micro in mine for i in micro):
+                destinations[number * size + i] = dp
+    legs = plan_legs(
+        holders_of(run, samples), destinations, run.plan.parallel, stages_of(run), run.rank
+    )
+    moved, metrics = _move(run, samples, legs, cache or run.cache)
+    moved.keep()
+    return Placed(samples, plans, moved, metrics)
+
+
+def fetch(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
+    """The responses of samples on rank 0, on the host; nothing elsewhere. Collective: the world."""
+    legs = plan_gather(holders_of(run, samples), 0, run.job.world.size, run.rank)
+    moved, _ = _move(run, samples, legs, run.cache)
+    if run.rank:
+        return []
+    found = [response_in(moved, i, sample) for i, sample in enumerate(samples)]
+    return [
+        replace(
+            r,
+            token_ids=r.token_ids.cpu(),
+            logprobs=r.logprobs.cpu(),
+            loss_mask=None if r.loss_mask is None else r.loss_mask.cpu(),
+        )
+        for r in found
+    ]
+
+
+def _move(
+    run: RLJob, samples: Sequence[Sample], legs: Sequence[Leg], cache: TensorCache
+) -> tuple[Redistribution, MetricSet]:
+    moved = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, legs)
+    wire = GroupWire(parallel_state.group_along)
+    moved.run(wire)
+    metrics = MetricSet(
+        {
+            "exchange/sent_bytes": Total(float(wire.sent_bytes)),
+            "exchange/collectives": Max(float(wire.num_collectives)),
+        }
+    )
+    return moved, metrics
+
+
+def response_in(moved: Redistribution, index: int, sample: Sample) -> Response:
+    """A response that was here or has arrived, on the device. Local."""
+    tokens, logprobs = moved.read(index, TOKENS), moved.read(index, LOGPROBS)
+    ids = tokens.to(torch.int64)
+    if sample.num_sampled == sample.num_tokens:
+        return Response(ids, logprobs)
+    return Response(torch.where(ids < 0, ~ids, ids), logprobs, ids >= 0)

@@ -1,0 +1,128 @@
+"""What training learns does not depend on where samples were made, moved, packed (design 10).
+
+Twelve samples of two steps, half on engines that do not train on them, in two optimizer steps,
+balanced and packed, against one sample per micro-batch on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+
+pytestmark = pytest.mark.distributed
+
+LENGTHS = (9, 3, 1, 20, 14, 2, 11, 17, 5, 30, 8, 6)
+CARRIED = (0, 1, 2)  # of an earlier step and other weights
+SHAPES = ((1, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False), (2, 1, 1, True))
+PROMPTS = tuple(tuple(range(5, 5 + n)) for n in (2, 7, 1, 12))
+PER_UPDATE = 6
+
+
+def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]]] | None:
+    """Rank function: |g - g_ref| / |g_ref| of every weight, by layout and optimizer step."""
+    import torch
+    from support.training_worlds import make_job
+
+    from mindspeed_rl.algorithms.types import Denominators
+    from mindspeed_rl.data.packing import pack
+    from mindspeed_rl.experience.samples import Sample, SampleKey
+    from mindspeed_rl.experience.tensor_cache import TensorCache
+    from mindspeed_rl.orchestration import rl_samples, selftest
+    from mindspeed_rl.orchestration.selftest_cases import Case, Layout, relative_errors
+    from mindspeed_rl.parallel.layout import EngineLayout
+
+    generator = torch.Generator().manual_seed(0)
+    said = [
+        rl_samples.Response(
+            torch.randint(5, selftest.VOCAB_SIZE, (n,), generator=generator),
+            0.1 * torch.randn(n, generator=generator) - 5.7,
+        )
+        for n in LENGTHS
+    ]
+    table = [
+        Sample(i, i // 3, n, n, True, 0, i * 5 % 4, 0.0, key=SampleKey(1 if i < 3 else 2, i))
+        for i, n in enumerate(LENGTHS)
+    ]
+    counts = [
+        Denominators.of(LENGTHS[start : start + PER_UPDATE])
+        for start in range(0, len(table), PER_UPDATE)
+    ]
+
+    def gradients(models: Any, batches: Any, update: int) -> Any:
+        marked = []
+        for b in batches:
+            places = b.batch.positions[b.batch.loss_mask].float()
+            of_sample = torch.tensor([0.2 + 0.3 * (i % 5) - i % 2 for i in b.batch.sample_ids])
+            old = b.batch.rollout_logprobs + 0.05 * places.sin()
+            b = replace(b, old_logprobs=old, ref_logprobs=b.batch.rollout_logprobs)
+            marked.append(b.with_advantages(of_sample[b.batch.sequence_of]))
+        loss = selftest.make_loss(Case("ppo", "token-mean"), counts[update])
+        models.policy.forward_backward(marked, loss)
+        return models.whole.gather(models.policy.gradients())
+
+    job = make_job(world, model, ["--max-tokens-per-micro-batch", "48"])
+    with selftest.InLayout(job, Layout()) as models:
+        rows = [
+            rl_samples.as_train_sample(s, torch.tensor(PROMPTS[s.prompt_index]), r)
+            for s, r in zip(table, said, strict=True)
+        ]
+        wanted = []
+        for update, start in enumerate(range(0, len(rows), PER_UPDATE)):
+            alone = [pack([row], row.length) for row in rows[start : start + PER_UPDATE]]
+            found = gradients(models, models.policy.prepare(alone), update)
+            wanted.append({name: g / world.size for name, g in found.items()})
+    result: dict[str, list[dict[str, float]]] = {}
+    for shape in SHAPES:
+        with selftest.InLayout(job, Layout(*shape)) as models:
+            cache = TensorCache(torch.device("cpu"))
+            for step, samples in ((1, table[:3]), (2, table[3:])):
+                cache.begin_step(step, [table[i].key for i in CARRIED])
+                mine = [s for s in samples if s.group == world.rank]
+                rl_samples.store_responses(cache, [said[s.sample_id] for s in mine], mine)
+            plan = SimpleNamespace(
+                engine=EngineLayout(world.size, 1),
+                parallel=models.job.plan.parallel,
+                spec=models.job.plan.spec,
+                batch=SimpleNamespace(samples_per_update=PER_UPDATE),
+            )
+            run = SimpleNamespace(
+                job=models.job, plan=plan, rank=world.rank, environment=None, cache=cache,
+                prompts=[SimpleNamespace(token_ids=ids) for ids in PROMPTS],
+            )  # fmt: skip
+            placed = rl_samples.place(cast(Any, run), table)
+            packed = rl_samples.pack_placed(cast(Any, run), placed, models.policy)
+            assert any(len(m.batch.sample_ids) > 1 for micro in packed for m in micro)
+            result[Layout(*shape).name(world.size)] = [
+                relative_errors(gradients(models, batches, update), wanted[update])
+                for update, batches in enumerate(packed)
+            ]
+    return result if world.rank == 0 else None
+
+
+def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
+    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from mindspeed_rl.orchestration import selftest
+
+    model = write_tiny_model(
+        tmp_path / "model" / "any",
+        family="llama",
+        vocab_size=selftest.VOCAB_SIZE,
+        num_layers=2,
+        num_heads=selftest.NUM_HEADS,
+        num_kv_heads=selftest.NUM_HEADS,
+    )
+    found = run_ranks(gradients_world, 4, work_dir=tmp_path, args=(str(model),))[0]
+    assert len(found) == len(SHAPES)
+    for (tp, _, cp, _), (layout, updates) in zip(SHAPES, found.items(), strict=True):
+        assert len(updates) == 2
+        for errors in updates:
+            assert len(errors) > 10
+            worst = max(errors, key=lambda name: errors[name])
+            assert errors[worst] <= (2e-5 if tp * cp > 1 else 1e-6), (layout, worst, errors[worst])

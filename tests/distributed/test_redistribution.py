@@ -1,0 +1,78 @@
+"""Real ranks: every pair of rollout and training layouts equals gather-and-scatter, bit for bit.
+
+What the plans say is what moves: bytes are counted at the wire.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+
+pytestmark = pytest.mark.distributed
+
+
+def exchange_world(world: World) -> tuple[int, int]:
+    """Rank function: all layouts of this world; how many cases, and the bytes that moved."""
+    import torch.distributed as dist
+    from support.sample_world import COLUMNS, Case, layout_of
+
+    from mindspeed_rl.data.routes import AXES
+    from mindspeed_rl.experience.redistribute import GroupWire, Redistribution
+
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    draw = random.Random(world.size)
+    count = moved = 0
+    divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+    grids = [g for g in product(divisors, repeat=3) if world.size % (g[0] * g[1] * g[2]) == 0]
+    for (tp, pp, cp), engine_tp, mirrored in product(grids, divisors, (True, False)):
+        if engine_tp == 1 and not mirrored:
+            continue
+        layout, size = layout_of(world.size, tp, pp, cp), draw.choice((0, 1, 7))
+        case = Case(
+            layout,
+            engine_tp,
+            mirrored,
+            tuple(draw.choice((0, 1, 5, 40)) for _ in range(size)),
+            tuple(draw.randrange(world.size // engine_tp) for _ in range(size)),
+            tuple(draw.randrange(layout.dp) for _ in range(size)),
+        )
+        legs = [case.legs(rank) for rank in range(world.size)]
+        for ranks in {leg.peers for of_rank in legs for leg in of_rank} - groups.keys():
+            groups[ranks] = dist.new_group(list(ranks))
+        mine = {leg.axis: groups[leg.peers] for leg in legs[world.rank]}
+        wire = GroupWire(mine.__getitem__)
+        part = Redistribution(case.cache(world.rank), case.parcels, COLUMNS, legs[world.rank])
+        part.run(wire)
+        sent = [i for leg in legs[world.rank] for items in leg.sends.values() for i in items]
+        assert wire.sent_bytes == 4 * case.words(sent)
+        assert wire.num_collectives == len(legs[world.rank]) <= len(AXES)
+        everyone: list[dict[tuple[int, str], object]] = [{}] * world.size
+        held = {
+            (i, c.name): case.cache(world.rank).read(c, p.key, p.version)
+            for i, p in enumerate(case.parcels)
+            for c in COLUMNS
+            if case.holds(world.rank, i)
+        }
+        dist.all_gather_object(everyone, held)
+        gathered = {key: tensor for part_of in everyone for key, tensor in part_of.items()}
+        for i in range(size):
+            for column in COLUMNS if case.needs(world.rank, i) else ():
+                found, expected = part.read(i, column), gathered[i, column.name]
+                assert found.dtype is expected.dtype and found.equal(expected), (case, i)
+        count, moved = count + 1, moved + wire.sent_bytes
+    return count, moved
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cases"), [(4, 50), pytest.param(8, 140, marks=pytest.mark.slow)]
+)
+def test_every_pair_of_layouts(tmp_path: Path, num_ranks: int, num_cases: int) -> None:
+    found = run_ranks(exchange_world, num_ranks, work_dir=tmp_path)
+    assert [count for count, _ in found] == [num_cases] * num_ranks
+    assert sum(moved for _, moved in found) > 0

@@ -1,0 +1,128 @@
+"""Redistributions of simulated ranks in one process, and what they must come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.data.routes import AXES, Holders, Leg, plan_legs
+from mindspeed_rl.experience.redistribute import Parcel, Redistribution, num_words
+from mindspeed_rl.experience.samples import SampleKey
+from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+
+EXPERTS = Column("experts", torch.uint8, 3)
+COLUMNS = (TOKENS, LOGPROBS, EXPERTS)
+STEP = 5
+
+
+def layout_of(world: int, tp: int = 1, pp: int = 1, cp: int = 1) -> ParallelLayout:
+    stages = even_stages(pp, pp)
+    return ParallelLayout.build(world=world, stages=stages, tp=tp, cp=cp)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A redistribution: sample ``i`` has ``lengths[i]`` tokens, is on the ranks of engine group
+    ``groups[i]``, and goes to the data-parallel rank ``destinations[i]``.
+    """
+
+    layout: ParallelLayout
+    engine_tp: int
+    mirrored: bool  # whether all ranks of a group have its samples
+    lengths: tuple[int, ...]
+    groups: tuple[int, ...]
+    destinations: tuple[int, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted({0, self.layout.pp - 1}))
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        return [Parcel(SampleKey(STEP, i), 100 + i, n) for i, n in enumerate(self.lengths)]
+
+    @property
+    def holders(self) -> Holders:
+        first = [g * self.engine_tp for g in self.groups]
+        return Holders(first, self.engine_tp if self.mirrored else 1)
+
+    def holds(self, rank: int, item: int) -> bool:
+        return 0 <= rank - self.holders.first[item] < self.holders.count
+
+    def needs(self, rank: int, item: int) -> bool:
+        at = self.layout.coords(rank)
+        return at.dp == self.destinations[item] and at.pp in self.stages
+
+    def legs(self, rank: int) -> tuple[Leg, ...]:
+        return plan_legs(self.holders, self.destinations, self.layout, self.stages, rank)
+
+    def values(self, item: int, column: Column) -> torch.Tensor:
+        """What sample ``item`` has, whoever computes it."""
+        generator = torch.Generator().manual_seed(1000 * item + len(column.name))
+        size = self.lengths[item] * column.width
+        if column.dtype is torch.float32:
+            return torch.randn(size, generator=generator)
+        return torch.randint(-100 if column is TOKENS else 0, 200, (size,), generator=generator).to(
+            column.dtype
+        )
+
+    def cache(self, rank: int) -> TensorCache:
+        """What a rank has at first."""
+        cache = TensorCache(torch.device("cpu"))
+        cache.begin_step(STEP)
+        mine = [i for i in range(len(self.lengths)) if self.holds(rank, i)]
+        for column in COLUMNS:
+            flat = [self.values(i, column) for i in mine]
+            cache.put(
+                column,
+                [SampleKey(STEP, i) for i in mine],
+                torch.cat(flat) if flat else torch.empty(0),
+                [self.lengths[i] for i in mine],
+                [100 + i for i in mine],
+            )
+        return cache
+
+    def part(self, rank: int) -> Redistribution:
+        return Redistribution(self.cache(rank), self.parcels, COLUMNS, self.legs(rank))
+
+    def check(self, rank: int, part: Redistribution) -> None:
+        """The rank has the samples that it needs, bit for bit."""
+        for i in range(len(self.lengths)):
+            for column in COLUMNS if self.needs(rank, i) else ():
+                found, expected = part.read(i, column), self.values(i, column)
+                assert found.dtype is expected.dtype
+                assert torch.equal(found, expected), (rank, i, column.name)
+
+    def words(self, items: Sequence[int]) -> int:
+        return sum(num_words(COLUMNS, self.lengths[i]) for i in items)
+
+
+def simulate(case: Case) -> dict[str, int]:
+    """All ranks in one process: checks messages and results; the words that moved by axis."""
+    world = case.layout.world
+    parts = [case.part(rank) for rank in range(world)]
+    moved = dict.fromkeys(AXES, 0)
+    for axis in AXES:
+        legs = {r: leg for r, part in enumerate(parts) for leg in part.legs if leg.axis == axis}
+        messages: dict[tuple[int, int], torch.Tensor] = {}
+        for rank, leg in legs.items():
+            assert rank in leg.peers and rank not in leg.sends and rank not in leg.receives
+            for peer in leg.peers:  # the collective is entered by all of a group or by none
+                assert legs[peer].peers == leg.peers
+            outgoing, sizes = parts[rank].outgoing(leg)
+            for peer, message in zip(leg.peers, torch.split(outgoing, sizes), strict=True):
+                messages[rank, peer] = message
+            moved[axis] += sum(sizes)
+            assert sum(sizes) == case.words([i for s in leg.sends.values() for i in s])
+        for rank, leg in legs.items():
+            for peer in leg.peers:  # both ends expect the same
+                mine, theirs = leg.receives.get(peer, ()), legs[peer].sends.get(rank, ())
+                assert mine == theirs
+            parts[rank].take(leg, torch.cat([messages[peer, rank] for peer in leg.peers]))
+    for rank, part in enumerate(parts):
+        case.check(rank, part)
+    return moved

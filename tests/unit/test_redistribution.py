@@ -1,0 +1,143 @@
+"""Samples get from any rollout layout to any training layout, once and whole (simulated ranks)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sample_world import COLUMNS, Case, layout_of, simulate
+
+from mindspeed_rl.data.routes import AXES, Holders, plan_gather, plan_legs
+from mindspeed_rl.experience.redistribute import Parcel, Redistribution
+from mindspeed_rl.experience.samples import SampleKey
+from mindspeed_rl.experience.tensor_cache import TOKENS
+
+WORLDS = (1, 2, 3, 4, 6, 8, 12)
+
+
+def grids(world: int) -> list[tuple[int, int, int]]:
+    """(tp, pp, cp) that fit."""
+    sizes = (1, 2, 3, 4)
+    return [g for g in product(sizes, repeat=3) if world % (g[0] * g[1] * g[2]) == 0]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world = draw(st.sampled_from(WORLDS))
+    tp, pp, cp = draw(st.sampled_from(grids(world)))
+    layout = layout_of(world, tp, pp, cp)
+    engine_tp = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    groups = st.integers(0, world // engine_tp - 1)
+    rows = draw(
+        st.lists(st.tuples(st.integers(0, 9), groups, st.integers(0, layout.dp - 1)), max_size=10)
+    )
+    lengths, held, wanted = (tuple(row[n] for row in rows) for n in range(3))
+    return Case(layout, engine_tp, draw(st.booleans()), lengths, held, wanted)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=150)
+def test_every_rank_gets_what_it_trains_on_bit_for_bit(case: Case) -> None:
+    """Ragged, empty samples and ranks, sizes that do not divide; both ends expect the same."""
+    simulate(case)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_the_first_leg_moves_one_copy_and_only_where_there_is_none(case: Case) -> None:
+    away = [
+        i
+        for i, wanted in enumerate(case.destinations)
+        if not any(
+            case.layout.coords(rank).dp == wanted
+            for rank in range(case.layout.world)
+            if case.holds(rank, i)
+        )
+    ]
+    assert simulate(case)["dp-cp"] == case.words(away)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_every_rank_receives_a_sample_at_most_once(case: Case) -> None:
+    for rank in range(case.layout.world):
+        got = [i for leg in case.legs(rank) for items in leg.receives.values() for i in items]
+        assert len(set(got)) == len(got)
+        assert not any(case.holds(rank, i) for i in got), "nothing moves to where it is"
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)], ids=lambda n: str(n))
+def test_nothing_moves_where_source_and_destination_agree(tp: int, cp: int) -> None:
+    """Engines of as many ranks as trainers: each rank trains on what its engine sampled."""
+    layout = layout_of(8, tp, 1, cp)
+    groups = tuple(i % layout.dp for i in range(13))
+    case = Case(layout, tp * cp, True, tuple(range(13)), groups, groups)
+    assert all(case.legs(rank) == () for rank in range(8))
+    assert simulate(case) == dict.fromkeys(AXES, 0)
+    led = replace(case, mirrored=False)  # conversations: the first rank of each engine has them
+    moved = simulate(led)
+    total = case.words(range(13))
+    assert moved == {"dp-cp": 0, "pp": 0, "cp": (cp - 1) * total, "tp": (tp - 1) * cp * total}
+
+
+def test_stages_between_get_nothing() -> None:
+    layout = layout_of(8, tp=2, pp=4)
+    case = Case(layout, 1, True, (5, 6, 7), (0, 1, 0), (0, 0, 0))
+    simulate(case)
+    for rank in range(8):
+        received = [leg for leg in case.legs(rank) if leg.receives]
+        assert bool(received) == (layout.coords(rank).pp in (0, 3))
+
+
+def test_plans_are_of_ranks_that_exist() -> None:
+    """At the size of a large job, the ranks of a group agree on who sends what."""
+    layout = layout_of(1024, tp=8, pp=4, cp=2)
+    samples = 500
+    first = [(37 * i % 512) * 2 for i in range(samples)]
+    wanted = [i * 7 % layout.dp for i in range(samples)]
+    rank = 8 * 2 * 5 + 3
+    (leg, *_) = plan_legs(Holders(first, 2), wanted, layout, (0, 3), rank)
+    assert leg.axis == "dp-cp" and leg.peers == tuple(layout.replicas(3, 0))
+    for peer, items in leg.receives.items():
+        (theirs, *_) = plan_legs(Holders(first, 2), wanted, layout, (0, 3), peer)
+        assert theirs.sends[rank] == items
+        assert all(first[i] <= peer < first[i] + 2 and wanted[i] == 5 for i in items)
+
+
+def test_everything_comes_to_one_rank() -> None:
+    holders = Holders([0, 2, 2, 3], 1)
+    legs = [plan_gather(holders, 2, 4, rank) for rank in range(4)]
+    assert [leg.sends for (leg,) in legs] == [{2: (0,)}, {}, {}, {2: (3,)}]
+    assert [leg.receives for (leg,) in legs] == [{}, {}, {0: (0,), 3: (3,)}, {}]
+    assert all(leg.axis == "world" and leg.peers == (0, 1, 2, 3) for (leg,) in legs)
+    assert plan_gather(Holders([2, 1], 2), 2, 4, 0) == ()
+
+
+def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
+    case = Case(layout_of(2), 1, True, (4,), (0,), (1,))
+    parcels = [replace(p, num_tokens=5) for p in case.parcels]
+    (leg,) = case.legs(0)
+    part = Redistribution(case.cache(0), parcels, COLUMNS, [leg])
+    with pytest.raises(
+        RuntimeError, match="'tokens' of sample 0 of step 5 has 4 elements; the tab"
+    ):
+        part.outgoing(leg)
+
+
+def test_what_arrived_is_kept_under_its_key() -> None:
+    case = Case(layout_of(2), 1, True, (4, 3), (0, 1), (1, 1))
+    cache = case.cache(1)
+    (leg,) = case.legs(1)
+    sender = case.part(0)
+    part = Redistribution(cache, case.parcels, COLUMNS, [leg])
+    part.take(leg, sender.outgoing(*sender.legs)[0])
+    part.keep()
+    assert torch.equal(cache.read(TOKENS, SampleKey(5, 0), 100), case.values(0, TOKENS))
+    with pytest.raises(RuntimeError, match="written twice"):
+        part.take(leg, sender.outgoing(*sender.legs)[0])
+        part.keep()
+    assert Parcel(SampleKey(5, 0), 100, 4) == case.parcels[0]

@@ -1,0 +1,112 @@
+"""What every rank comes to know of a sample is what its engine said of it: every field, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.table_engine import single_rank
+
+from mindspeed_rl.experience.redistribute import Parcel, Redistribution
+from mindspeed_rl.experience.samples import Sample, SampleKey, exchange_table
+from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.orchestration.rl_samples import COLUMNS, response_in, store
+from mindspeed_rl.types import Completion, Prompt, Rollout
+
+PARTS = ("math", "format")
+FIRST = SampleKey(3, 10)
+IDS = st.integers(0, 2**31 - 1)
+BIG = st.integers(0, 2**40)
+SINGLE = st.floats(width=32, allow_nan=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> list[Rollout]:
+    found = []
+    for i in range(draw(st.integers(0, 5))):
+        tokens = tuple(draw(st.lists(IDS, max_size=5)))
+        logprobs = tuple(draw(SINGLE) for _ in tokens)
+        mask = tuple(draw(st.booleans()) for _ in tokens) if draw(st.booleans()) else None
+        reason, version = draw(st.sampled_from(["stop", "length"])), draw(st.integers(-1, 2**40))
+        parts = draw(st.dictionaries(st.sampled_from(PARTS), SINGLE))
+        prompt = Prompt(draw(BIG), (1, 2), "text", "answer")
+        completion = Completion(tokens, logprobs, reason, version, mask)
+        found.append(Rollout(i, prompt, completion, draw(st.none() | SINGLE), parts))
+    return draw(st.permutations(found))
+
+
+def assert_same(sample: Sample, rollout: Rollout, group: int) -> None:
+    done = rollout.completion
+    assert (sample.sample_id, sample.prompt_index) == (rollout.sample_id, rollout.prompt.index)
+    assert (sample.num_tokens, sample.num_sampled) == (len(done.token_ids), len(done.sampled_ids))
+    assert sample.stopped == (done.finish_reason == "stop")
+    assert (sample.weights_version, sample.group) == (done.weights_version, group)
+    assert sample.key == SampleKey(3, 10 + rollout.sample_id)
+    expected = [rollout.reward, *(rollout.reward_parts.get(name) for name in PARTS)]
+    found = [None if value != value else value for value in (sample.reward, *sample.parts)]
+    assert found == expected
+    assert sample.verdicts == (float(rollout.sample_id), 0.5)
+
+
+@given(rollouts(), st.integers(0, 2**20))
+@settings(deadline=None)
+def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group: int) -> None:
+    """Ids beyond fp32's integers, empty responses, rewards and parts that abstained, masks."""
+    verdicts = {r.sample_id: (float(r.sample_id), 0.5) for r in batch}
+    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, verdicts, 2)
+    cache = TensorCache(torch.device("cpu"))
+    cache.begin_step(3)
+    store(cache, batch, samples)
+    kept = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, ())
+    for rollout in batch:
+        sample, done = samples[rollout.sample_id], rollout.completion
+        assert_same(sample, rollout, group)
+        response = response_in(kept, rollout.sample_id, sample)
+        assert tuple(response.token_ids.tolist()) == done.token_ids
+        assert tuple(response.logprobs.tolist()) == done.logprobs
+        assert response.token_ids.dtype is torch.int64
+        mask = done.loss_mask if done.loss_mask and not all(done.loss_mask) else None
+        assert (response.loss_mask is None) == (mask is None)
+        if mask is not None and response.loss_mask is not None:
+            assert tuple(response.loss_mask.tolist()) == mask
+
+
+def rollout_of(sample_id: int) -> Rollout:
+    completion = Completion((sample_id,), (-1.0,), "stop", 0)
+    return Rollout(sample_id, Prompt(sample_id, (1,), "", ""), completion, 1.0)
+
+
+def table_of(*ids: int) -> list[Sample]:
+    return exchange_table([rollout_of(i) for i in ids], 0, (), 3, FIRST)
+
+
+def test_samples_come_in_the_order_of_their_ids() -> None:
+    assert [(s.sample_id, s.prompt_index) for s in table_of(2, 0, 1)] == [(0, 0), (1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((0, 2), r"2 arrived, 3 expected; missing \[1\]"),
+        ((0, 1), r"2 arrived, 3 expected; missing \[2\]"),
+        ((0, 1, 1), r"3 arrived, 3 expected; missing \[2\]"),
+        ((0, 1, 2, 2), r"4 arrived, 3 expected; missing \[\]"),
+        ((0, 1, 3), r"3 arrived, 3 expected; missing \[2\]"),
+        ((0, 1, 2, -1), r"4 arrived, 3 expected; missing \[\]"),
+        ((), r"0 arrived, 3 expected; missing \[0, 1, 2\]"),
+    ],
+)
+def test_a_sample_that_is_lost_or_doubled_stops_the_step(
+    ids: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        table_of(*ids)
