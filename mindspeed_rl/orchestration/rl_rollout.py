@@ -12,6 +12,7 @@ from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
 from mindspeed_rl.orchestration.rl_balance import balance_metrics, make_rebalancer, my_share
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_partial import continued
 from mindspeed_rl.rewards import RewardRequest, Scoring
 from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
@@ -47,6 +48,7 @@ def rollouts_of(
     judge: Callable[[Rollout], Sequence[float]] | None = None,
     phase: Callable[[str], AbstractContextManager[None]] | None = None,
     lengths: LengthHistory | None = None,
+    begun: Sequence[Sample | None] = (),
 ) -> Drawn:
     """One scored response to each of ``prompts``. Collective: the world.
 
@@ -62,12 +64,14 @@ def rollouts_of(
         judge: gives :data:`NUM_VERDICTS` numbers that all ranks shall know of a sample.
         phase: names the parts for timer and watchdog; the run's, if it is not given.
         lengths: of earlier responses to the prompts.
+        begun: in partial rollouts, what there is of each response; the pass lets it grow by
+            ``--partial-rollout-tokens`` at most, and what goes on after it has no reward.
     """
     phase = phase or run.phase
     take_stats(run)
     with scorer_of(run) as scorer:
         with phase("generate"):
-            mirrored, found = _speak(run, prompts, step, settings, attempt, scorer, lengths)
+            mirrored, found = _speak(run, prompts, step, settings, attempt, scorer, lengths, begun)
         stats = take_stats(run)
         if run.rank == 0:
             record_history(run, stats)
@@ -97,13 +101,14 @@ def _speak(
     attempt: int,
     scorer: Scorer,
     lengths: LengthHistory | None,
+    begun: Sequence[Sample | None],
 ) -> tuple[list[Rollout], MetricSet]:
     """The samples that every rank of this engine has, and metrics."""
     if run.environment is not None:
         from mindspeed_rl.orchestration.rl_episodes import converse
 
         return [], converse(run, prompts, step, settings, attempt, scorer)
-    rollouts = generate(run, prompts, step, settings, attempt, scorer, lengths)
+    rollouts = generate(run, prompts, step, settings, attempt, scorer, lengths, begun)
     return rollouts, MetricSet()
 
 
@@ -175,30 +180,38 @@ def generate(
     attempt: int = 0,
     scorer: Scorer | None = None,
     lengths: LengthHistory | None = None,
+    begun: Sequence[Sample | None] = (),
 ) -> list[Rollout]:
     """Complete ``prompts``; position in the list is the sample id.
 
     ``attempt`` makes other seeds for the same step. Finished samples are handed to ``scorer`` while
-    others are generated. ``lengths`` are those of earlier responses to the prompts. Collective: the
-    ranks of each engine; the world where requests may move.
+    others are generated. ``lengths`` are those of earlier responses to the prompts, ``begun`` what
+    there is of these. Collective: the ranks of each engine; the world where requests may move.
 
     Returns:
         The samples that ended on this rank's engine, by sample id.
     """
     seed = run.config.train.seed
-    share = my_share(run, prompts, lengths)
+    share = my_share(run, prompts, lengths, begun)
     requests = [
-        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
+        continued(
+            run,
+            GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt)),
+            begun[i] if begun else None,
+        )
         for i in share
     ]
+    limit = settings.max_response_tokens
 
     def on_step(finished: Mapping[int, Completion]) -> None:
-        if scorer is not None:
-            for i, completion in finished.items():
-                scorer.add(Rollout(i, prompts[i], completion))
-            scorer.poll()
+        if scorer is None:
+            return
+        for i, completion in finished.items():
+            goes_on = begun and completion.truncated and len(completion.token_ids) < limit
+            (scorer.drop if goes_on else scorer.add)(Rollout(i, prompts[i], completion))
+        scorer.poll()
 
-    rebalancer = make_rebalancer(run, prompts, settings, lengths)
+    rebalancer = make_rebalancer(run, prompts, settings, lengths, begun)
     if rebalancer is None:
         answers = run.engine.generate(requests, settings, run.version, on_step)
         done = dict(zip(share, answers, strict=True))

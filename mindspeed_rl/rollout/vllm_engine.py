@@ -310,7 +310,7 @@ class VllmEngine:
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
             self._open = OpenRequests(self._port(settings), settings.max_response_tokens)
-            self._open.add(Parcel(request) for request in requests)
+            self._open.add(Parcel(r, r.begun, r.begun_logprobs) for r in requests)
             for outputs in self._shared_steps(rebalancer):
                 self._open.note(outputs)
                 ended = {int(o.request_id): o for o in outputs if o.finished}

@@ -137,7 +137,7 @@ def make_run(
         sampling=lambda temperature: SETTINGS,
         sampler=SimpleNamespace(next=lambda count: list(range(count))),
         prompts=prompts, eval_sets={"": prompts}, lengths=LengthHistory(),
-        environment=None, rewards=InlinePool(rewards), surplus=[],
+        environment=None, rewards=InlinePool(rewards), surplus=[], pending=[],
         cache=TensorCache(torch.device("cpu")),
         reward_names=tuple(r.partition("=")[0] for r in rewards),
         part_names=tuple(r.partition("=")[0] for r in rewards),
