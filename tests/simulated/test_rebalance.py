@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -27,9 +28,11 @@ from mindspeed_rl.rollout.rebalance_plan import (
     Move,
     Replica,
     StepCost,
+    next_steps,
     plan_moves,
     run_segment,
 )
+from mindspeed_rl.rollout.rebalance_sim import Policy, Response, simulate
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
 from mindspeed_rl.types import Completion
 
@@ -305,3 +308,51 @@ def test_a_plan_never_makes_it_slower(
         run_segment(Replica(tuple(loads.values()), capacity, 10**9), COST).time for loads in after
     ]
     assert max(moved) <= max(times)
+
+
+def test_engines_settle_at_the_same_time() -> None:
+    """The slowest runs the interval; one with half of the contexts makes more steps meanwhile."""
+    cost = StepCost(ridge_tokens=1000, context_tokens=500)
+    slow, quick = (
+        Replica(tuple(load(10 * i + k, 400, context=100) for k in range(n)), 9, 10**9)
+        for i, n in enumerate((8, 4))
+    )
+    done = Replica((), 9, 10**9)
+    steps = next_steps([slow, quick, done], cost, 20)
+    assert steps[0] == 20 < steps[1] < 40 < steps[2]
+    times = [run_segment(r, cost, n).time for r, n in zip((slow, quick), steps, strict=False)]
+    assert times[1] == pytest.approx(times[0], rel=0.05) and times[1] <= times[0]
+    assert next_steps([done], cost, 20) == [20]
+
+
+# --- the simulator -----------------------------------------------------------------------------
+
+
+def responses(lengths: Sequence[Sequence[int]]) -> list[list[Response]]:
+    numbers = itertools.count()
+    return [[Response(next(numbers), 10, n) for n in row] for row in lengths]
+
+
+def test_a_simulated_rollout_by_hand() -> None:
+    """Lengths of 5 and 3 on one engine with one place, 2 on the other: 8 steps and 2 prefills."""
+    found = simulate(responses([[5, 3], [2]]), 1, 10**6, StepCost(10.0), Policy(), lambda *_: 9)
+    assert (found.time, found.steps, found.moved) == (8 + 20 / 10, 8, 0)
+    assert found.idle == pytest.approx(1 - (10 + 3) / 20)
+
+
+def test_foreknowledge_takes_the_idle_time_away() -> None:
+    """Long responses on one engine of four; what is guessed gains less than what is known."""
+    draw = random.Random(3)
+    lengths = [[draw.randint(100, 300) if i else 900 for _ in range(16)] for i in range(4)]
+    shares = responses(lengths)
+    flat = [r.length for share in shares for r in share]
+    cost, found = StepCost(256.0, 5e3), {}
+    for name, mode, expected in (
+        ("off", "off", lambda i, _: flat[i]),
+        ("guessed", "all", lambda _, done: max(done + 50, sum(flat) // len(flat))),
+        ("known", "all", lambda i, _: flat[i]),
+    ):
+        found[name] = simulate(shares, 8, 10**6, cost, Policy(mode, interval=16), expected)
+    assert found["known"].time <= found["guessed"].time < 0.8 * found["off"].time
+    assert found["known"].idle < 0.1 < found["off"].idle
+    assert found["off"].moved == 0 < found["known"].moved

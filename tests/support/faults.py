@@ -10,6 +10,7 @@ from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
 from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
+from support.faults_rollout import ROLLOUT_MUTATIONS
 from support.mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -338,6 +339,7 @@ MUTATIONS = (
     ),
     *LAYOUT_MUTATIONS,
     *RL_MUTATIONS,
+    *ROLLOUT_MUTATIONS,
     *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *ASCEND_MUTATIONS,

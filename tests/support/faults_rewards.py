@@ -38,7 +38,7 @@ REWARD_MUTATIONS = (
              "zip(sorted(self._rollouts, key=lambda r: r.sample_id), results, strict=True)",
              _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward"),
     Mutation("scoring-waits-for-the-last-sample", "orchestration/rl_rollout.py",
-             "            scorer.poll()\n", "",
+             "        scorer.poll()\n\n    rebalancer", "",
              _STEP + "test_finished_samples_are_scored_while_others_are_generated"),
     Mutation("the-environments-tokens-trained", "orchestration/rl_samples.py",
              "t if sampled else ~t", "t",
