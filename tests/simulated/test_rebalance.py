@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
+from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, Progress
 from mindspeed_rl.rollout.rebalance import (
     Rebalancer,
     Rules,
@@ -95,9 +95,21 @@ class StreamEngine:
 
 
 class World:
-    """Engines of one process that settle through the product's messages."""
+    """Engines of one process that settle through the product's messages.
 
-    def __init__(self, shares: Sequence[Sequence[GenerationRequest]], rules: Rules) -> None:
+    Args:
+        shares: what each begins with.
+        rules: of all.
+        whims: moves requests at random instead of by plan.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Sequence[GenerationRequest]],
+        rules: Rules,
+        whims: random.Random | None = None,
+    ) -> None:
+        self.whims = whims
         self.engines = [StreamEngine(rules.capacity) for _ in shares]
         self.open = [OpenRequests(engine, 1) for engine in self.engines]
         self.stats = [StepStats() for _ in shares]
@@ -122,11 +134,22 @@ class World:
             self.settle()
         return done
 
+    def random_moves(
+        self, groups: Sequence[Sequence[Progress]], whims: random.Random
+    ) -> list[Move]:
+        found = []
+        for source, progress in enumerate(groups):
+            targets = [i for i in range(len(groups)) if i != source]
+            for one in progress:
+                if whims.random() < 0.4:
+                    found.append(Move(one.sample_id, source, whims.choice(targets)))
+        return found
+
     def settle(self) -> None:
         groups = [unpack_progress(pack_progress(r.progress())) for r in self.open]
         plans = [side.plan(groups) for side in self.sides]
         assert all(plan == plans[0] for plan in plans)
-        moves = plans[0].moves
+        moves = plans[0].moves if self.whims is None else self.random_moves(groups, self.whims)
         for side in self.sides:
             side.steps = side.steps_after(plans[0])
         messages = [
@@ -159,18 +182,23 @@ def rules(interval: int, *, running: bool = True, capacity: int = 3) -> Rules:
 @given(
     st.lists(st.integers(0, 8), min_size=2, max_size=4),
     st.integers(1, 9),
-    st.booleans(),
+    st.sampled_from(["planned", "random"]),
     st.integers(0, 10**6),
 )
 @settings(deadline=None, max_examples=60)
+@example([6, 5], 3, "random", 1)
 def test_nothing_is_lost_doubled_or_changed(
-    counts: list[int], interval: int, running: bool, seed: int
+    counts: list[int], interval: int, moves: str, seed: int
 ) -> None:
-    """Tokens, log-probs and finish reasons are those of engines that are left alone."""
+    """Tokens, log-probs and finish reasons are those of engines that are left alone.
+
+    Whatever moves, begun or not, as often as it likes.
+    """
     shares = shares_of(counts, seed)
     still = World(shares, rules(10**9))
     wanted = still.run()
-    moved = World(shares, rules(interval, running=running))
+    whims = random.Random(seed) if moves == "random" else None
+    moved = World(shares, rules(interval), whims)
     found = moved.run()
     assert set(found) == set(range(sum(counts)))
     for sample_id, completion in wanted.items():

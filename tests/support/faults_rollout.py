@@ -15,7 +15,7 @@ ROLLOUT_MUTATIONS = (
         "data/lengths.py",
         "scale = self._mean * self._relative.get(prompt, 1.0)",
         "scale = self._mean",
-        _LENGTHS + "test_siblings_of_a_hard_prompt_are_spread",
+        _LENGTHS + "test_a_prompt_is_expected_to_be_as_long_as_it_was_beside_others",
     ),
     Mutation(
         "what-goes-on-expected-like-what-begins",
