@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 from support.training_worlds import make_job
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
@@ -20,6 +24,33 @@ SETTINGS = SamplingSettings(1.0, max_response_tokens=48, stop_token_ids=(1,))
 MODES = ("off", "waiting", "all")
 
 
+class Shaker:
+    """In place of a rebalancer: gives requests of this engine up and adds them again, at random.
+
+    Args:
+        streams: their random streams go on; without, they begin again.
+
+    Attributes:
+        begun: requests with tokens that were given up.
+    """
+
+    rules = SimpleNamespace(running=True)
+    steps = 3
+
+    def __init__(self, streams: bool) -> None:
+        self._streams = streams
+        self._draw = random.Random(1)
+        self.begun = 0
+
+    def settle(self, requests: OpenRequests, stats: StepStats) -> bool:
+        """Half of the requests. Local."""
+        chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
+        self.begun += sum(p.computed for p in chosen)
+        parcels = requests.take([p.sample_id for p in chosen])
+        requests.add(p if self._streams else replace(p, stream=None) for p in parcels)
+        return len(requests) > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One rollout on one rank.
@@ -27,10 +58,12 @@ class Run:
     Attributes:
         completions: that ended here.
         stats: what was stepped and moved.
+        begun: requests with tokens that were given up and added again.
     """
 
     completions: dict[int, Completion]
     stats: StepStats
+    begun: int = 0
 
 
 def requests_of(group: int) -> list[GenerationRequest]:
@@ -72,4 +105,8 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
             requests_of(group), SETTINGS, 0, None, None if mode == "off" else rebalancer
         )
         runs[mode] = Run(done, engine.stats)
+    for name, streams in (("shaken", True), ("shaken without streams", False)):
+        shaker = Shaker(streams)
+        done = engine.generate_shared(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
+        runs[name] = Run(done, engine.stats, shaker.begun)
     return runs
