@@ -50,6 +50,13 @@ _PLATFORM_DEFAULTS = {
         "VLLM_ASCEND_ENABLE_NZ": "0",
     },
 }
+# With --npu-deterministic; HCCL and the library of kernels read them when they are loaded. "strict"
+# also keeps the order in which ranks are added up.
+_DETERMINISTIC = {
+    "HCCL_DETERMINISTIC": "strict",
+    "LCCL_DETERMINISTIC": "1",
+    "CLOSE_MATMUL_K_SHIFT": "1",
+}
 # A whole number of GiB that would override --rollout-kv-cache-gb.
 _REMOVED = ("VLLM_CPU_KVCACHE_SPACE",)
 
@@ -75,13 +82,20 @@ class World:
         )
 
 
-def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> list[str]:
-    """Set what torch and vLLM read when they are imported; before any of them is.
+def prepare_environment(
+    platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
+) -> list[str]:
+    """Set what torch, torch_npu and vLLM read when they are imported; before any of them is.
+
+    Args:
+        platform: ``--platform``.
+        environ: changed in place.
+        deterministic: an NPU process is to give the same bits again (R15).
 
     Returns:
         What of the user's own settings was changed, and why.
     """
-    late = [name for name in ("torch", "vllm", "megatron.core") if name in sys.modules]
+    late = [n for n in ("torch", "torch_npu", "vllm", "megatron.core") if n in sys.modules]
     if late:
         raise RuntimeError(
             f"bootstrap: {late[0]} was imported before the environment was prepared; "
@@ -89,7 +103,13 @@ def prepare_environment(platform: str, environ: MutableMapping[str, str]) -> lis
         )
     platform = resolve_platform(platform)
     set_defaults(platform, environ)
-    return without_expandable_segments(environ) if platform != "cpu" else []
+    told = without_expandable_segments(environ) if platform != "cpu" else []
+    if deterministic and platform == "npu":
+        for name, value in _DETERMINISTIC.items():
+            if environ.get(name, value) != value:
+                told.append(f"{name}={environ[name]}: --npu-deterministic sets {value}")
+            environ[name] = value
+    return told
 
 
 def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
@@ -29,8 +30,10 @@ OTHER_DATA = (
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
     from mindspeed_rl.observability.loggers import RunLogger
+    from mindspeed_rl.observability.profiler import StepProfiler
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
+    from mindspeed_rl.observability.trackers import make_trackers
     from mindspeed_rl.orchestration import checkpoints, results, training
 
     train, logs = job.config.train, job.config.logging
@@ -49,7 +52,9 @@ def main(job: SftJob) -> None:
     writer = job.world.rank == 0
     timer = PhaseTimer(job.platform.synchronize)
     backends = ("jsonl", "tensorboard")
-    with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir) as logger:
+    others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))
+    profiler = StepProfiler(job.config.profiler, job.platform, job.world.rank, logs.output_dir)
+    with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir, others) as logger:
         logger.truncate_after(loaded.step)
         progress = RunProgress(
             train.train_iters,
@@ -60,6 +65,7 @@ def main(job: SftJob) -> None:
         )
         timer.restart()
         for step in range(loaded.step + 1, train.train_iters + 1):
+            profiler.begin_step(step)
             values = train_step(job, engine, source.next(train.global_batch_size), timer)
             with timer("log"):
                 logger.log(step, values)
@@ -67,6 +73,7 @@ def main(job: SftJob) -> None:
             if checkpoints.save_is_due(job, step):
                 with timer("save"), job.watchdog.phase("save"):
                     checkpoints.save(job, engine, step, {"sampler": source.state_dict()})
+        profiler.close()
         progress.close()
     if target := job.config.checkpoint.export_hf:
         with job.watchdog.phase("export"):

@@ -5,12 +5,10 @@
 #
 # usage: pretrain_scripts/grpo_deepseek_r1_671b_a3.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --doctor        starts all ranks, looks at the machines and tries every process group
+#   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 #   ROLLOUT_DP=128 ROLLOUT_EP=256   one engine over all dies instead of two
 set -euo pipefail
-
-export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
-export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 NPUS_PER_NODE="${NPUS_PER_NODE:-16}"
 NNODES="${NNODES:-16}"
@@ -22,10 +20,14 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/launch.sh"
 source "$HERE/models/deepseek_v3_671b.sh"
 
+PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-7200}"
+npu_environment "$PHASE_TIMEOUT_S"
+
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/DeepSeek-R1-bf16}"
 CKPT_SAVE_DIR="${CKPT_SAVE_DIR:-$ROOT/outputs/deepseek_r1_671b/checkpoints}"
 DATA_PATH="${DATA_PATH:-$ROOT/data/deepscaler/train.jsonl}"
 OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/deepseek_r1_671b}"
+LOG_DIR="${LOG_DIR:-$OUTPUT_DIR/logs}"
 
 TP="${TP:-4}"
 PP="${PP:-8}"
@@ -44,7 +46,7 @@ MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
     --pipeline-model-parallel-size "$PP" --num-layer-list "${NUM_LAYER_LIST:-7,7,8,8,8,8,8,7}"
     --expert-model-parallel-size "$EP" --moe-tp-extend-ep
-    --use-distributed-optimizer --distributed-timeout-minutes 120
+    --use-distributed-optimizer --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
 )
 MEMORY_ARGS=(
     --swap-optimizer --rl-offload all
@@ -70,7 +72,7 @@ ROLLOUT_ARGS=(
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
-    --phase-timeout-s 7200
+    --phase-timeout-s "$PHASE_TIMEOUT_S"
 )
 
 launch mindspeed_rl.train_rl \

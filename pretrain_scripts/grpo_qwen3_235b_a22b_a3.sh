@@ -5,11 +5,9 @@
 #
 # usage: pretrain_scripts/grpo_qwen3_235b_a22b_a3.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --doctor        starts all ranks, looks at the machines and tries every process group
+#   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 set -euo pipefail
-
-export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
-export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 NPUS_PER_NODE="${NPUS_PER_NODE:-16}"
 NNODES="${NNODES:-8}"
@@ -21,10 +19,14 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/launch.sh"
 source "$HERE/models/qwen3_235b_a22b.sh"
 
+PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-14400}"
+npu_environment "$PHASE_TIMEOUT_S"
+
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen3-235B-A22B}"
 CKPT_SAVE_DIR="${CKPT_SAVE_DIR:-$ROOT/outputs/qwen3_235b_a22b/checkpoints}"
 DATA_PATH="${DATA_PATH:-$ROOT/data/deepscaler/train.jsonl}"
 OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/qwen3_235b_a22b}"
+LOG_DIR="${LOG_DIR:-$OUTPUT_DIR/logs}"
 
 TP="${TP:-4}"
 PP="${PP:-4}"
@@ -44,7 +46,7 @@ MODEL_PARALLEL_ARGS=(
     --pipeline-model-parallel-size "$PP" --num-layer-list "${NUM_LAYER_LIST:-23,24,24,23}"
     --context-parallel-size "$CP" --context-parallel-algo megatron_cp_algo
     --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
-    --use-distributed-optimizer --distributed-timeout-minutes 120
+    --use-distributed-optimizer --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
 )
 MEMORY_ARGS=(
     --swap-optimizer --rl-offload all
@@ -69,7 +71,7 @@ ROLLOUT_ARGS=(
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
-    --phase-timeout-s 14400
+    --phase-timeout-s "$PHASE_TIMEOUT_S"
 )
 
 launch mindspeed_rl.train_rl \

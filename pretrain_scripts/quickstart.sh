@@ -10,7 +10,8 @@
 #
 # DAPO: higher upper clip, dynamic sampling, soft overlong punishment, two updates per step. PPO: a
 # critic, its returns and two updates per step.
-# With --rl-dry-run among the flags the RL run is predicted instead, without warm start.
+# With --rl-dry-run among the flags the RL run is predicted instead, without warm start. With
+# --orchestrator ray Ray starts the ranks of the RL run (needs the extra ray), with the same result.
 #
 # Families with experts train with expert parallelism 2 and roll out in another layout.
 set -euo pipefail
@@ -23,9 +24,10 @@ CONTROL="${CONTROL:-none}"
 ALGORITHM="${ALGORITHM:-grpo}"
 EXTRA=()
 DRY_RUN=0
+ORCHESTRATOR=torchrun
 while (( $# )); do
     case "$1" in
-        -h|--help) sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h|--help) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         --seed|--control|--output|--family|--algorithm)
             (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
             case "$1" in
@@ -34,6 +36,9 @@ while (( $# )); do
                 --algorithm) ALGORITHM="$2" ;;
             esac
             shift 2 ;;
+        --orchestrator)
+            (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
+            ORCHESTRATOR="$2"; EXTRA+=("$1" "$2"); shift 2 ;;
         --rl-dry-run) DRY_RUN=1; EXTRA+=("$1"); shift ;;
         *) EXTRA+=("$1"); shift ;;
     esac
@@ -48,7 +53,7 @@ case "$ALGORITHM" in
         ) ;;
     ppo)
         ALGORITHM_ARGS=(
-            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256
+            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256 --lr 3e-4
             --critic-lr 2e-3 --critic-warmup-steps 10
         ) ;;
     *) echo "quickstart: --algorithm $ALGORITHM: allowed are grpo, dapo, ppo" >&2; exit 2 ;;
@@ -84,7 +89,8 @@ case "$FAMILY" in
         exit 2 ;;
 esac
 
-PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" | tail -n 1)"
+EXTRAS=(); [[ "$ORCHESTRATOR" != ray ]] || EXTRAS=(--ray)
+PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" "${EXTRAS[@]}" | tail -n 1)"
 "$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
@@ -124,6 +130,8 @@ ROLLOUT_ARGS=(
 if (( DRY_RUN )); then
     [[ -e "$MODEL/config.json" ]] ||
         "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
+    [[ "$ORCHESTRATOR" != ray ]] ||
+        EXTRA+=(--ray-num-nodes "$NNODES" --ray-ranks-per-node "$NPROC_PER_NODE")
     exec "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$MODEL" \
         --rl-world-size "$(( NPROC_PER_NODE * NNODES ))" --rl-dry-run-machine cpu \
         "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
@@ -132,6 +140,14 @@ fi
 
 make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
 launch() { "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" -m "$@"; }
+launch_rl() {
+    if [[ "$ORCHESTRATOR" != ray ]]; then
+        launch mindspeed_rl.train_rl "$@"
+    elif [[ "$NODE_RANK" == 0 ]]; then  # Ray starts the ranks of all nodes
+        "$PYTHON" -m mindspeed_rl.train_rl --ray-num-nodes "$NNODES" \
+            --ray-ranks-per-node "$NPROC_PER_NODE" "$@"
+    fi
+}
 
 echo "== data and a tiny model"
 make_data --num-rows 4000 --seed "$((1000 + SEED))" --output "$DATA/sft.jsonl"
@@ -145,7 +161,7 @@ launch mindspeed_rl.pretrain --hf-checkpoint "$MODEL" \
     "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${SFT_ARGS[@]}"
 
 echo "== ${ALGORITHM^^}"
-launch mindspeed_rl.train_rl --hf-checkpoint "$WARM/hf" \
+launch_rl --hf-checkpoint "$WARM/hf" \
     "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
     "${ALGORITHM_ARGS[@]}" "${EXTRA[@]}"
 

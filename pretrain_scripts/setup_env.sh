@@ -2,8 +2,9 @@
 # Creates or reuses .venv in the repository root with the pinned dependencies of
 # mindspeed_rl/versions.cfg. Prints the path of its python on the last line.
 #
-# usage: pretrain_scripts/setup_env.sh [--dev]
+# usage: pretrain_scripts/setup_env.sh [--dev] [--ray]
 #   --dev            also what the tests need
+#   --ray            also Ray, for --orchestrator ray and --reward-pool ray
 #   PYTHON=...       interpreter to build .venv with (default: python3)
 #   TORCH_INDEX_URL  package index to take torch from, e.g. PyTorch's public CPU index
 #                    https://download.pytorch.org/whl/cpu
@@ -14,9 +15,15 @@ PYTHON="${PYTHON:-python3}"
 VENV="$ROOT/.venv"
 MATRIX="$ROOT/mindspeed_rl/versions.cfg"
 SECTIONS=(core cpu)
-[[ "${1:-}" == "--dev" ]] && SECTIONS+=(dev)
 
 fail() { echo "setup_env: $*" >&2; exit 2; }
+
+for argument in "$@"; do
+    case "$argument" in
+        --dev|--ray) SECTIONS+=("${argument#--}") ;;
+        *) fail "$argument: allowed are --dev and --ray" ;;
+    esac
+done
 
 "$PYTHON" - <<'PY' || fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 or later is needed (set PYTHON=...)"
 import sys

@@ -32,7 +32,7 @@ part env MYPYPATH=tools "$PYTHON" -m mypy -p bench
 echo "== planted faults, share $SHARE"
 part "$PYTHON" tests/mutations.py --share "$SHARE"
 echo "== ascend: emulated NPUs"
-part env PYTHON="$PYTHON" tests/ascend/run.sh -n 2
+part env PYTHON="$PYTHON" tests/ascend/run.sh --halves
 echo "== tests"
 part "$PYTHON" -m pytest -n 2 --slow-share "$SHARE" tests/unit tests/simulated tests/test_*.py
 part "$PYTHON" -m pytest --durations 15 --slow-share "$SHARE" tests/distributed tests/e2e

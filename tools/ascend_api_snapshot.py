@@ -7,8 +7,9 @@ emulator's cache are read anew, the others stay. For new versions, with DIR:
 
 DIR holds one folder per package and version with its Python sources, by the names of the snapshot
 with a dash: ``vllm-0.23.0/vllm``, ``vllm-ascend-main/vllm_ascend``, ``torch_npu-2.10.0.post4/
-torch_npu``, ``megatron-core-0.16.1/megatron``, ``mindspeed-core_r0.16.0/mindspeed``. Wheels are
-unpacked with unzip; nothing is imported, so that no wheel has to fit this machine.
+torch_npu``, ``megatron-core-0.16.1/megatron``, ``mindspeed-core_r0.16.0/mindspeed``; what is not
+there stays as it was. Wheels are unpacked with unzip; nothing is imported, so that no wheel has to
+fit this machine.
 """
 
 from __future__ import annotations
@@ -78,18 +79,17 @@ def take(
     sources = located(root)
     packages, missing = snap.symbols(uses, {p: traced[p] for p in traced if p in sources}, sources)
     packages = {name: packages.get(name, old["packages"].get(name, {})) for name in PACKAGES}
-    if root is None:
-        settings, targets = old["settings"], old["patch_targets"]
-    else:
-        settings = {
-            column: snap.settings(
-                Sources(_ascend(root, column), "vllm_ascend"),
-                Sources(root / f"vllm-{vllm}", "vllm"),
+    settings, targets = dict(old["settings"]), old["patch_targets"]
+    for column, vllm in snap.VLLM_OF.items() if root else ():
+        assert root is not None
+        pair = (_ascend(root, column), root / f"vllm-{vllm}")
+        if all(path.is_dir() for path in pair):
+            settings[column] = snap.settings(
+                Sources(pair[0], "vllm_ascend"), Sources(pair[1], "vllm")
             )
-            for column, vllm in snap.VLLM_OF.items()
-        }
-        mindspeed, megatron = sources["mindspeed core_r0.16.0"], sources["megatron-core 0.16.1"]
-        targets = {"megatron-core 0.16.1": snap.patch_targets(mindspeed, megatron)}
+    pinned = ("mindspeed core_r0.16.0", "megatron-core 0.16.1")
+    if root and all(name in sources for name in pinned):
+        targets = {pinned[1]: snap.patch_targets(*(sources[name] for name in pinned))}
     taken = {
         "settings": settings,
         "packages": packages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
 
 # Files of a checkpoint directory that describe the model rather than hold weights.
-_SIDE_FILES = (
+SIDE_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -157,11 +157,27 @@ class HfWriter:
         (self._work / EXPORT_RECORD).write_text(json.dumps(record, indent=2))
 
     def _copy_side_files(self) -> None:
-        for name in _SIDE_FILES:
+        for name in SIDE_FILES:
             if (self._source / name).is_file():
                 shutil.copyfile(self._source / name, self._work / name)
-        config = json.loads((self._source / "config.json").read_text())
-        # transformers 5 writes "dtype", versions before it read "torch_dtype" only
-        for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
-            config[key] = str(self._dtype).removeprefix("torch.")
-        (self._work / "config.json").write_text(json.dumps(config | self._config_keys, indent=2))
+        text = config_text(self._source, self._dtype, self._config_keys)
+        (self._work / "config.json").write_text(text)
+
+
+def config_text(
+    source: Path, dtype: torch.dtype, keys: Mapping[str, Any], without: Collection[str] = ()
+) -> str:
+    """The ``config.json`` of a checkpoint that is made from another one.
+
+    Args:
+        source: directory of the other one.
+        dtype: element type of the weights.
+        keys: keys to set.
+        without: keys to leave out.
+    """
+    config = json.loads((source / "config.json").read_text())
+    # transformers 5 writes "dtype", versions before it read "torch_dtype" only
+    for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
+        config[key] = str(dtype).removeprefix("torch.")
+    kept = {key: value for key, value in config.items() if key not in without}
+    return json.dumps(kept | dict(keys), indent=2)

@@ -9,6 +9,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -54,8 +55,26 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
     return shapes
 
 
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """A tensor of a safetensors file: element type as the format spells it, and where it begins."""
+
+    dtype: str
+    shape: Shape
+    offset: int
+
+
 def safetensors_header(path: Path) -> dict[str, Shape]:
     """Names and shapes of one safetensors file.
+
+    Raises:
+        ValueError: no safetensors file, or its data ends too early.
+    """
+    return {name: entry.shape for name, entry in safetensors_entries(path).items()}
+
+
+def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
+    """The tensors of one safetensors file.
 
     Raises:
         ValueError: no safetensors file, or its data ends too early.
@@ -68,15 +87,21 @@ def safetensors_header(path: Path) -> dict[str, Shape]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             ends = [entry["data_offsets"][1] for entry in header.values()]
-            shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-            end = 8 + length + max(ends, default=0)
+            first = 8 + length
+            entries = {
+                name: StoredEntry(
+                    entry["dtype"], tuple(entry["shape"]), first + entry["data_offsets"][0]
+                )
+                for name, entry in header.items()
+            }
+            end = first + max(ends, default=0)
     except (ValueError, struct.error) as error:
         raise ValueError(f"{path}: unreadable safetensors file: {error}") from error
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path}: its header is not that of a safetensors file") from error
     if end != path.stat().st_size:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, its header implies {end}")
-    return shapes
+    return entries
 
 
 def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Counter[str]]:

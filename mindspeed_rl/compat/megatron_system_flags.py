@@ -124,9 +124,8 @@ LOGGING = Group(
 )
 EXTERNAL_LOGGERS = Group(
     Disposition.NO_MEANING,
-    "metrics go to --tensorboard-dir",
+    "metrics go to --tensorboard-dir, and to the trackers that are asked for",
     """
-    --wandb-project:1 --wandb-exp-name:1 --wandb-save-dir:1 --wandb-entity:1
     --inference-wandb-logging:0 --no-inference-wandb-logging:0 --no-one-logger:0
     --one-logger-project:1 --one-logger-run-name:1 --one-logger-async:0 --app-tag-run-name:1
     --app-tag-run-version:1
@@ -146,11 +145,8 @@ DIAGNOSTICS = Group(
 )
 PROFILING = Group(
     Disposition.NO_MEANING,
-    "profilers attach to Megatron's own loop, which RL does not run",
-    """
-    --profile:0 --profile-step-start:1 --profile-step-end:1 --use-pytorch-profiler:0
-    --profile-ranks:+ --record-memory-history:0 --memory-snapshot-path:1
-    """,
+    "--profile takes PyTorch's profiler, torch_npu's on NPUs; memory is logged at every step",
+    "--use-pytorch-profiler:0 --record-memory-history:0 --memory-snapshot-path:1",
 )
 FAULT_INJECTION = Group(
     Disposition.REFUSED,

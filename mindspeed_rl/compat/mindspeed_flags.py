@@ -144,12 +144,8 @@ TOKENIZER_SETTINGS = Group(
 )
 PROFILING = Group(
     Disposition.NO_MEANING,
-    "profilers and dumps attach to Megatron's own loop, which RL does not run",
-    """
-    --profile-level:1 --profile-with-cpu:0 --profile-with-stack:0 --profile-with-memory:0
-    --profile-record-shapes:0 --profile-save-path:1 --op-cal-tflops:0 --npu-datadump:0
-    --print-expert-load:0
-    """,
+    "--profile records the host in any case; dumps attach to Megatron's own loop",
+    "--profile-with-cpu:0 --op-cal-tflops:0 --npu-datadump:0 --print-expert-load:0",
 )
 RESTARTS = Group(
     Disposition.NO_MEANING,

@@ -119,12 +119,12 @@ CHAT_TEMPLATE = Group(
 )
 EXTERNAL_LOGGERS = Group(
     Disposition.NO_MEANING,
-    "metrics go to --tensorboard-dir",
+    "--wandb-project asks for it",
     "--use-wandb:0",
 )
 PROFILING = Group(
     Disposition.NO_MEANING,
-    "profilers attach to Megatron's own loop, which RL does not run",
+    "traces are written in the profiler's default format",
     "--profile-export-type:1 --profile-data-simplification:0",
 )
 RESTARTS = Group(

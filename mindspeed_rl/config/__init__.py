@@ -12,9 +12,11 @@ from mindspeed_rl.config.algorithms import (
     SamplingConfig,
 )
 from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
+from mindspeed_rl.config.diagnostics import ProfilerConfig, TrackerConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
+from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.config.memory import MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
@@ -35,6 +37,7 @@ __all__ = [
     "EnvironmentConfig",
     "IndexedDataConfig",
     "KLConfig",
+    "LaunchConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "ParallelConfig",
     "PolicyLossConfig",
     "PretrainRunConfig",
+    "ProfilerConfig",
     "PromptConfig",
     "RLConfig",
     "RLRunConfig",
@@ -52,6 +56,7 @@ __all__ = [
     "ScoreConfig",
     "ScoreRunConfig",
     "SftConfig",
+    "TrackerConfig",
     "TrainConfig",
 ]
 
@@ -60,7 +65,7 @@ __all__ = [
 class RLRunConfig:
     """Reinforcement learning of a Hugging Face model with verifiable rewards.
 
-    megatron-core trains and vLLM samples, in the same torchrun processes and on the same devices.
+    megatron-core trains and vLLM samples, in the same processes and on the same devices.
     Flags have Megatron-LM's names where the meaning is the same.
     """
 
@@ -83,14 +88,23 @@ class RLRunConfig:
     balance: RolloutBalanceConfig = field(default_factory=RolloutBalanceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     vllm_options: dict[str, object] = field(default_factory=dict)
 
     @property
     def has_critic(self) -> bool:
         """Whether advantages need a critic."""
         return self.advantages.rl_advantage_estimator in WITH_CRITIC
+
+    @property
+    def rewards_in_ray(self) -> bool:
+        """Whether rewards run in Ray actors."""
+        pool = self.rewards.reward_pool
+        return pool == "ray" or (pool == "auto" and self.launch.orchestrator == "ray")
 
     @property
     def sync_check_tol(self) -> float:
@@ -116,6 +130,8 @@ class PretrainRunConfig:
     indexed: IndexedDataConfig
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True, slots=True)

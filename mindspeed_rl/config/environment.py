@@ -26,3 +26,9 @@ class EnvironmentConfig:
     rl_environment_max_turns: int = flag(
         4, "Turns of the model in one response; it is cut after them.", minimum=1
     )
+    rl_environment_ray_workers: int = flag(
+        0,
+        "Ray actors per engine in which environments run side by side, anywhere in the cluster of "
+        "--orchestrator ray; 0: in the process that leads the engine, one turn after the other.",
+        minimum=0,
+    )

@@ -39,7 +39,7 @@ def training_layout(
         )
     return ParallelLayout.build(
         world=world,
-        stages=_stages(model, parallel, spec.num_layers),
+        stages=stage_layout(model, parallel, spec.num_layers),
         tp=tp,
         cp=parallel.context_parallel_size,
         ep=ep,
@@ -74,7 +74,12 @@ def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:
     return EngineLayout(world, tp, dp, expert_parallel=ep > 1)
 
 
-def _stages(model: ModelConfig, parallel: ParallelConfig, num_layers: int) -> StageLayout:
+def stage_layout(model: ModelConfig, parallel: ParallelConfig, num_layers: int) -> StageLayout:
+    """The layers of each pipeline stage.
+
+    Raises:
+        ValueError: flags that exclude each other, or do not fit the layers of the model.
+    """
     pp = parallel.pipeline_model_parallel_size
     noop = layer_numbers("--noop-layers", model.noop_layers)
     first, last = (

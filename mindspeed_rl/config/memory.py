@@ -37,8 +37,9 @@ class MemoryConfig:
     )
     device_memory_gb: float = flag(
         0.0,
-        "Memory of one device that the run may use, in GiB; 0 takes what the driver reports, and "
-        "no limit where the device is the host.",
+        "Memory of one device that may be in use, in GiB, as its driver counts: communicators, "
+        "libraries and other processes of the device included; 0 takes what the driver reports, "
+        "and no limit where the device is the host.",
         minimum=0.0,
     )
     memory_leak_mb: float = flag(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
 from mindspeed_rl.platforms.installed import has_mindspeed
 
 
@@ -19,7 +20,7 @@ class NpuConfig:
     group. On other platforms they do nothing (--swap-optimizer is refused there). Fused attention,
     norms and activations are always on where MindSpeed is installed.
 
-    Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp:64;pp:32'
+    Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp_cp:64;pp:32'
     """
 
     use_fused_rotary_pos_emb: bool = flag(False, "Rotate queries and keys in one kernel.")
@@ -35,11 +36,19 @@ class NpuConfig:
         "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
     swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
-    npu_deterministic: bool = flag(False, "Deterministic kernels and collectives; slower.")
+    npu_deterministic: bool = flag(
+        False,
+        "Deterministic kernels, and collectives that add ranks up in one order (HCCL_DETERMINISTIC "
+        "strict); slower. The environment is set before torch_npu is loaded, and the start of the "
+        "run says what is in force. Results that do not depend on the batch either need vLLM-"
+        "Ascend's batch-invariant operators and VLLM_BATCH_INVARIANT=1.",
+    )
     hccl_group_buffer: str = flag(
         "",
-        "MiB of each of the two HCCL buffers of megatron-core's groups, like 'dp:64;tp:200'; the "
-        "others have HCCL_BUFFSIZE (200). Names: tp, dp, dp_cp, cp, pp, mp, ep, ep_tp, ep_dp, ...",
+        "MiB of each of the two HCCL buffers of megatron-core's groups, like 'dp_cp:64;tp:200'; "
+        f"the others have HCCL_BUFFSIZE (200). Names: {', '.join(MEGATRON_GROUPS)}. The start of a "
+        "run and its dry run say which of them are in use. Groups of the engine have sizes of its "
+        "own.",
     )
 
 
@@ -106,7 +115,8 @@ def group_buffers(text: str) -> dict[str, int]:
     """``--hccl-group-buffer`` as MiB by megatron-core's name of a group.
 
     Raises:
-        ValueError: not pairs of a name and a positive whole number.
+        ValueError: not pairs of a name and a positive whole number, or megatron-core has no group
+            of that name.
     """
     sizes: dict[str, int] = {}
     for pair in filter(None, (part.strip() for part in text.split(";"))):
@@ -114,7 +124,12 @@ def group_buffers(text: str) -> dict[str, int]:
         if not (name and colon and size.isdecimal() and int(size) > 0) or name in sizes:
             raise ValueError(
                 f"--hccl-group-buffer {text!r}: {pair!r} is not a new group:MiB; write it like "
-                "dp:64;tp:200"
+                "dp_cp:64;tp:200"
+            )
+        if name not in MEGATRON_GROUPS:
+            raise ValueError(
+                f"--hccl-group-buffer {text!r}: no group {name!r}; there are "
+                f"{', '.join(MEGATRON_GROUPS)}"
             )
         sizes[name] = int(size)
     return sizes

@@ -54,12 +54,19 @@ class RewardConfig:
         minimum=0.0,
         maximum=1.0,
     )
+    reward_constant_steps: int = flag(
+        5,
+        "Warn when the rewards of all samples were one number in each of so many steps in a row; 0 "
+        "never warns.",
+        minimum=0,
+    )
     reward_pool: str = flag(
-        "process",
+        "auto",
         "Where rewards run: in processes of each node (process), or in Ray actors anywhere in a "
-        "Ray cluster (ray), with the same limits. ray needs the extra ray.",
+        "Ray cluster (ray), with the same limits. ray needs the extra ray. auto: ray with "
+        "--orchestrator ray, else process.",
         names=("--reward-pool", "--rl-reward-pool"),
-        choices=("process", "ray"),
+        choices=("auto", "process", "ray"),
     )
     reward_format_regex: str = flag(
         "", "Pattern of the reward format, for rows without a format_regex of their own."

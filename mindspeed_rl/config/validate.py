@@ -16,7 +16,9 @@ from mindspeed_rl.config.architecture import check_architecture, model_config, v
 from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.check_balance import check_balance
 from mindspeed_rl.config.check_engine import check_engine
+from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
 from mindspeed_rl.config.indexed_data import check_indexed_data
+from mindspeed_rl.config.launch import check_environment_workers
 from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.outputs import check_paths
@@ -110,6 +112,8 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         for name, file in config.prompts.eval_files.items():
             _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
         check_paths(config)
+        check_trackers(config.trackers)
+    check_profiler(config.profiler, world)
     if config.rollout.rollout_kv_cache_gb <= 0:
         raise ValueError(
             f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
@@ -119,6 +123,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_steps(config.train)
     environment = config.environment.rl_environment
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment)
+    check_environment_workers(config.environment, config.launch)
     base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if rl.rl_routing_replay != "none" and not base.spec.moe:
@@ -236,6 +241,8 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
     _check_steps(config.train)
     if files:
         check_paths(config)
+        check_trackers(config.trackers)
+    check_profiler(config.profiler, world)
     base = check_layout(config.model, config.parallel, config.train, world, files)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.dryrun.machine import SHIPPED, Machine, read_machine
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, least_offload
+from mindspeed_rl.memory.prediction import MemoryPrediction
 
 Config = RLRunConfig | PretrainRunConfig
 _GIB, _MIB = 2**30, 2**20
+# Buffers that vLLM-Ascend asks for, whatever HCCL_BUFFSIZE is; its group for dispatch follows that.
+_ENGINE_BUFFERS_MB = {"rollout tp": 200, "rollout ep": 200, "rollout dp": 50}
 
 
 def machine_on(config: Config, platform: str) -> Machine:
@@ -38,24 +43,36 @@ def device_bytes(config: Config, found_bytes: float) -> int:
     return int(given * _GIB or found_bytes)
 
 
-def usable_bytes(device: int, machine: Machine) -> int:
-    """What predictions may fill of a device: all but the machine's ``reserved_gib``."""
-    return max(0, device - int(machine.reserved_gib * _GIB))
+def usable_bytes(device: int, machine: Machine, taken: int = 0) -> int:
+    """What predictions may fill of a device.
+
+    Args:
+        device: bytes of it that the run may use.
+        machine: driver, runtime and rounding are expected to take its ``reserved_gib``.
+        taken: in use before the run; what of it exceeds ``reserved_gib`` is other processes'.
+    """
+    return max(0, device - max(taken, int(machine.reserved_gib * _GIB)))
 
 
 def assumptions_of(config: Config, machine: Machine) -> MemoryAssumptions:
     """Machine and flags; the offload mode is still to be resolved."""
+    npu = machine.platform == "npu"
     buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
     communicator = machine.communicator_mib
-    if buffer_mb.isdecimal() and machine.platform == "npu":
+    if buffer_mb.isdecimal() and npu:
         communicator = 2.0 * int(buffer_mb)  # one to send, one to receive
+    sizes_mb = _ENGINE_BUFFERS_MB | group_buffers(config.ascend.hccl_group_buffer) if npu else {}
     return MemoryAssumptions(
         kernels=machine.kernels,
         train_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
         rollout_imbalance=config.dry_run.rl_dry_run_expert_imbalance,
         communicator_bytes=int(communicator * _MIB),
+        group_bytes={name: 2 * size * _MIB for name, size in sizes_mb.items()},
+        engine_mc2=npu,
         graph_bytes=int(machine.graph_mib * _MIB),
-        copies_latent=machine.platform == "npu",
+        copies_latent=npu,
+        # vLLM-Ascend's kernels of latent attention have one size of blocks, vLLM's own on a CPU 16
+        latent_block_tokens=128 if npu else 16,
         swap_parts=config.ascend.swap_optimizer_times if swaps_optimizer(config, machine) else 0,
     )
 
@@ -86,3 +103,15 @@ def resolve_offload(
     if mode is None:
         return OffloadMode.ALL, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"
     return mode, f"auto: the least whose predicted peak fits the {limit}"
+
+
+def least_offload(
+    prediction: MemoryPrediction, ranks: Iterable[int], budget_bytes: int
+) -> OffloadMode | None:
+    """The least offload with which some ranks fit into a budget; ``None``: none does."""
+    several = tuple(ranks)
+    for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):
+        changed = replace(prediction, assumptions=replace(prediction.assumptions, offload=mode))
+        if changed.peak(several).num_bytes <= budget_bytes:
+            return mode
+    return None

@@ -17,7 +17,6 @@ from mindspeed_rl.dryrun.machine import Machine, read_machine
 from mindspeed_rl.dryrun.step_time import PhaseSeconds, estimate
 from mindspeed_rl.dryrun.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.dryrun.volumes import UpdateVolume, update_volume
-from mindspeed_rl.memory.communicators import device_groups
 from mindspeed_rl.memory.owners import MemoryPhase, Owner
 from mindspeed_rl.memory.prediction import (
     MemoryPrediction,
@@ -54,7 +53,7 @@ class Findings:
         machine: what a rank runs on.
         prediction: memory of every rank.
         classes: of ranks that are alike.
-        groups: device communicators of rank 0 by name, with their sizes.
+        groups: ranks in the groups of rank 0 that have communicators on the device, by name.
         peak: the fullest moment.
         budget_bytes: what the run may use of a device.
         offload_reason: why trainer memory leaves as it does.
@@ -126,8 +125,7 @@ def find_out(config: RLRunConfig | PretrainRunConfig, world: int) -> Findings:
         item = 2 if engine_is_bf16(config) else 4
         volume = update_volume(plan, looked_at, machine, item, relay)
     per_stage = plan.parallel.ranks_per_stage
-    engine = plan.engine if isinstance(plan, RLPlan) else None
-    groups = device_groups(0, plan.parallel, engine, experts=bool(plan.spec.moe))
+    sizes = prediction.group_bytes(0)
     return Findings(
         config=config,
         plan=plan,
@@ -136,7 +134,7 @@ def find_out(config: RLRunConfig | PretrainRunConfig, world: int) -> Findings:
         classes=tuple(
             RankClass(rank, rank + per_stage - 1, prediction.rank_table(rank)) for rank in ranks
         ),
-        groups={name: len(r) for name, r in groups.items() if assumptions.communicator_bytes},
+        groups={name: len(ranks) for name, ranks in prediction.groups(0).items() if name in sizes},
         peak=prediction.peak(ranks),
         budget_bytes=budget,
         offload_reason=why,

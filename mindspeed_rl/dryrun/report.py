@@ -105,9 +105,12 @@ def _memory(found: Findings) -> Iterator[str]:
             "--rl-offload optimizer"
         )
     if found.groups:
-        each = assumptions.communicator_bytes / 2**20
-        named = ", ".join(f"{name} ({size})" for name, size in found.groups.items())
-        yield f"communicators of rank 0, {each:.0f} MiB each: {named}"
+        sizes = found.prediction.group_bytes(0)
+        named = ", ".join(
+            f"{name} {sizes[name] / 2**20:.0f} MiB ({num} ranks)"
+            for name, num in found.groups.items()
+        )
+        yield f"communicators of rank 0, {sum(sizes.values()) / 2**20:.0f} MiB: {named}"
     for ranks in fullest_classes(found):
         yield f"ranks {ranks.first}-{ranks.last}:"
         phases = list(ranks.table)

@@ -8,8 +8,9 @@ from typing import Any
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.validate import RunPlan, check_pretrain, check_rl
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, Peak, predict
+from mindspeed_rl.memory.prediction import MemoryPrediction, Peak, predict
 
 # Of the fullest moment; less is not worth a flag.
 _WORTHWHILE = 0.005

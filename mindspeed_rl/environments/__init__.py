@@ -2,6 +2,7 @@
 
 from mindspeed_rl.environments.calculator import Calculator
 from mindspeed_rl.environments.chat import answer_tokens
+from mindspeed_rl.environments.hosts import Failed, Host, LocalHost, RayHost
 from mindspeed_rl.environments.registry import (
     known_environments,
     register_environment,
@@ -13,7 +14,11 @@ __all__ = [
     "Calculator",
     "Environment",
     "EnvironmentFactory",
+    "Failed",
+    "Host",
+    "LocalHost",
     "Observation",
+    "RayHost",
     "answer_tokens",
     "known_environments",
     "register_environment",

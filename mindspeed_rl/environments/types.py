@@ -28,11 +28,12 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One conversation. Used by one thread, in the process that leads an engine.
+    """One conversation. Used by one thread, in the process that leads an engine or in a Ray actor.
 
-    It runs between the steps of the engine, so it must answer within milliseconds or the engine
-    waits, and it must return: nothing can stop it but the limit of the phase, which ends the job.
-    What it raises costs the sample (no reward, not trained on) and is counted.
+    The steps of the engine wait for its answers, so it must answer within milliseconds (side by
+    side with others in Ray actors), and it must return: nothing can stop it but the limit of the
+    phase, which ends the job. What it raises costs the sample (no reward, not trained on) and is
+    counted.
     """
 
     def reset(self, prompt: Prompt) -> Observation:

@@ -12,7 +12,7 @@ _FP32 = 4
 # vLLM's defaults where no option says otherwise.
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_SEQUENCES = 256
-_BLOCK_SIZE, _LATENT_BLOCK_SIZE = 128, 16
+_BLOCK_TOKENS = 128
 # [sequences, vocabulary] in fp32 while tokens are sampled: logits, probabilities, noise.
 _SAMPLING_COPIES = 3
 
@@ -27,6 +27,8 @@ class EngineMemory:
         options: further arguments of ``vllm.LLM``.
         kv_cache_bytes: what is asked for on each rank.
         imbalance: tokens that the busiest rank of the experts gets, by the mean.
+        latent_block_tokens: tokens of a block of latent attention's cache where no option says
+            otherwise; other models have 128 everywhere.
         copies_latent: the engine keeps both halves of latent attention's up projection once more,
             transposed, as vLLM-Ascend does; vLLM's own are views of it.
     """
@@ -37,6 +39,7 @@ class EngineMemory:
     kv_cache_bytes: int
     imbalance: float = 1.0
     copies_latent: bool = False
+    latent_block_tokens: int = 16
 
     @property
     def batched_tokens(self) -> int:
@@ -67,7 +70,7 @@ class EngineMemory:
 
     def kv_cache(self) -> int:
         """What is asked for in whole blocks of all layers, as vLLM allocates it."""
-        default = _LATENT_BLOCK_SIZE if self.layout.spec.latent else _BLOCK_SIZE
+        default = self.latent_block_tokens if self.layout.spec.latent else _BLOCK_TOKENS
         block = self.token_bytes() * _number(self.options.get("block_size"), default)
         return self.kv_cache_bytes // block * block
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, RunPlan
-from mindspeed_rl.memory.communicators import device_groups
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
+from mindspeed_rl.memory.communicators import Groups
 from mindspeed_rl.memory.engine import EngineMemory
-from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.model_state import ModelState, model_state
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.run_groups import groups_of_run
 from mindspeed_rl.memory.tape import inference_peak
 from mindspeed_rl.memory.training import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.models.rules import round_up
@@ -20,34 +21,6 @@ from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 
 Table = dict[Owner, int]
 _GIB, _MIB = 2**30, 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryAssumptions:
-    """What the configuration does not say.
-
-    Attributes:
-        kernels: operators of the trainer.
-        offload: what leaves during rollouts; not ``AUTO``.
-        train_imbalance: tokens of the busiest expert-parallel rank in training, by the mean.
-        rollout_imbalance: the same in the engine.
-        communicator_bytes: device buffers of one communicator; 0 on CPU.
-        graph_bytes: of one captured engine step size.
-        copies_latent: see :class:`~mindspeed_rl.memory.engine.EngineMemory`.
-        swap_parts: optimizer state is on the host and passes through the device in so many parts
-            (MindSpeed's ``--swap-optimizer``); 0: it is on the device.
-        staging_bytes: of a reshard by rank, where the plan is known; else the whole bucket counts.
-    """
-
-    kernels: Kernels = Kernels.EAGER
-    offload: OffloadMode = OffloadMode.NONE
-    train_imbalance: float = 1.0
-    rollout_imbalance: float = 1.0
-    communicator_bytes: int = 0
-    graph_bytes: int = 0
-    copies_latent: bool = False
-    swap_parts: int = 0
-    staging_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +278,7 @@ class MemoryPrediction:
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.assumptions.rollout_imbalance,
             self.assumptions.copies_latent,
+            self.assumptions.latent_block_tokens,
         )
 
     @property
@@ -352,12 +326,20 @@ class MemoryPrediction:
         count = tuning.rollout_graph_count if own else len(tuning.rollout_graph_sizes)
         return self.assumptions.graph_bytes * count
 
-    def _communicators(self, rank: int) -> Table:
-        if not self.assumptions.communicator_bytes:
+    def groups(self, rank: int) -> Groups:
+        """The groups of a rank that a step uses on the device; all of them on any platform."""
+        mc2 = self.assumptions.engine_mc2
+        return groups_of_run(rank, self.config, self.plan, engine_mc2=mc2)
+
+    def group_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of the device buffers of each of :meth:`groups`; nothing on a CPU."""
+        each = self.assumptions.communicator_bytes
+        if not each:
             return {}
-        engine = self.plan.engine if isinstance(self.plan, RLPlan) else None
-        groups = device_groups(rank, self.plan.parallel, engine, experts=bool(self.plan.spec.moe))
-        return {Owner.COMMUNICATORS: len(groups) * self.assumptions.communicator_bytes}
+        return {name: self.assumptions.group_bytes.get(name, each) for name in self.groups(rank)}
+
+    def _communicators(self, rank: int) -> Table:
+        return {Owner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
 
 
 def _passing(peak: TrainPeak) -> Table:
@@ -379,15 +361,3 @@ def predict(
 ) -> MemoryPrediction:
     """Predict the device memory of a run. Pure; tables are computed when they are asked for."""
     return MemoryPrediction(config, plan, assumptions or MemoryAssumptions(), work)
-
-
-def least_offload(
-    prediction: MemoryPrediction, ranks: Iterable[int], budget_bytes: int
-) -> OffloadMode | None:
-    """The least offload with which some ranks fit into a budget; ``None``: none does."""
-    several = tuple(ranks)
-    for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):
-        changed = replace(prediction, assumptions=replace(prediction.assumptions, offload=mode))
-        if changed.peak(several).num_bytes <= budget_bytes:
-            return mode
-    return None

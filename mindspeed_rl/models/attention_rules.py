@@ -128,3 +128,41 @@ class HeadSplit(Split):
                 f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
                 f"{spec.num_heads} attention heads; allowed: the divisors of {spec.num_heads}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart(HeadSplit):
+    """The same channels of every head of a projection, heads one below the other.
+
+    ``hf`` is the whole projection, ``dims`` its dimensions. Latent attention with
+    ``--mla-mm-split`` keeps the two halves of its up projections in matrices of their own.
+
+    Attributes:
+        sizes: attributes of :class:`~mindspeed_rl.models.spec.LatentAttentionSpec`, the channels of
+            a head in order.
+        part: which of ``sizes`` this row keeps.
+    """
+
+    sizes: tuple[str, str] = ("", "")
+    part: int = 0
+
+    def _channels(self, spec: ModelSpec) -> tuple[int, int, int]:
+        """Channels of a head, the first that is kept, and how many are."""
+        assert spec.latent is not None, f"{self.param}: heads have parts in latent attention only"
+        first, second = (int(getattr(spec.latent, name)) for name in self.sizes)
+        return first + second, first * self.part, second if self.part else first
+
+    def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
+        """``[heads / count * channels, columns]``."""
+        self.check(spec, share.tp_size)
+        return spec.num_heads // share.tp_size * self._channels(spec)[2], spec.dims(self.dims)[1]
+
+    def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
+        """One rectangle per head of this rank."""
+        self.check(spec, share.tp_size)
+        whole, first, kept = self._channels(spec)
+        columns = spec.dims(self.dims)[1]
+        start, heads = even_span(spec.num_heads, share.tp, share.tp_size, "num_heads")
+        for head in range(heads):
+            hf_box = Box(((start + head) * whole + first, 0), (kept, columns))
+            yield Cut(self.hf, hf_box, Box((head * kept, 0), (kept, columns)))

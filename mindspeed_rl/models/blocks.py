@@ -11,7 +11,8 @@ from mindspeed_rl.models.expert_rules import PerExpert, StackedExperts
 from mindspeed_rl.models.rules import Block, GateUp, Joined, Replicated, Row, Split, Vocab
 
 _M, _H = "decoder.layers.{l}.", "model.layers.{l}."
-_EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBED_NAME = _EMBED = "model.embed_tokens.weight"
+_HEAD, _NORM = "lm_head.weight", "model.norm.weight"
 #: of a sequence classifier with one label, as transformers names it
 VALUE_HEAD = "score.weight"
 

@@ -21,8 +21,9 @@ from typing import Literal
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
-# "layer": every layer; "dense" and "moe": layers of that kind of MLP only.
-Stage = Literal["layer", "dense", "moe", "first", "last"]
+# "layer": every layer; "dense" and "moe": layers of that kind of MLP only; "mtp": layers of
+# multi-token prediction, which follow the layers of the model and live on its last stage.
+Stage = Literal["layer", "dense", "moe", "first", "last", "mtp"]
 
 
 def part_name(pattern: str, part: str) -> str:
@@ -104,6 +105,8 @@ class Row(ABC):
         """The global layers that have this row; the single 0 for rows outside the layers."""
         if self.stage in ("first", "last"):
             return (0,)
+        if self.stage == "mtp":
+            return tuple(range(spec.num_layers, spec.num_layers + spec.num_mtp_layers))
         layers = range(spec.num_layers)
         if self.stage == "layer":
             return tuple(layers)

@@ -192,6 +192,11 @@ class ModelSpec:
         return self.moe.shared_ffn_hidden_size if self.moe else 0
 
     @property
+    def mtp_input_size(self) -> int:
+        """Columns of the projection of a multi-token-prediction layer: embedding and hidden."""
+        return 2 * self.hidden_size
+
+    @property
     def num_values(self) -> int:
         """Rows of a value head."""
         return 1

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: a JSON-lines file and TensorBoard.
+"""Where the metrics of a step go: a JSON-lines file, TensorBoard, and trackers.
 
 A training step and an evaluation after it are two records of one step. Only the writer rank (rank
 0) touches files. A resumed run calls ``truncate_after`` with the step of its checkpoint, so that no
@@ -48,6 +48,7 @@ class RunLogger:
         is_writer: whether this rank writes; on the others every call does nothing.
         backends: any of ``"jsonl"``, ``"tensorboard"``.
         tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
+        others: further places, of :func:`mindspeed_rl.observability.trackers.make_trackers`.
 
     Raises:
         ValueError: an unknown backend, or TensorBoard is asked for and not installed.
@@ -59,6 +60,7 @@ class RunLogger:
         is_writer: bool,
         backends: Sequence[str] = ("jsonl", "tensorboard"),
         tensorboard_dir: str | os.PathLike[str] = "",
+        others: Sequence[MetricBackend] = (),
     ) -> None:
         unknown = [name for name in backends if name not in _BACKENDS]
         if unknown:
@@ -69,7 +71,8 @@ class RunLogger:
         self._metrics_file = output_dir / METRICS_FILE
         folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
         make = [(_BACKENDS[name], folders.get(name, output_dir)) for name in backends]
-        self._backends = [backend(folder) for backend, folder in make] if is_writer else []
+        places = [backend(folder) for backend, folder in make] if is_writer else []
+        self._backends = [*places, *others] if is_writer else []
         # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
         self._last_step = self._last_step_on_disk() if is_writer else -math.inf
         self._last_evaluation = -math.inf

@@ -28,8 +28,9 @@ def take_stats(run: RLJob) -> StepStats:
 def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
     """Time and idling of the engine's steps, weighted by steps. Local.
 
-    With data-parallel ranks in an engine, also what their agreement takes: reductions per step, and
-    milliseconds of waiting for each other; NaN where the reduction is the engine's own.
+    With data-parallel ranks in an engine, also what their agreement takes: reductions per step,
+    milliseconds of waiting for each other, and how often all wait for a prompt of one; NaN where
+    the reduction is the engine's own.
     """
     metrics = MetricSet(
         {
@@ -41,12 +42,19 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
         ours = float(stats.steps) if stats.reductions else 0.0
         metrics["rollout/idle_step_rate"] = Mean(stats.dummy_steps, stats.steps)
         metrics["rollout/dp_reductions_per_step"] = Mean(stats.reductions, ours)
+        metrics["rollout/prompt_step_rate"] = Mean(stats.prompt_steps, ours)
         metrics["throughput/dp_sync_ms_per_step"] = Mean(1e3 * stats.sync_seconds, ours)
     return metrics
 
 
 def record_history(run: RLJob, stats: StepStats) -> None:
-    """Add the decode steps of this rank's engine to the file of the run."""
+    """Add the decode steps of this rank's engine to the file of the run.
+
+    Data-parallel ranks of an engine run the batch of their fullest rank, which only our reduction
+    tells: without it nothing is recorded.
+    """
+    if run.plan.engine.dp > 1 and not stats.reductions:
+        return
     output = Path(run.config.logging.output_dir)
     write_history(output, read_history(output) + stats.running)
 

@@ -1,6 +1,6 @@
 """What the ranks of a job tell each other outside of collectives: heartbeats and the first failure.
 
-All of it lives in torchrun's key-value store, so it works while ranks are stuck in a collective.
+All of it lives in the driver's key-value store, so it works while ranks are stuck in a collective.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Member:
 
     Attributes:
         rank: global rank.
-        node: index of its torchrun agent.
+        node: index of its node.
         pid: process id on that node.
     """
 
@@ -56,6 +56,7 @@ class Failure:
         blamed: the process whose fault it is, and the phase that it was in.
         teller: the process that noticed and prints it.
         text: for the user.
+        trace: where the exception was raised, for a driver that tells it.
     """
 
     kind: Kind
@@ -63,11 +64,17 @@ class Failure:
     phase: str
     text: str
     teller: Member
+    trace: str = ""
 
     def __str__(self) -> str:
         if self.kind == "usage":
             return f"error: {self.text}"
         return f"the job ends: rank {self.blamed.rank} in phase {self.phase}: {self.text}"
+
+    @property
+    def with_stacks(self) -> bool:
+        """Whether every rank that reads of it dumps its stacks."""
+        return self.kind in ("hang", "silent")
 
     @property
     def exit_code(self) -> int:

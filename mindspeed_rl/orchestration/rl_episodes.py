@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.environments import Environment, Observation
+from mindspeed_rl.environments import Failed, Observation
 from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.rl_balance import my_share
@@ -77,42 +76,40 @@ class Conversations:
         self._limit = run.config.rollout.rollout_max_response_length
         self._max_turns = run.config.environment.rl_environment_max_turns
         self._episodes = {i: Episode(i, prompts[i]) for i in sorted(share)}
-        self._environments: dict[int, Environment] = {}
+        self._host = run.environments()
         self._next: list[Continuation] = []
         self._first_error = ""
         self.num_errors = 0
 
     def begin(self) -> None:
         """Reset all environments."""
-        for i, episode in self._episodes.items():
-            try:
-                assert self._run.environment is not None
-                environment = self._run.environment(self._run.tokenizer)
-                observation = _checked(environment.reset(episode.prompt))
-            except Exception:
-                self._fail(episode)
-                continue
-            self._environments[i] = environment
-            self._go_on(episode, observation)
+        answers = self._host.reset({i: e.prompt for i, e in self._episodes.items()})
+        for i, answer in answers.items():
+            if isinstance(answer, Failed):
+                self._fail(self._episodes[i], answer)
+            else:
+                self._go_on(self._episodes[i], answer)
 
     def advance(self, finished: Mapping[int, Completion]) -> None:
         """The turns that a step of the engine has finished."""
         for i, completion in finished.items():
-            episode = self._episodes[i]
-            episode.say(completion)
-            try:
-                observation = _checked(self._environments[i].step(completion.token_ids))
-            except Exception:
-                self._fail(episode)
-                continue
-            if observation.reward is not None:
-                episode.reward = observation.reward
-            if completion.truncated or (episode.turns == self._max_turns and not observation.done):
-                self._end(episode, "length")
-            elif observation.done:
-                self._end(episode, "stop")
+            self._episodes[i].say(completion)
+        answers = self._host.step({i: done.token_ids for i, done in finished.items()})
+        for i, answer in answers.items():
+            if isinstance(answer, Failed):
+                self._fail(self._episodes[i], answer)
             else:
-                self._go_on(episode, observation)
+                self._hear(self._episodes[i], answer, truncated=finished[i].truncated)
+
+    def _hear(self, episode: Episode, observation: Observation, *, truncated: bool) -> None:
+        if observation.reward is not None:
+            episode.reward = observation.reward
+        if truncated or (episode.turns == self._max_turns and not observation.done):
+            self._end(episode, "length")
+        elif observation.done:
+            self._end(episode, "stop")
+        else:
+            self._go_on(episode, observation)
 
     def take_next(self) -> list[Continuation]:
         """The samples whose next turn is to be generated."""
@@ -131,12 +128,11 @@ class Conversations:
     def _end(self, episode: Episode, reason: str) -> None:
         self._scorer.add(episode.rollout(reason, self._run.version), episode.reward)
 
-    def _fail(self, episode: Episode) -> None:
+    def _fail(self, episode: Episode, failed: Failed) -> None:
         """Never a reward of 0: the sample has none and nothing of it is trained on."""
-        trace = traceback.format_exc()
-        self._first_error = self._first_error or trace
+        self._first_error = self._first_error or failed.trace
         self.num_errors += 1
-        logger.warning("sample %d: its environment failed:\n%s", episode.sample_id, trace)
+        logger.warning("sample %d: its environment failed:\n%s", episode.sample_id, failed.trace)
         self._scorer.drop(episode.rollout("stop", self._run.version, trained=False))
 
     def check_error_rate(self) -> None:
@@ -161,14 +157,6 @@ class Conversations:
                 "environment/observed_tokens": Mean.of(map(float, heard)),
             }
         )
-
-
-def _checked(observation: object) -> Observation:
-    if not isinstance(observation, Observation):
-        raise TypeError(
-            f"an environment must answer with an Observation, not {type(observation).__name__}"
-        )
-    return observation
 
 
 NO_METRICS = MetricSet(

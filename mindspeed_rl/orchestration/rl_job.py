@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +15,21 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import EnvironmentFactory, resolve_environment
+from mindspeed_rl.environments import (
+    EnvironmentFactory,
+    Host,
+    LocalHost,
+    RayHost,
+    resolve_environment,
+)
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_balance import check_rebalance
 from mindspeed_rl.orchestration.rl_phases import (
@@ -59,6 +67,7 @@ class RLJob:
     ``cache`` keeps the tokens of samples that this rank's engine made.
     ``rewards`` exists on the first rank of each engine only.
     ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
+    ``remote_environments`` are those that run elsewhere; on the first rank of each engine only.
     """
 
     job: Job[RLRunConfig, RLPlan]
@@ -76,6 +85,7 @@ class RLJob:
     timer: PhaseTimer
     logger: RunLogger
     dump: RolloutDump
+    profiler: StepProfiler
     cache: TensorCache
     kl_beta: float
     version: int = 0
@@ -86,6 +96,7 @@ class RLJob:
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
     environment: EnvironmentFactory | None = None
+    remote_environments: RayHost | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -126,8 +137,18 @@ class RLJob:
             stop_token_ids(self.tokenizer, self.plan),
         )
 
+    def environments(self) -> Host:
+        """Where the environments of new conversations live."""
+        if self.remote_environments is not None:
+            return self.remote_environments
+        assert self.environment is not None
+        return LocalHost(self.environment, self.tokenizer)
+
     def close(self) -> None:
-        """Stop reward workers and close files."""
+        """Stop reward workers and environments, and close files."""
+        self.profiler.close()
+        if self.remote_environments is not None:
+            self.remote_environments.close()
         if self.rewards is not None:
             self.rewards.close()
         self.logger.close()
@@ -205,19 +226,33 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         phases=phases,
         ledger=ledger,
         environment=environment,
+        remote_environments=_remote_environments(config, tokenizer) if leads else None,
         rewards=rewards,
         reward_names=tuple(spec.label for spec in specs),
         cache=cache,
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
-        logger=RunLogger(
-            output, rank == 0, ("jsonl", "tensorboard"), config.logging.tensorboard_dir
-        ),
+        logger=open_logger(config, rank),
+        profiler=StepProfiler(config.profiler, job.platform, rank, output),
         dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)
     phases.to_train()
     return result
+
+
+def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
+    """Where metrics go; on rank 0."""
+    logs = config.logging
+    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
+    places = ("jsonl", "tensorboard")
+    return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
+
+
+def _remote_environments(config: RLRunConfig, tokenizer: PreTrainedTokenizerBase) -> RayHost | None:
+    flags = config.environment
+    workers = flags.rl_environment_ray_workers
+    return RayHost(flags.rl_environment, tokenizer, workers) if workers else None
 
 
 def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:

@@ -63,7 +63,8 @@ def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
         why = "auto: the device is the host, so nothing is gained by moving"
         return prediction, why
     ranks = prediction.representatives()
-    mode, why = resolve_offload(prediction, ranks, usable_bytes(limit, machine))
+    taken = -_least(-job.platform.taken_bytes)
+    mode, why = resolve_offload(prediction, ranks, usable_bytes(limit, machine, taken))
     return replace(prediction, assumptions=replace(assumptions, offload=mode)), why
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
-from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -25,7 +23,8 @@ from mindspeed_rl.config.outputs import (
 )
 from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
 from mindspeed_rl.experience.samples import Sample
-from mindspeed_rl.memory.communicators import device_groups, hccl_lines
+from mindspeed_rl.memory.prediction import predict
+from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
 from mindspeed_rl.observability.progress import RunProgress
@@ -35,6 +34,7 @@ from mindspeed_rl.observability.timers import StepTimes
 from mindspeed_rl.orchestration import results, rl_critic, rl_samples, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.types import Prompt
 
@@ -58,12 +58,12 @@ def describe(run: RLJob) -> None:
         *(run.rewards.notices if run.rewards is not None else ()),
     )
     machine = machine_on(run.config, run.job.platform.name)
-    communicator = assumptions_of(run.config, machine).communicator_bytes
-    run.job.say(*group_lines(existing_groups(), communicator))
-    buffers = group_buffers(run.config.ascend.hccl_group_buffer)
-    if buffers and run.job.platform.name == "npu":
-        groups = device_groups(0, parallel, plan.engine, experts=bool(plan.spec.moe))
-        run.job.say(*hccl_lines(groups, buffers, int(os.environ.get("HCCL_BUFFSIZE", "200"))))
+    prediction = predict(run.config, plan, assumptions_of(run.config, machine))
+    run.job.say(*group_lines(existing_groups(), prediction.group_bytes(0)))
+    if run.job.platform.name == "npu":
+        run.job.say(determinism_line())
+    if run.engine.weight_format:
+        run.job.say(run.engine.weight_format)
     if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
         run.job.say(
             "experts: each pass over a sample chooses its own; routing/agreement says how many of "
@@ -106,6 +106,7 @@ class Report:
             for step, sets in evaluations
         }
         config = run.config
+        self._constant = ConstantRewards(config.rewards.reward_constant_steps)
         results.claim(run.job, start)
         run.logger.truncate_after(start)
         run.dump.truncate_after(start)
@@ -172,6 +173,8 @@ class Report:
         values = reduce_metrics(metrics.merge(times.metrics()).merge(run.ledger.metrics()))
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
+            if told := self._constant.see(values["reward/min"], values["reward/max"]):
+                run.job.say(f"warning: step {step}: {told}")
         values |= derived_mismatch(values)
         tokens = sum(s.num_tokens for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]

@@ -51,7 +51,7 @@ def make_reward_pool(config: RLRunConfig, specs: Sequence[RewardSpec]) -> PoolBa
     """
     flags = config.rewards
     kind: Callable[..., PoolBase] = RewardPool
-    if flags.reward_pool == "ray":
+    if config.rewards_in_ray:
         from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
         kind = RayRewardPool

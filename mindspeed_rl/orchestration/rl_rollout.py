@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed as dist
+
 from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.observability.metrics import Mean, MetricSet
@@ -78,6 +81,8 @@ def rollouts_of(
         with phase("reward"):
             rollouts, metrics = scorer.finish()
             verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
+    with phase("wait"):  # for the slowest engine, lest its time be charged to the exchange
+        dist.all_reduce(torch.zeros(1))
     with phase("exchange"):
         samples = exchange_table(
             rollouts,
@@ -87,10 +92,17 @@ def rollouts_of(
             first,
             verdicts,
             NUM_VERDICTS if judge else 0,
+            copies=() if run.leads_engine else mirrored,
+            num_copies=num_copies(run),
         )
     metrics = metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
     metrics = metrics.merge(balance_metrics(run, stats))
     return Drawn(samples, rollouts if run.leads_engine else mirrored, metrics)
+
+
+def num_copies(run: RLJob) -> int:
+    """Ranks that have each sample: a conversation is known to the rank that holds it alone."""
+    return run.plan.engine.tp if run.environment is None else 1
 
 
 def _speak(

@@ -29,6 +29,7 @@ from mindspeed_rl.orchestration.rl_balance import observe_lengths
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
+    length_penalty,
     select_tokens,
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -41,6 +42,11 @@ from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
 from mindspeed_rl.types import Prompt
 
+RATIO = "policy/ratio_max_deviation"
+# Of the first optimizer step of a rollout alone: 0 where old log-probs are those of the weights
+# that sampled, by the same arithmetic (R11).
+FIRST_RATIO = "policy/ratio_first_step_max_deviation"
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -50,8 +56,8 @@ class Collected:
         samples: to train on, siblings of a prompt together, numbered by their place.
         drawn: all that were sampled in this step, for the report.
         metrics: of the rewards.
-        greedy: reward of the greedy response to each prompt, NaN where it abstained; ``None``
-            unless the advantage estimator asks for them.
+        greedy: reward of the greedy response to each prompt, less its penalty for length, NaN where
+            it abstained; ``None`` unless the advantage estimator asks for them.
     """
 
     samples: list[Sample]
@@ -109,7 +115,9 @@ def collect(run: RLJob, step: int) -> Collected:
     if advantage_estimator(run.config).needs_greedy:
         prompts = [run.prompts[group[0].prompt_index] for group in groups]
         answers = rollouts_of(run, prompts, step, run.sampling(0.0))
-        greedy, metrics = [s.reward for s in answers.samples], metrics.merge(answers.metrics)
+        # shaped as the samples are, else a long greedy response would be a baseline too high
+        greedy = [s.reward + length_penalty(run, s) for s in answers.samples]
+        metrics = metrics.merge(answers.metrics)
     everything = numbered(drawn)
     observe_lengths(run, everything)
     return Collected(numbered(groups), everything, metrics, greedy)
@@ -128,7 +136,9 @@ def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> Me
         metrics = metrics.merge(rl_critic.update(run, shares))
     updates = [] if critic_only else batches.updates
     if not updates:
-        nothing = silent_metrics(step_loss(run, Denominators(0, 0), True))
+        nothing = silent_metrics(step_loss(run, Denominators(0, 0), True)).merge(
+            {FIRST_RATIO: Max()}
+        )
         skipped = float(run.rank == 0 and not critic_only)
         metrics = metrics.merge(nothing).merge({"optimizer/skipped": Total(skipped)})
     before = run.version
@@ -228,7 +238,7 @@ def update_once(
 
     Differences between trainer and engine are appended to ``gaps``.
     """
-    silent = silent_metrics(step_loss(run, batch.denominators, True))
+    silent = silent_metrics(step_loss(run, batch.denominators, True)).merge({FIRST_RATIO: Max()})
     if run.plan.spec.moe:
         silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
@@ -241,6 +251,8 @@ def update_once(
         found = run.policy.forward_backward(batch.micro_batches, loss)
     stats = run.policy.step()
     run.version += 1
+    if first_update and RATIO in found:
+        silent = silent.merge({FIRST_RATIO: found[RATIO]})
     return (
         silent.merge(found)
         .merge(memory)
@@ -314,8 +326,12 @@ def probe(run: RLJob) -> float:
     )
     with run.phase("probe"):
         mine = generate(run, prompts, step=0, settings=settings)
-        group, known = run.plan.engine.group_of(run.rank), mine if run.leads_engine else []
-        samples = exchange_table(known, group, (), engines, UNCACHED)
+        engine = run.plan.engine
+        known, copies = (mine, []) if run.leads_engine else ([], mine)
+        samples = exchange_table(
+            known, engine.group_of(run.rank), (), engines, UNCACHED,
+            copies=copies, num_copies=engine.tp,
+        )  # fmt: skip
         cache = TensorCache(run.job.platform.device)
         rl_samples.store(cache, mine, samples)
     run.phases.to_train()

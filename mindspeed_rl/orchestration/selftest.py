@@ -79,7 +79,7 @@ def run(
     layouts: Sequence[Layout] | None = None,
     cases: Sequence[Case] = CASES,
     cuts: Sequence[Cut] = CUTS,
-    stride: int = 1,
+    pick: Callable[[Layout, Cut], Sequence[Case]] | None = None,
 ) -> list[Finding]:
     """Compare all layouts with one rank. Collective: the world.
 
@@ -88,7 +88,7 @@ def run(
         layouts: to compare; all of :func:`layouts_of` by default.
         cases: losses and aggregations.
         cuts: into micro-batches.
-        stride: every so many cases for each layout and cut, others for the next; 1 tries all.
+        pick: the cases of a layout and cut, of ``cases``; all of them by default.
 
     Returns:
         One finding per layout and cut on rank 0, nothing elsewhere.
@@ -102,15 +102,16 @@ def run(
     for outcome in wanted.values():  # every rank had all samples
         for gradient in outcome.gradients.values():
             gradient /= job.world.size
-    findings, turn = [], 0
+    findings = []
     for layout in layouts_of(job.world.size) if layouts is None else layouts:
         where = layout.name(job.world.size)
         with job.watchdog.phase(f"selftest: {where}"), InLayout(job, layout) as models:
             for cut in cuts:
+                chosen = cases if pick is None else pick(layout, cut)
+                if not chosen:
+                    continue
                 batches = training.local_batches(_cut(models.job, cut), models.policy, samples)
-                chosen = cases[turn % stride :: stride]
                 found = {c: _outcome(models, batches, samples, c) for c in chosen}
-                turn += 1
                 if job.world.rank == 0:
                     findings.append(compare(where, cut.name, layout, found, wanted))
     return findings

@@ -1,4 +1,4 @@
-"""How an entry runs under torchrun: parse, start, watch, end in order.
+"""How an entry runs: parse, start, watch, end in order; under torchrun, or as a rank of Ray.
 
 A usage error is told once, by one rank, in one line, with exit code 2. A failure on any rank is
 published to all others, which end within seconds with the cause (R30).
@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from mindspeed_rl import bootstrap
 from mindspeed_rl.arguments import ParsedArguments, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
@@ -60,6 +61,15 @@ class Job(Generic[Run, Plan_co]):
                 print(line, flush=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Checked(Generic[Run, Plan_co]):
+    """A command line that was found possible for a number of ranks."""
+
+    parsed: ParsedArguments[Run]
+    plan: Plan_co
+    setup: NpuSetup | None
+
+
 def run_entry(
     prog: str,
     run_type: type[Run],
@@ -68,7 +78,7 @@ def run_entry(
     argv: Sequence[str] | None = None,
     limits: Limits | None = None,
 ) -> None:
-    """Run ``main`` under torchrun. Never returns normally on failure.
+    """Run ``main`` under torchrun, or start ranks in Ray. Never returns normally on failure.
 
     Args:
         prog: name in ``--help``.
@@ -86,32 +96,84 @@ def run_entry(
         bootstrap.refuse_foreign_package()
         parsed = parse(run_type, arguments, prog)
         config = parsed.config
+        launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
+        in_ray = launch.orchestrator == "ray"
+        num_ranks = launch.num_ranks if in_ray else world.size
         if isinstance(config, RLRunConfig | PretrainRunConfig):
             if config.dry_run.rl_dry_run:
-                sys.exit(_dry_run(config, parsed, world))
-            _check_world_size(config, world)
-        bootstrap.require_launcher(prog, os.environ)
-        plan = check(config, world.size)
-        setup = _npu_setup(parsed)
-        _check_script(parsed, read_hf_config(config.model.hf_checkpoint))
+                sys.exit(_dry_run(config, parsed, world, num_ranks if in_ray else None))
+            check_launch(launch, os.environ, prog)
+            if in_ray or "RANK" in os.environ:
+                _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
+        if not in_ray:
+            bootstrap.require_launcher(prog, os.environ)
+        checked = check_run(parsed, check, num_ranks)
     except ValueError as error:
         _usage_error(prog, error, world, limits or Limits())
+    if in_ray:
+        from mindspeed_rl.orchestration.ray_controller import drive
+
+        sys.exit(drive(prog, cast(Any, checked), arguments))
+    job = start_job(prog, checked, world, limits)
+    try:
+        main(job)
+        end_job(job)
+    except BaseException as error:
+        job.watchdog.fail(error)
+
+
+def check_run(
+    parsed: ParsedArguments[Run], check: Callable[[Run, int], Plan_co], num_ranks: int
+) -> Checked[Run, Plan_co]:
+    """Find the user's mistakes before anything heavy is imported. Local.
+
+    Raises:
+        ValueError: one of them.
+    """
+    plan = check(parsed.config, num_ranks)
+    setup = _npu_setup(parsed)
+    _check_script(parsed, read_hf_config(parsed.config.model.hf_checkpoint))
+    return Checked(parsed, plan, setup)
+
+
+def start_job(
+    prog: str,
+    checked: Checked[Run, Plan_co],
+    world: bootstrap.World,
+    limits: Limits | None = None,
+    *,
+    driver_tells: bool = False,
+) -> Job[Run, Plan_co]:
+    """Import torch, meet the other ranks and set the seeds; ends the process when that fails.
+
+    Collective: the world. With ``driver_tells`` failures are printed by the driver, not here.
+    """
+    config = checked.parsed.config
     parallel = config.parallel
-    changed = bootstrap.prepare_environment(parallel.platform, os.environ)
+    deterministic = checked.setup is not None and checked.setup.deterministic
+    changed = bootstrap.prepare_environment(
+        parallel.platform, os.environ, deterministic=deterministic
+    )
     bootstrap.quiet_libraries()
-    watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, limits)
+    watchdog = _start_watchdog(
+        prog, world, config.logging.phase_timeout_s, limits, driver_tells=driver_tells
+    )
     try:
         # from here on a rank that fails is known to others, also to those that wait for it to join
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
-            platform = bootstrap.start(parallel.platform, minutes, world, setup)
-        job = Job(config, plan, world, platform, watchdog, parsed.ignored)
+            platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
+        job = Job(config, checked.plan, world, platform, watchdog, checked.parsed.ignored)
         job.say(*changed)
         bootstrap.seed_everything(config.train.seed)
-        main(job)
-        watchdog.leave()
     except BaseException as error:
         watchdog.fail(error)
+    return job
+
+
+def end_job(job: Job[Run, Plan_co]) -> None:
+    """End together with the other ranks. Collective: the world."""
+    job.watchdog.leave()
     if "vllm" not in sys.modules:  # else its own exit handler destroys the groups
         import torch.distributed as dist
 
@@ -119,16 +181,20 @@ def run_entry(
 
 
 def _dry_run(
-    config: RLRunConfig | PretrainRunConfig, parsed: ParsedArguments[Any], world: bootstrap.World
+    config: RLRunConfig | PretrainRunConfig,
+    parsed: ParsedArguments[Any],
+    world: bootstrap.World,
+    num_ranks: int | None,
 ) -> int:
-    """Predict the run; under torchrun the first rank speaks for all."""
+    """Predict the run; under torchrun, which knows the ranks, the first one speaks for all."""
     if world.rank != 0:
         return 0
     from mindspeed_rl.dryrun.command import dry_run
 
     hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
     _check_script(parsed, hf_config)
-    return dry_run(config, os.environ)
+    given = {"WORLD_SIZE": str(num_ranks)} if num_ranks else {}
+    return dry_run(config, os.environ | given)
 
 
 def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
@@ -153,22 +219,29 @@ def _check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> No
     check_foreign_architecture(parsed.checked_arch, implied | hf_config)
 
 
-def _check_world_size(config: RLRunConfig | PretrainRunConfig, world: bootstrap.World) -> None:
+def _check_world_size(
+    config: RLRunConfig | PretrainRunConfig, num_ranks: int, starter: str
+) -> None:
     given = config.dry_run.rl_world_size
-    if given and given != world.size and "RANK" in os.environ:
+    if given and given != num_ranks:
         raise ValueError(
-            f"--rl-world-size {given}, but torchrun started {world.size} ranks; start "
-            "that many, or remove the flag"
+            f"--rl-world-size {given}, but {starter} {num_ranks} ranks; start that many, or remove "
+            "the flag"
         )
 
 
 def _start_watchdog(
-    prog: str, world: bootstrap.World, phase_timeout_s: float, limits: Limits | None
+    prog: str,
+    world: bootstrap.World,
+    phase_timeout_s: float,
+    limits: Limits | None,
+    *,
+    driver_tells: bool,
 ) -> Watchdog:
     from mindspeed_rl.orchestration.watchdog import Watchdog
 
     try:
-        watchdog = Watchdog(world, phase_timeout_s, prog, limits)
+        watchdog = Watchdog(world, phase_timeout_s, prog, limits, driver_tells=driver_tells)
     except RuntimeError as error:
         if world.local_rank == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -70,7 +71,6 @@ def connect(rank: int, timeout_s: float) -> PrefixStore:
         RuntimeError: the launcher of the first node, which holds the store, is not there.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(
@@ -81,6 +81,12 @@ def connect(rank: int, timeout_s: float) -> PrefixStore:
             f"the launcher of the first node does not answer at {host}:{port} for "
             f"{timeout_s:g} s: it has ended, see its output, or MASTER_ADDR is wrong"
         ) from error
+    return shared_part(store)
+
+
+def shared_part(store: TCPStore) -> PrefixStore:
+    """What of the driver's store is about heartbeats and failures; that of this (re)start."""
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"mindspeed_rl/{run}", store)
 
 
@@ -106,12 +112,20 @@ class Watchdog:
         phase_timeout_s: deadline of a phase, in seconds.
         prog: name of the entry, for messages.
         limits: patience.
+        driver_tells: the driver of the ranks prints what they publish, so they do not.
     """
 
     def __init__(
-        self, world: World, phase_timeout_s: float, prog: str, limits: Limits | None = None
+        self,
+        world: World,
+        phase_timeout_s: float,
+        prog: str,
+        limits: Limits | None = None,
+        *,
+        driver_tells: bool = False,
     ) -> None:
         self._world = world
+        self._driver_tells = driver_tells
         self._timeout_s = phase_timeout_s
         self._prog = prog
         self._limits = limits or Limits()
@@ -194,12 +208,15 @@ class Watchdog:
         usage = is_usage_error(error)
         text = str(error) if usage else f"{type(error).__name__}: {error}"
         mine = self._failure("usage" if usage else "error", text)
+        if self._driver_tells and not usage:
+            mine = replace(mine, trace="".join(traceback.format_exception(error)))
         stands: Failure | None = None
         if is_lost_connection(error):
             stands = self._find_cause(range(self._world.size), "its peers lost their connection")
         stands = stands or self._tell(mine)
         if stands == mine and not usage:
-            traceback.print_exception(error)
+            if not self._driver_tells:
+                traceback.print_exception(error)
         elif stands.text != text and not is_lost_connection(error):
             self._print(mine)  # a failure of its own, after the first
         self._follow(stands)
@@ -321,7 +338,7 @@ class Watchdog:
         teller, here = failure.teller, self._me
         if teller == here or (teller.node != here.node and self._world.local_rank == 0):
             self._print(failure)
-        if failure.kind in ("hang", "silent"):
+        if failure.with_stacks:
             print(f"stacks of rank {here.rank}:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
         blamed = failure.blamed
@@ -349,7 +366,8 @@ class Watchdog:
         return f"{self._prog}: {failure}"
 
     def _print(self, failure: Failure) -> None:
-        print(self._line(failure), file=sys.stderr, flush=True)
+        if not self._driver_tells:
+            print(self._line(failure), file=sys.stderr, flush=True)
 
 
 def _abort(pid: int) -> None:

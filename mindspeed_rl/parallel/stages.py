@@ -97,6 +97,18 @@ def even_stages(
     return StageLayout(pp, tuple(counts))
 
 
+def filled_slots(
+    num_layers: int, pp: int, vpp: int, noop_layers: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """For each chunk of :func:`even_stages` the numbers of its slots that hold a layer."""
+    size = (num_layers + len(noop_layers)) // (pp * vpp)
+    empty = set(noop_layers)
+    return tuple(
+        tuple(slot for slot in range(size) if chunk * size + slot not in empty)
+        for chunk in range(pp * vpp)
+    )
+
+
 def listed_stages(num_layers: int, pp: int, counts: Sequence[int]) -> StageLayout:
     """Stages with given numbers of layers, ``pp`` or a multiple of it, in the order of the model.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,7 +18,9 @@ class DeviceMemory:
     """Memory of the device as its driver sees it, in bytes.
 
     Attributes:
-        used_bytes: held by this process, allocator caches included.
+        used_bytes: of all that is in use: torch's allocator with its caches, pools beside it (the
+            engine's), communicators, libraries, and other processes where there are any, which
+            drivers do not tell apart. On a host: of this process.
         free_bytes: what a further allocation may take.
         total_bytes: of the device.
     """
@@ -25,6 +28,39 @@ class DeviceMemory:
     used_bytes: int
     free_bytes: int
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What a profiler records and where it goes.
+
+    Attributes:
+        folder: of the traces.
+        worker: names the trace of this process.
+        level: ``level0`` to ``level2`` of torch_npu's profiler; others have no use for it.
+        with_stack: Python stacks of operators.
+        with_memory: every allocation.
+        record_shapes: shapes of inputs.
+    """
+
+    folder: Path
+    worker: str
+    level: str = "level0"
+    with_stack: bool = False
+    with_memory: bool = False
+    record_shapes: bool = False
+
+
+class Profiler(Protocol):
+    """A profiler of one window."""
+
+    def start(self) -> None:
+        """Begin to record this process."""
+        ...
+
+    def stop(self, window: str) -> None:
+        """End, and write the trace; ``window`` is part of its name where the profiler lets us."""
+        ...
 
 
 class Platform(Protocol):
@@ -35,15 +71,17 @@ class Platform(Protocol):
         backend: argument of ``torch.distributed.init_process_group``.
         device: where this process computes.
         shares_host_memory: device memory is host memory, so that offloading frees nothing.
+        taken_bytes: of the device, in use when this process came: its driver, other processes.
     """
 
     name: str
     backend: str
     device: torch.device
     shares_host_memory: bool
+    taken_bytes: int
 
     def set_device(self) -> None:
-        """Bind this process to its device (by ``LOCAL_RANK``)."""
+        """Bind this process to its device (by ``LOCAL_RANK``) and look what is taken of it."""
         ...
 
     def synchronize(self) -> None:
@@ -79,6 +117,10 @@ class Platform(Protocol):
 
     def release_cached_memory(self) -> None:
         """Give memory that the allocator keeps for later back to the device."""
+        ...
+
+    def profiler(self, request: ProfileRequest) -> Profiler:
+        """The device's profiler, not started."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
+from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
 _PAGE_BYTES = 4096
 
@@ -20,6 +21,7 @@ class CpuPlatform:
     name = "cpu"
     backend = "gloo"
     shares_host_memory = True
+    taken_bytes = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -62,6 +64,10 @@ class CpuPlatform:
     def release_cached_memory(self) -> None:
         """Make the C library return free pages to the system."""
         give_back_free_pages()
+
+    def profiler(self, request: ProfileRequest) -> TorchProfiler:
+        """PyTorch's."""
+        return TorchProfiler(request, cuda=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Plain memory: there is nothing to pin it for."""

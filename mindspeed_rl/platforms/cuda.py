@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
 
 class CudaPlatform:
@@ -25,10 +26,12 @@ class CudaPlatform:
     def __init__(self) -> None:
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         self._copy_stream: torch.cuda.Stream | None = None
+        self.taken_bytes = 0
 
     def set_device(self) -> None:
         """Bind to ``LOCAL_RANK``."""
         torch.cuda.set_device(self.device)
+        self.taken_bytes = self.memory().used_bytes
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -47,9 +50,9 @@ class CudaPlatform:
         """megatron-core runs on CUDA as it is."""
 
     def memory(self) -> DeviceMemory:
-        """Used is what torch's allocator has reserved: other processes of the device are not."""
+        """Of the driver: torch counts neither NCCL's buffers nor what a memory pool gave away."""
         free, total = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(torch.cuda.memory_reserved(self.device), free, total)
+        return DeviceMemory(total - free, free, total)
 
     def watch_peak(self) -> Callable[[], int]:
         """What tensors take, caches of the allocator aside."""
@@ -62,6 +65,10 @@ class CudaPlatform:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def profiler(self, request: ProfileRequest) -> TorchProfiler:
+        """PyTorch's, with kernels."""
+        return TorchProfiler(request, cuda=True)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Pinned as it is: torch's own allocator of pinned memory rounds up to powers of two."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.base import DeviceMemory, Profiler, ProfileRequest
 
 
 class NpuPlatform:
@@ -27,10 +27,12 @@ class NpuPlatform:
         self._npu: Any = torch_npu.npu
         self.device = torch.device("npu", int(os.environ.get("LOCAL_RANK", "0")))
         self._copy_stream: Any = None
+        self.taken_bytes = 0
 
     def set_device(self) -> None:
         """Bind to ``LOCAL_RANK``."""
         self._npu.set_device(self.device)
+        self.taken_bytes = self.memory().used_bytes
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -53,9 +55,12 @@ class NpuPlatform:
         npu_install.install(setup or NpuSetup())
 
     def memory(self) -> DeviceMemory:
-        """Used is what torch's allocator has reserved; buffers of HCCL are outside of it."""
+        """Of the driver: torch counts no buffers of HCCL, and unmapped memory as if it were there.
+
+        vLLM-Ascend's sleep mode unmaps memory under addresses that torch goes on counting.
+        """
         free, total = self._npu.mem_get_info(self.device)
-        return DeviceMemory(self._npu.memory_reserved(self.device), free, total)
+        return DeviceMemory(total - free, free, total)
 
     def watch_peak(self) -> Callable[[], int]:
         """What tensors take, caches of the allocator aside."""
@@ -68,6 +73,12 @@ class NpuPlatform:
         gc.collect()
         self._npu.synchronize()
         self._npu.empty_cache()
+
+    def profiler(self, request: ProfileRequest) -> Profiler:
+        """torch_npu's."""
+        from mindspeed_rl.platforms.npu_profiler import NpuProfiler
+
+        return NpuProfiler(request)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Pinned."""
@@ -86,3 +97,8 @@ class NpuPlatform:
         """The present stream waits for the copy stream."""
         if self._copy_stream is not None:
             self._npu.current_stream().wait_stream(self._copy_stream)
+
+
+def memory_format(tensor: torch.Tensor) -> int:
+    """How a tensor on an NPU lies in its memory, as a number of CANN (2: ND, 29: fractal NZ)."""
+    return int(torch.ops.npu.get_npu_format(tensor))

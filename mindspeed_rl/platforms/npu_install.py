@@ -73,10 +73,26 @@ def install(setup: NpuSetup) -> None:
 
 
 def _be_deterministic() -> None:
-    """MindSpeed's own switch acts on megatron.training alone. HCCL reads its own at first use."""
-    os.environ["HCCL_DETERMINISTIC"] = "true"
-    os.environ["LCCL_DETERMINISTIC"] = "1"
+    """Kernels of torch_npu; HCCL's switch is in the environment since before torch_npu came (R15).
+
+    MindSpeed's own switch acts on megatron.training alone.
+    """
+    assert os.environ.get("HCCL_DETERMINISTIC") == "strict", "prepare_environment sets it"
     torch.use_deterministic_algorithms(True)
+
+
+def determinism_line() -> str:
+    """What of determinism is in force now, for the start of a run (R15).
+
+    vLLM-Ascend's batch-invariant mode turns errors of torch into warnings when an engine is built.
+    """
+    names = ("HCCL_DETERMINISTIC", "LCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT")
+    found = [f"{name}={os.environ.get(name, 'unset')}" for name in (*names, "VLLM_BATCH_INVARIANT")]
+    kernels = "allowed"
+    if torch.are_deterministic_algorithms_enabled():
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        kernels = "warned of" if warns else "refused"
+    return f"determinism: kernels that vary are {kernels}; {', '.join(found)}"
 
 
 def _apply_adaptor(features: Mapping[str, Any]) -> None:

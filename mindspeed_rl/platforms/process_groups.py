@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Backends whose communicators hold buffers on the device.
-_DEVICE_BACKENDS = ("nccl", "hccl")
+_NAMELESS = "undefined"  # torch's word
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class Group:
     """One process group of this rank.
 
     Attributes:
-        name: what its maker calls it.
+        name: what its maker calls it; vLLM's have no name.
         ranks: global.
         backend: as given to ``new_group``.
     """
@@ -27,11 +26,6 @@ class Group:
     ranks: tuple[int, ...]
     backend: str
 
-    @property
-    def on_device(self) -> bool:
-        """Whether it has buffers on the device as soon as it is used."""
-        return len(self.ranks) > 1 and any(b in self.backend for b in _DEVICE_BACKENDS)
-
 
 def existing_groups() -> list[Group]:
     """Every group that this rank is in, in the order in which they were made. Local."""
@@ -39,17 +33,18 @@ def existing_groups() -> list[Group]:
     for group, (_, _) in distributed_c10d._world.pg_map.items():
         ranks = tuple(dist.get_process_group_ranks(group))
         name = "world" if group is dist.group.WORLD else group.group_desc.lower()
+        name = "engine" if name == _NAMELESS else name
         config = distributed_c10d._world.pg_backend_config.get(group, "")
         found.append(Group(name, ranks, str(config) or dist.get_backend(group)))
     return found
 
 
-def group_lines(groups: Sequence[Group], communicator_bytes: int) -> Iterator[str]:
+def group_lines(groups: Sequence[Group], buffer_bytes: Mapping[str, int]) -> Iterator[str]:
     """What a run says of its groups at start: those of more than one rank, equal ones together.
 
     Args:
         groups: of one rank.
-        communicator_bytes: of one communicator on the device.
+        buffer_bytes: on the device, by the name of each group that a step uses; as predicted.
     """
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for group in groups:
@@ -59,13 +54,9 @@ def group_lines(groups: Sequence[Group], communicator_bytes: int) -> Iterator[st
     yield f"process groups of this rank: {len(groups)}, {several} of more than one rank"
     for (ranks, backend), names in alike.items():
         yield f"  {_ranks(ranks)} {backend}: {', '.join(names)}"
-    count = sum(group.on_device for group in groups)
-    size = communicator_bytes / 2**20
-    yield (
-        f"  device buffers: at most {count * size:.0f} MiB, {count} groups of {size:.0f} MiB"
-        if count
-        else "  device buffers: none"
-    )
+    total = sum(buffer_bytes.values()) / 2**20
+    sizes = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in buffer_bytes.items())
+    yield f"  device buffers: {total:.0f} MiB" + (f", of groups in use: {sizes}" if sizes else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -154,9 +154,11 @@ def overlaps(
     """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
 
     With ``relay`` rectangles are sliced so that every destination on a node without a holder
-    receives one slice from afar and passes it on to the others.
+    receives one slice from afar and passes it on to the others. Each rectangle has a turn of its
+    own, so that all holders of a tensor serve its shards; those of the vocabulary, large and with
+    no other layer to even them out, are sliced until there is one for each holder.
     """
-    turn = turn_of(hf_name)
+    turn, in_layer = turn_of(hf_name), locate(hf_name)[0] != hf_name
     cells = cells_of(source, hf_name)
     repeats = repeats_of(target, hf_name)
     for dst in target.shards(hf_name):
@@ -168,12 +170,29 @@ def overlaps(
             sources, holders = cell.sources, dst.holders
             assigned = assign_sources(sources, holders, ranks_per_node, turn)
             if not relay or assigned.fan_out < 2:
-                yield cell, dst, box, assigned
+                parts = 1 if in_layer else _num_slices(box, cell, assigned)
+                for i in range(parts):
+                    assigned = assign_sources(sources, holders, ranks_per_node, turn)
+                    if (part := box.slice(i, parts)).num_elements:
+                        yield cell, dst, part, assigned
+                    turn += 1
                 continue
             for i in range(assigned.fan_out):
                 assigned = assign_sources(sources, holders, ranks_per_node, turn + i, relay=True)
                 if (part := box.slice(i, assigned.fan_out)).num_elements:
                     yield cell, dst, part, assigned
+
+
+# More messages of one large matrix gain little.
+_MAX_SLICES = 8
+
+
+def _num_slices(box: Box, cell: Cell, assigned: Assignment) -> int:
+    """Slices of a matrix after which each holder has one to send."""
+    lacking = int((assigned.leg > 0).sum())
+    if len(box.size) < 2 or not lacking:
+        return 1
+    return max(1, min(_MAX_SLICES, sum(map(len, cell.sources)) // lacking))
 
 
 def _transfer(

@@ -70,6 +70,7 @@ class EngineParts:
         weights: memory of the weights.
         cache: memory of the key/value cache.
         stable_addresses: memory comes back where it was, so that captured graphs stay valid.
+        weight_format: what is known of the memory format of the weights, for people; may be empty.
     """
 
     model: torch.nn.Module
@@ -77,6 +78,7 @@ class EngineParts:
     weights: FreeableMemory
     cache: FreeableMemory
     stable_addresses: bool
+    weight_format: str = ""
 
 
 class Backend(Protocol):

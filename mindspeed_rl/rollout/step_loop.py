@@ -14,10 +14,22 @@ from typing import Any, Protocol
 
 
 class RankAgreement(Protocol):
-    """What the ranks of an engine tell each other in the reduction of a step."""
+    """What the ranks of an engine tell each other in the reduction of a step.
+
+    Attributes:
+        seconds: spent in reductions.
+        reductions: done so far.
+        running: decode steps by the batch of their fullest rank.
+    """
 
     seconds: float
     reductions: int
+    running: Counter[int]
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a rank read a prompt in the last step, for which the others waited."""
+        ...
 
     def offer(self, unfinished: int) -> None:
         """What this rank puts into the next reduction."""
@@ -42,7 +54,8 @@ class StepStats:
         settle_seconds: of those, waiting for the other engines included.
         moved: requests that left this rank for another engine.
         moved_tokens: tokens that other engines read again for them, prompts included.
-        running: sequences in a decode step -> steps.
+        prompt_steps: in which a rank of the engine read a prompt; 0 where it is not our code.
+        running: sequences in a decode step, of the fullest rank where ranks agree -> steps.
     """
 
     steps: int = 0
@@ -54,6 +67,7 @@ class StepStats:
     settle_seconds: float = 0.0
     moved: int = 0
     moved_tokens: int = 0
+    prompt_steps: int = 0
     running: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -83,6 +97,7 @@ def run_steps(
     """
     steps = 0
     waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
+    ran = agreement.running.copy() if agreement else Counter[int]()
     while max_steps is None or steps < max_steps:
         start = time.perf_counter()
         mine = engine.get_num_unfinished_requests()
@@ -95,8 +110,10 @@ def run_steps(
         outputs = engine.step()
         steps += 1
         stats.dummy_steps += not mine
+        stats.prompt_steps += agreement is not None and agreement.reads_prompts
         # the first token of a response comes from reading its prompt
-        if decoding := sum(len(o.outputs[0].token_ids) > 1 for o in outputs):
+        decoding = sum(len(o.outputs[0].token_ids) > 1 for o in outputs)
+        if decoding and agreement is None:
             stats.running[decoding] += 1
         done = agreement is not None and steps % interval == 0 and agreement.finished()
         stats.seconds += time.perf_counter() - start
@@ -107,3 +124,4 @@ def run_steps(
     if agreement is not None:
         stats.sync_seconds += agreement.seconds - waited
         stats.reductions += agreement.reductions - reduced
+        stats.running += agreement.running - ran

@@ -110,6 +110,8 @@ class VllmEngine:
         self._model, self._derived = parts.model, parts.derived
         self._cache, self._weights = parts.cache, parts.weights
         self._stable_addresses = parts.stable_addresses
+        #: what is known of the memory format of the weights, for people; may be empty (R2)
+        self.weight_format = parts.weight_format
         self._check_layout()
         self._pointers = self._addresses()
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from mindspeed_rl.checkpoint import resume
 from mindspeed_rl.checkpoint.resume import CheckpointRecord, CompanionRecord
 from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.patches import adamw_step, local_write_results
 from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
@@ -147,7 +148,8 @@ def load_checkpoint(
     """Load the newest complete checkpoint of a folder. Collective: the world.
 
     An empty folder changes nothing: the run starts from the weights it has. With ``--finetune``
-    only weights are taken, those of companions where they are saved.
+    only weights are taken, those of companions where they are saved. So it is with a converted
+    checkpoint, and with one that Megatron or MindSpeed-LLM wrote.
 
     Raises:
         ValueError: the folder does not exist, or the checkpoint is of another model, lacks what
@@ -156,11 +158,15 @@ def load_checkpoint(
     """
     found = _agree_on_latest(directory)
     notes = [f"ignored {directory}/{line}" for line in found.ignored]
+    if found.path is None and (source := load_foreign(directory, engine)):
+        return LoadedState(0, {}, (f"{source}; step, optimizer and data order start anew",))
     if found.path is None:
         notes.append(f"--load {directory} has no checkpoint: starting from --hf-checkpoint")
         return LoadedState(0, {}, tuple(notes))
     record = resume.read_record(found.path)
     _check_model(engine, record, found.path)
+    if resume.CONVERTED in record.extra:
+        options = replace(options, finetune=True)
     with_optimizer = not (options.finetune or options.no_load_optim)
     with_rng = not (options.finetune or options.no_load_rng)
     if with_optimizer:
@@ -325,7 +331,7 @@ def _check_model(
     wrong = [
         f"{name} {record.model.get(name)} (model: {value})"
         for name, value in mine.items()
-        if record.model.get(name) != value
+        if record.model.get(name) != value and name != "num_mtp_layers"  # none are built
     ]
     flag = "--critic-hf-checkpoint" if engine.role == "critic" else "--hf-checkpoint"
     if wrong:

@@ -27,6 +27,8 @@ def build_transformer_config(
     fields = _common(spec, model, train.bf16) | _parallel(layout, sequence_parallel)
     fields |= _recompute(train)
     fields["bias_activation_fusion"] = modules.fused_norms  # MindSpeed: one kernel
+    # without experts as well: MindSpeed checks it against --moe-permute-fusion in every model
+    fields["moe_token_dispatcher_type"] = "alltoall"
     if spec.moe:
         fields |= _experts(spec, layout) | {"moe_grouped_gemm": modules.grouped_experts}
     if spec.latent:
@@ -127,7 +129,6 @@ def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_layer_freq": [int(has) for has in moe.layers],
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_score_function": moe.score_function,

@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034
 # Architecture flags of Qwen3-235B-A22B, in Megatron's and MindSpeed-LLM's spelling; they are
 # compared with config.json at start. Sourced by recipes; sets MODEL_ARGS.
 MODEL_ARGS=(

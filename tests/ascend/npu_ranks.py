@@ -1,7 +1,8 @@
-"""Runs a function on N ranks of emulated NPUs, or of the CPU, each started as torchrun would.
+"""Runs a function on N ranks of emulated NPUs, or of the CPU.
 
-Unlike ``support/spawn.py`` nothing is imported before the ranks start: the order of imports on an
-NPU is part of what is tested. A rank goes through the product's own bootstrap.
+A rank goes through the product's own bootstrap. With MindSpeed each is started as torchrun would;
+without it ranks are forks of a process that has prepared the environment and installed the
+platform, in the order of the product (``test_bootstrap.py`` tests it, in processes of its own).
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import warm_ranks
+from support.warm_ranks import Rank, Server
 
 TEST_PLATFORM = "MINDSPEED_RL_TEST_PLATFORM"
 MINDSPEED = os.environ.get("MINDSPEED_PATH", "")
@@ -29,6 +34,20 @@ WITH_AND_WITHOUT = [
     pytest.param(None, id="torch_npu"),
     pytest.param({"use_fused_rmsnorm": True}, id="mindspeed", marks=needs_mindspeed),
 ]
+
+# What every world imports; not vLLM.
+_LIBRARIES = (
+    "numpy", "safetensors.torch", "torch.distributed", "transformers",
+    "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
+    "megatron.core.pipeline_parallel",
+)  # fmt: skip
+_SERVERS = {
+    platform: Server(
+        ("-m", "ascend.npu_ranks", "--serve", platform),
+        {"TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(platform == "npu"))},
+    )
+    for platform in ("npu", "cpu")
+}
 
 
 def run_npu_ranks(
@@ -49,7 +68,8 @@ def run_npu_ranks(
         work_dir: for logs and results.
         args: further arguments; must pickle.
         platform: ``"npu"``, or ``"cpu"`` for what it is compared with.
-        features: MindSpeed's arguments; its adaptor is there only when they are given.
+        features: MindSpeed's arguments; its adaptor is there only when they are given. With the
+            key ``flags`` those that a run with these flags gives it.
         timeout_s: limit of the whole world.
 
     Raises:
@@ -62,7 +82,9 @@ def run_npu_ranks(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    path = [os.environ["PYTHONPATH"]] if features is None else [MINDSPEED, os.environ["PYTHONPATH"]]
+    path = [MINDSPEED, os.environ["PYTHONPATH"]]
+    if features is None:
+        path = [entry for entry in sys.path if entry]
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -73,20 +95,31 @@ def run_npu_ranks(
         TEST_PLATFORM: platform,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(platform == "npu")),
     }
-    ranks = []
+    ranks: list[subprocess.Popen[bytes] | Rank] = []
     for rank in range(num_ranks):
         environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (work_dir / f"rank{rank}.log").open("w") as log:
-            command = [sys.executable, "-m", "ascend.npu_ranks", str(work_dir)]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout_s) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+        if features is None:
+            ranks.append(_SERVERS[platform].start(work_dir, environment))
+        else:
+            with (work_dir / f"rank{rank}.log").open("w") as log:
+                command = [sys.executable, "-m", "ascend.npu_ranks", str(work_dir)]
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    codes = _ended(ranks, timeout_s)
     stories = [_story(work_dir, rank) for rank, code in enumerate(codes) if code]
     assert not stories, "\n".join(stories)
     return [pickle.loads((work_dir / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
+
+
+def _ended(ranks: Sequence[subprocess.Popen[bytes] | Rank], limit_s: float) -> list[int]:
+    """Exit statuses; ranks that are still there at the limit are killed."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+            rank.wait()
+    return [rank.poll() or 0 for rank in ranks]
 
 
 def _story(folder: Path, rank: int) -> str:
@@ -100,10 +133,13 @@ def _run_task(folder: Path) -> None:
     from mindspeed_rl import bootstrap
 
     platform = os.environ[TEST_PLATFORM]
-    bootstrap.prepare_environment(platform, os.environ)
-    bootstrap.quiet_libraries()
-    # the arguments come last: reading them may import torch
     module, name, features = pickle.loads((folder / "task.pkl").read_bytes())
+    if "torch" in sys.modules:  # a fork
+        bootstrap.set_defaults(platform, os.environ)
+    else:
+        deterministic = "--npu-deterministic" in features.get("flags", ())
+        bootstrap.prepare_environment(platform, os.environ, deterministic=deterministic)
+    bootstrap.quiet_libraries()
     device = None
     if platform == "npu":
         if importlib.util.find_spec("mindspeed"):
@@ -114,11 +150,15 @@ def _run_task(folder: Path) -> None:
 
         device = emulate()
     world = bootstrap.World.from_environment()
-    from mindspeed_rl.config.npu import NpuSetup
+    bootstrap.start(platform, 5, world, _setup(features))
+    if "mindspeed.ops.npu_rotary_position_embedding" in sys.modules:
+        from ascend.emulator.operators import rotate
 
-    bootstrap.start(platform, 5, world, NpuSetup(features))
+        compiled = sys.modules["mindspeed.ops.npu_rotary_position_embedding"].rope_op_builder
+        compiled.load = lambda: SimpleNamespace(npu_rotary_position_embedding=rotate)
     import torch.distributed as dist
 
+    # the arguments come last: reading them may import torch
     args = pickle.loads((folder / "args.pkl").read_bytes())
     result = getattr(importlib.import_module(module), name)(world, *args)
     (folder / f"rank{world.rank}.result").write_bytes(pickle.dumps(result))
@@ -127,8 +167,50 @@ def _run_task(folder: Path) -> None:
     dist.barrier()
 
 
+def _setup(features: dict[str, Any]) -> Any:
+    """What the bootstrap is told; ``flags`` in place of features: as a run with them would be."""
+    from mindspeed_rl.config.npu import NpuSetup, npu_setup
+
+    if "flags" not in features:
+        return NpuSetup(features)
+    from mindspeed_rl.arguments import parse
+    from mindspeed_rl.config import RLRunConfig
+    from mindspeed_rl.config.modules import module_names
+
+    argv = ["--hf-checkpoint", "x", "--prompt-data", "y", *features["flags"]]
+    config = parse(RLRunConfig, argv, "test").config
+    grouped = module_names(config.model, "npu").grouped_experts
+    return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
+
+
+def serve(platform: str) -> None:
+    """Install a platform, then fork ranks on it."""
+    from mindspeed_rl import bootstrap
+
+    channel = os.dup(1)
+    os.dup2(2, 1)  # libraries print, and what is read there are process ids
+    bootstrap.prepare_environment(platform, os.environ)
+    bootstrap.quiet_libraries()
+    if platform == "npu":
+        from mindspeed_rl.config.npu import NpuSetup
+        from mindspeed_rl.platforms import npu_install
+
+        importlib.import_module("torch_npu")
+        npu_install.install(NpuSetup())
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    os.dup2(channel, 1)
+    task = warm_ranks.serve()
+    if task is not None:
+        warm_ranks.become_rank(Path(task["folder"]), task["environment"])
+        main()
+
+
 def main() -> None:
-    """Body of a rank; its folder is the first argument."""
+    """Body of a rank; its folder is the first argument. ``--serve PLATFORM`` makes a server."""
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
+        return
     folder = Path(sys.argv[1])
     try:
         _run_task(folder)

@@ -85,10 +85,18 @@ lazy.__getattr__ = missing
 """
 START = """
 import json, os, sys
+at_import = {{}}
+class Watch:
+    def find_spec(name, *_):
+        if name in ("torch", "torch_npu"):
+            at_import[name] = os.environ.get("HCCL_DETERMINISTIC")
+sys.meta_path.insert(0, Watch)
 sys.argv = ["entry", *{argv!r}]
 {before}
 from mindspeed_rl import bootstrap
-told = bootstrap.prepare_environment({platform!r}, os.environ)
+told = bootstrap.prepare_environment(
+    {platform!r}, os.environ, deterministic="True)" in {setup!r}
+)
 from mindspeed_rl.config.npu import NpuSetup
 {between}
 platform = bootstrap.start({platform!r}, 5, bootstrap.World.from_environment(), {setup})
@@ -106,13 +114,17 @@ if "triton.backends" in sys.modules:
     from triton.backends import backends
     answer["triton"] = backends["nvidia"].driver.is_active()
 answer["environment"] = {{k: v for k, v in os.environ.items() if "HCCL" in k or "ALLOC" in k}}
+answer["at_import"] = at_import
+answer |= {{name: globals().get(name) for name in ("buffers", "twice")}}
+answer["deterministic"] = torch.are_deterministic_algorithms_enabled()
+from mindspeed_rl.platforms.npu_install import determinism_line
+answer["determinism"] = determinism_line()
 print("ANSWER" + json.dumps(answer))
 os._exit(0)
 """
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Path:
+def write_stubs(folder: Path) -> Path:
     """A package that stands in for MindSpeed."""
     files = {
         "mindspeed/__init__.py": "",
@@ -120,10 +132,15 @@ def stubs(tmp_path: Path) -> Path:
         "mindspeed/megatron_adaptor.py": ADAPTOR,
     }
     for name, text in files.items():
-        file = tmp_path / "stubs" / name
+        file = folder / "stubs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return tmp_path / "stubs"
+    return folder / "stubs"
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    return write_stubs(tmp_path)
 
 
 def start(
@@ -151,20 +168,37 @@ def answer_of(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return found
 
 
-def test_the_adaptor_changes_nothing_for_others(stubs: Path) -> None:
-    """A hostile command line, features by repatch alone, and torch as vLLM needs it."""
-    argv = ("--help", "--lr", "-1", "--optimizer-selection", "nonsense", "--seq-length=x")
-    found = answer_of(
+ARGV = ("--help", "--lr", "-1", "--optimizer-selection", "nonsense", "--seq-length=x")
+AFTER = """
+from megatron.core.parallel_state import get_nccl_options
+buffers = [get_nccl_options("tp", {}).hccl_config, get_nccl_options("dp", {})]
+try:
+    platform.install(NpuSetup({'recompute_norm': True}))
+except RuntimeError as error:
+    twice = str(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A process with everything asked for at once."""
+    return answer_of(
         start(
-            stubs, argv=argv, setup="NpuSetup({'swap_optimizer': True}, {'tp': 64}, True)",
+            write_stubs(tmp_path_factory.mktemp("adapted")), argv=ARGV,
+            setup="NpuSetup({'swap_optimizer': True}, {'tp': 64}, True)",
             before="from ascend.emulator.stand_ins import install; install('triton')",
-            between=PACKAGES, platform="auto",
+            between=PACKAGES, after=AFTER, platform="auto",
             PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64",
             HCCL_CONNECT_TIMEOUT="77",
         )
     )  # fmt: skip
+
+
+def test_the_adaptor_changes_nothing_for_others(adapted: dict[str, object]) -> None:
+    """A hostile command line, features by repatch alone, and torch as vLLM needs it."""
+    found = adapted
     assert found["platform"] == "npu"
-    assert found["argv"] == ["entry", *argv]
+    assert found["argv"] == ["entry", *ARGV]
     assert found["seen"] == {"argv": ["entry"], "features": {"swap_optimizer": True}}
     assert found["compile"] == "torch" and found["script"] == "torch.jit._script"
     assert found["jit_fuser"] == "mindspeed.megatron_adaptor", "megatron-core compiles nothing"
@@ -174,8 +208,13 @@ def test_the_adaptor_changes_nothing_for_others(stubs: Path) -> None:
         "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64",
         "HCCL_CONNECT_TIMEOUT": "77",
         "HCCL_EXEC_TIMEOUT": "3600",
-        "HCCL_DETERMINISTIC": "true",
+        "HCCL_DETERMINISTIC": "strict",
     }
+    assert found["at_import"] == {"torch": "strict", "torch_npu": "strict"}, "R15"
+    assert found["determinism"] == (
+        "determinism: kernels that vary are refused; HCCL_DETERMINISTIC=strict, "
+        "LCCL_DETERMINISTIC=1, CLOSE_MATMUL_K_SHIFT=1, VLLM_BATCH_INVARIANT=unset"
+    )
     assert found["told"] == [
         "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True,max_split_size_mb:64: expandable_segments "
         "is taken out, the engine's memory pool does not work with it"
@@ -186,14 +225,13 @@ def test_without_mindspeed_torch_npu_answers_for_cuda() -> None:
     """Also where torch was told not to load torch_npu by itself; elsewhere it does."""
     found = answer_of(start(None, argv=("--help",), TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     assert found["platform"] == "npu" and found["seen"] is None
+    assert found["at_import"] == {"torch": None, "torch_npu": None} and not found["deterministic"]
     assert found["compile"] == "torch"
     assert found["jit_fuser"] == "mindspeed_rl.platforms.npu_install"
 
 
-def test_another_set_up_in_the_same_process_is_refused(stubs: Path) -> None:
-    twice = "platform.install(NpuSetup()); platform.install(NpuSetup({'recompute_norm': True}))"
-    done = start(stubs, after=twice)
-    assert done.returncode and "an NPU process is set up once" in done.stderr
+def test_another_set_up_in_the_same_process_is_refused(adapted: dict[str, object]) -> None:
+    assert str(adapted["twice"]).startswith("an NPU process is set up once")
 
 
 def test_megatron_before_the_adaptor_is_refused(stubs: Path) -> None:
@@ -214,14 +252,6 @@ def test_patches_that_are_not_in_force_are_found(stubs: Path) -> None:
     assert done.returncode and "are not in force" in done.stderr
 
 
-def test_hccl_buffers_are_of_the_group(stubs: Path) -> None:
+def test_hccl_buffers_are_of_the_group(adapted: dict[str, object]) -> None:
     """The real torch_npu takes the options; other groups keep theirs."""
-    after = (
-        "from megatron.core.parallel_state import get_nccl_options as o;"
-        "print('BUFFER', o('tp', {}).hccl_config, o('dp', {}))"
-    )
-    done = start(stubs, setup="NpuSetup({}, {'tp': 64})", after=after)
-    answer_of(done)
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("BUFFER")]
-    assert "'hccl_buffer_size': 64" in line and "'group_name': 'tp'" in line
-    assert line.endswith(" None")
+    assert adapted["buffers"] == [{"hccl_buffer_size": 64, "group_name": "tp"}, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -38,6 +39,22 @@ def test_the_driver_counts_memory() -> None:
     block.untyped_storage().resize_(0)
     torch.npu.empty_cache()
     assert torch.npu.mem_get_info()[0] == free
+
+
+def test_the_platform_sees_what_torch_does_not_count() -> None:
+    """Communicators and the engine's pool are beside torch's allocator (R16)."""
+    from mindspeed_rl.platforms.npu import NpuPlatform
+
+    platform = NpuPlatform()
+    platform.set_device()
+    cann, block = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
+    before, reserved = platform.memory(), torch.npu.memory_reserved()
+    assert platform.taken_bytes == before.used_bytes == before.total_bytes - before.free_bytes
+    assert cann.aclrtMalloc(ctypes.byref(block), ctypes.c_size_t(32 << 20), 0) == 0
+    after = platform.memory()
+    assert cann.aclrtFree(block) == 0
+    assert after.used_bytes - before.used_bytes == before.free_bytes - after.free_bytes == 32 << 20
+    assert torch.npu.memory_reserved() == reserved
 
 
 def test_a_layer_trains_as_on_cpu() -> None:

@@ -64,7 +64,7 @@ def real() -> SimpleNamespace:
     )
     camem.python_unmap_and_release = lambda _, size, ptr, __: ctypes.memset(ptr, GARBAGE, size)
     camem.python_create_and_map = lambda *handle: None
-    camem.memcpy = lambda to, limit, source, size, kind: ctypes.memmove(to, source, size)
+    camem.memcpy = lambda to, limit, source, size, kind: 0 * ctypes.memmove(to, source, size)
     return SimpleNamespace(
         camem=camem,
         MLAAttention=MLAAttention,
@@ -276,3 +276,43 @@ def test_three_cycles_of_its_own_classes(
         check(engine, weights)
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
         assert all(p.conversions == 1 for p in engine._derived.experts.params)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("mine", "other"), [((3, 2), (7, 2)), ((9, 2), (1, 0)), ((1, 1), (1, 2))])
+def test_the_packed_reduction_says_what_its_own_says(
+    mine: tuple[int, int], other: tuple[int, int], padded: bool, real: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Tokens and graph modes of two data-parallel ranks, through 0.23.0's own function and ours."""
+    import torch.distributed as dist
+    from vllm.config import CUDAGraphMode
+    from vllm.distributed import parallel_state
+    from vllm_ascend.worker import model_runner_v1
+
+    from mindspeed_rl.rollout.patches import step_sync
+
+    def add_the_other_rank(vector: torch.Tensor, group: object) -> None:
+        flat = vector.view(-1)
+        flat[1] += other[0]
+        flat[3] += other[1]
+
+    group = SimpleNamespace(world_size=2, device="cpu", device_group=None, cpu_group=None)
+    monkeypatch.setattr(dist, "all_reduce", add_the_other_rank)
+    for module in (parallel_state, model_runner_v1):
+        monkeypatch.setattr(module, "get_dp_group", lambda: group)
+    monkeypatch.setattr(model_runner_v1, "should_skip_allreduce_across_dp_group", lambda *_: False)
+    runner = object.__new__(model_runner_v1.NPUModelRunner)
+    runner.__dict__.update(
+        dp_size=2, dp_rank=0, vllm_config=None,
+        ascend_config=SimpleNamespace(dp_allreduce_on_npu=False),
+    )  # fmt: skip
+    own = model_runner_v1.NPUModelRunner._sync_metadata_across_dp
+    results = []
+    for function in (own, step_sync._ascend_reduction(own)):
+        most, per_rank, mode = function(
+            runner, mine[0], cudagraph_mode=CUDAGraphMode(mine[1]), allow_dp_padding=padded
+        )
+        results.append((most, per_rank.tolist(), per_rank.dtype, mode))
+    assert results[0] == results[1]
+    assert results[0][0] == max(mine[0], other[0])

@@ -33,6 +33,7 @@ class Way:
         fused_norms: norms are inside the linear layers.
         grouped: experts are in one module.
         tolerance: of gradients, relative, measured beside it.
+        twin: the way on CPU that it is compared with.
     """
 
     platform: str = "npu"
@@ -41,10 +42,19 @@ class Way:
     fused_norms: bool = False
     grouped: bool = False
     tolerance: float = 2e-5
+    twin: str = "cpu"
 
 
+# What a run on NPUs has switched on, whole: as `npu_setup` gives it to the adaptor.
+PRODUCTION = (
+    *("--bf16", "--use-distributed-optimizer", "--moe-grouped-gemm", "--moe-permute-fusion"),
+    *("--use-fused-rotary-pos-emb", "--npu-deterministic"),
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
 WAYS = {
     "cpu": Way("cpu"),
+    "cpu bf16": Way("cpu", flags=("--bf16", "--use-distributed-optimizer")),
     "torch_npu": Way(),
     "mindspeed local": Way(flags=("--transformer-impl", "local"), features={}),
     "mindspeed": Way(features={"use_fused_rmsnorm": True}, fused_norms=True),
@@ -52,11 +62,15 @@ WAYS = {
         flags=("--moe-grouped-gemm",), features={"moe_grouped_gemm": True}, fused_norms=True,
         grouped=True,
     ),
+    "mindspeed production": Way(
+        flags=PRODUCTION, features={"flags": PRODUCTION}, fused_norms=True, grouped=True,
+        tolerance=0.05, twin="cpu bf16",
+    ),
 }  # fmt: skip
 COMPARED = [
     pytest.param(way, marks=needs_mindspeed if "mindspeed" in way else ())
     for way in WAYS
-    if way != "cpu"
+    if not way.startswith("cpu")
 ]
 
 
@@ -94,14 +108,15 @@ def test_checkpoint_to_npu_and_back_is_bit_identical(
 def test_family_trains_as_on_cpu(
     model: str, way: str, ran: Callable[[str], dict[str, FamilyFacts]]
 ) -> None:
-    found, expected = ran(way)[model].run, ran("cpu")[model].run
+    found, expected = ran(way)[model].run, ran(WAYS[way].twin)[model].run
     errors = relative_errors(found.gradients, expected.gradients)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= WAYS[way].tolerance, (worst, errors[worst])
-    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5)
+    rounding = WAYS[way].tolerance / 2
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=rounding)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=WAYS[way].tolerance)
     moved = relative_errors(found.weights, expected.weights)
-    assert max(moved.values()) <= 1e-4
+    assert max(moved.values()) <= 5 * WAYS[way].tolerance
 
 
 @pytest.mark.parametrize("way", COMPARED)

@@ -21,6 +21,7 @@ from support.training_worlds import (
 
 from mindspeed_rl.bootstrap import World
 
+ROUTER_BIAS = "e_score_correction_bias"
 SMALL = ("--micro-batch-size", "3", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3")
 
 
@@ -57,6 +58,8 @@ def family_world(
         # what was loaded: the checkpoint itself, not what the step below makes of it
         back = in_hf_coordinates(job, engine.named_parameters())
         source = load_file(Path(folder) / "model.safetensors")
+        if job.config.train.bf16:
+            source = {n: t if ROUTER_BIAS in n else t.bfloat16().float() for n, t in source.items()}
         changed = [n for n, t in back.items() if world.rank == 0 and not torch.equal(t, source[n])]
         case = Case(name, (), "sft", num_steps=1)
         facts[name] = FamilyFacts(

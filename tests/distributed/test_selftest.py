@@ -1,40 +1,61 @@
-"""Every policy loss and aggregation in every layout of 2 and 4 ranks, pairwise (R35, R36, R39).
+"""Policy losses and aggregations in the layouts of four ranks, pairwise (R35, R36, R39).
 
-``--rl-selftest loss`` tries all of them; here each layout and cut tries some, the next one others.
+``--rl-selftest loss`` tries all combinations; here every pair of choices occurs in one of them.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+from support.covering import covering_array
 from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.selftest_cases import Finding
+    from mindspeed_rl.orchestration.selftest_cases import Case, Cut, Finding, Layout
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
 
 
 Shape = tuple[int, int, int, bool]  # tp, pp, cp, sequence parallel
 
 
-def findings(world: World, model: str, shapes: list[Shape], stride: int) -> list[Finding]:
-    """Rank function: two aggregations of every loss, each aggregation with all kinds of losses."""
+def findings(world: World, model: str) -> list[Finding]:
+    """Rank function: a covering array of layouts, cuts, losses and aggregations."""
     from support.training_worlds import make_job
 
     from mindspeed_rl.orchestration import selftest
-    from mindspeed_rl.orchestration.selftest_cases import CASES, Layout
+    from mindspeed_rl.orchestration.selftest_cases import CASES
 
-    cases = [c for i, c in enumerate(CASES) if (i + i // 5) % 5 in (0, 2)]
-    layouts = [Layout(*shape) for shape in shapes]
-    return selftest.run(make_job(world, model, ()), layouts, cases, stride=stride)
+    chosen = chosen_rows(world.size)
+    cases = [c for c in CASES if any(case == c for _, _, case in chosen)]
+    layouts = list(dict.fromkeys(layout for layout, _, _ in chosen))
+
+    def pick(layout: Layout, cut: Cut) -> list[Case]:
+        return [case for at, by, case in chosen if (at, by) == (layout, cut)]
+
+    return selftest.run(make_job(world, model, ()), layouts, cases, pick=pick)
+
+
+def chosen_rows(world: int) -> list[tuple[Layout, Cut, Case]]:
+    """Every pair of tp, pp, cp, dp, sequence parallelism, cut, loss and aggregation."""
+    from mindspeed_rl.orchestration.selftest import layouts_of
+    from mindspeed_rl.orchestration.selftest_cases import CASES, CUTS
+
+    rows = {
+        (at.tp, at.pp, at.cp, at.sp, cut.name, case.loss, case.aggregation): (at, cut, case)
+        for at in layouts_of(world)
+        for cut in CUTS
+        for case in CASES
+    }
+    return [rows[row] for row in covering_array(list(rows))]
 
 
 def faulty(world: World, model: str) -> dict[str, list[Finding]]:
@@ -108,18 +129,31 @@ def planted(fault: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "shapes"),
-    [
-        (2, [(1, 1, 1, False), (2, 1, 1, True), (1, 2, 1, False), (1, 1, 2, False)]),
-        (4, [(2, 1, 2, True), (1, 2, 2, False)]),
-    ],
-)
-def test_no_layout_shows(tmp_path: Path, ranks: int, shapes: list[Shape]) -> None:
-    args = (str(model_in(tmp_path)), shapes, 7)
-    found = run_ranks(findings, ranks, work_dir=tmp_path, args=args)[0]
-    assert len(found) == 4 * len(shapes)
+def test_no_layout_shows(tmp_path: Path) -> None:
+    """Four ranks: every pair of choices (dp follows from the others)."""
+    found = run_ranks(findings, 4, work_dir=tmp_path, args=(str(model_in(tmp_path)),))[0]
+    assert len({f.layout for f in found}) >= 8 and len({f.cut for f in found}) == 4
     assert [f for f in found if not f.holds] == []
+
+
+def test_the_array_covers_every_pair() -> None:
+    """Against all pairs of all allowed rows, counted apart."""
+    from mindspeed_rl.orchestration.selftest import layouts_of
+    from mindspeed_rl.orchestration.selftest_cases import CASES, CUTS
+
+    def values(at: Layout, cut: Cut, case: Case) -> tuple[Any, ...]:
+        return (at.tp, at.pp, at.cp, at.sp, cut, case.loss, case.aggregation)
+
+    everything = {
+        pair
+        for at in layouts_of(4)
+        for cut in CUTS
+        for case in CASES
+        for pair in combinations(enumerate(values(at, cut, case)), 2)
+    }
+    chosen = chosen_rows(4)
+    assert {p for row in chosen for p in combinations(enumerate(values(*row)), 2)} == everything
+    assert len(chosen) < 100 < len(layouts_of(4)) * len(CUTS) * len(CASES) / 25
 
 
 def test_planted_faults_are_found(tmp_path: Path) -> None:

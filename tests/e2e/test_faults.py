@@ -156,7 +156,17 @@ def test_nothing_outlives_the_launcher(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["0:build engine:1:kill", "1:reshard:3:kill-in-rounds", "1:train:2:kill"]
+    "fault",
+    [
+        "0:build engine:1:kill",
+        "1:wake:2:kill",
+        "1:reshard:3:kill-in-rounds",
+        "0:generate:2:kill",
+        "1:exchange:2:kill",
+        "0:sleep:2:kill",
+        "1:train:2:kill",
+        "0:export:1:kill",
+    ],
 )
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, *_ = fault.split(":")

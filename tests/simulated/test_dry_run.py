@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.published import PUBLISHED
+from support.recipes import recipe_flags
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -21,9 +22,10 @@ from mindspeed_rl.dryrun.findings import Findings, find_out, world_size
 from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.step_time import recomputed_share
 from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.layers import layer_tape
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode
-from mindspeed_rl.memory.prediction import MemoryAssumptions, predict
+from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.memory.tape import kept_bytes
 from mindspeed_rl.models.flops import active_parameters, attention_flops, forward_flops
 
@@ -123,22 +125,6 @@ def test_a_bad_flag_is_one_line_before_anything_starts(laptop: Path) -> None:
 
 
 # --- the same predictions in this process ----------------------------------------------------
-
-
-@cache
-def recipe_flags(recipe: str) -> tuple[str, ...]:
-    """The arguments that a recipe starts its entry with."""
-    recipe_path = str(ROOT / "pretrain_scripts" / recipe)
-    done = subprocess.run(
-        ["bash", recipe_path, "--rl-dry-run"],
-        env={"PATH": os.environ["PATH"], "PYTHON": "echo"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    minus_m, module, *words = done.stdout.split()
-    assert (minus_m, module) == ("-m", "mindspeed_rl.train_rl")
-    return tuple(words)
 
 
 def config_of(recipe: str, *flags: str) -> tuple[RLRunConfig, int]:

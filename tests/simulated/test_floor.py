@@ -270,7 +270,26 @@ def best_largest_send(source: ShardLayout, target: ShardLayout, world: int) -> f
     return float(solved.fun) * 1e9
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+# real depth, few holders of large matrices
+_DEEP = (
+    FloorCase("qwen3-8b", Training(16, pp=4), Rollout(16, tp=16)),
+    FloorCase("qwen3-8b", Training(16, tp=4, pp=4), Rollout(16, tp=16)),
+    FloorCase(
+        "qwen3-30b-a3b",
+        Training(16, tp=2, ep=2, etp=1),
+        Rollout(16, tp=4, pp=2, ep=4),
+        changes={"num_experts": 16},
+    ),
+    FloorCase(
+        "deepseek-v3",
+        Training(16, tp=4, pp=2, ep=2, etp=1),
+        Rollout(16, tp=16),
+        changes={"n_routed_experts": 16},
+    ).with_layers(4, 4),
+)
+
+
+@pytest.mark.parametrize("case", slow_but((*SMALL, *_DEEP), (*SMALL, _DEEP[0])), ids=str)
 def test_the_send_load_is_near_the_optimum(case: FloorCase) -> None:
     source, target = layouts_of(case)
     bytes_of = element_bytes_of(source, BF16)

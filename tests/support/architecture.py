@@ -64,6 +64,7 @@ PLAIN_OBSERVABILITY = tuple(
 LAYER_1 = ("data", "rewards", "environments", "algorithms")
 LAYER_2 = (
     "checkpoint",
+    "conversion",
     "platforms",
     "parallel",
     "resharding",
@@ -80,6 +81,7 @@ RULES = (
     Rule(LAYER_0, LAYER_0),
     Rule(PLANNING, (*LAYER_0, *PLANNING)),
     Rule(("dryrun",), (*LAYER_0, *PLANNING, "dryrun")),
+    Rule(("diagnosis",), (*LAYER_0, "diagnosis")),
     Rule(PLAIN_OBSERVABILITY, PLAIN_OBSERVABILITY),
     Rule(LAYER_1, (*LAYER_0, *LAYER_1, *PLAIN_OBSERVABILITY), TORCH),
     Rule(
@@ -112,6 +114,7 @@ TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
     "observability.tensor_tracker",  # torch has no public name for dispatch modes
+    "conversion.distributed_target",  # nor for the entries of a distributed checkpoint's index
     "rollout.vllm_engine",
     "rollout.ascend",
     "offload.storages",

@@ -7,6 +7,7 @@ what the pool unmaps is overwritten, so that whatever was not saved is lost.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.pointer_to_data: dict[int, Allocation] = {}
+        self.copied_bytes: Counter[int] = Counter()
         self.CaMemAllocator = SimpleNamespace(get_instance=lambda: self)
 
     def place(self, tensor: torch.Tensor, tag: str) -> torch.Tensor:
@@ -69,10 +71,24 @@ class FakePool:
         ctypes.memset(handle[2], GARBAGE, handle[1])
         data.mapped = False
 
-    def memcpy(self, to: int, limit: int, source: int, size: int, kind: int) -> None:
-        """From the device to the host."""
-        assert size <= limit and kind == 2
-        ctypes.memmove(to, source, size)
+    def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
+        """Fresh memory: what was there before is not."""
+        data = self.pointer_to_data[handle[2]]
+        assert not data.mapped, "mapped twice"
+        ctypes.memset(handle[2], GARBAGE, handle[1])
+        data.mapped = True
+
+    def memcpy(self, to: int, limit: int, source: int, size: int, kind: int) -> int:
+        """From the device to the host (2) or back (1); a status, 0 for success."""
+        assert size <= limit and kind in (1, 2)
+        device = source if kind == 2 else to
+        for ptr, data in self.pointer_to_data.items():
+            if ptr <= device < ptr + data.handle[1]:
+                assert data.mapped and device + size <= ptr + data.handle[1]
+                self.copied_bytes[kind] += size
+                ctypes.memmove(to, source, size)
+                return 0
+        return 107001
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Map, restore what was saved."""
@@ -237,11 +253,13 @@ class AscendDouble(VllmEngine):
         worker: of the fakes.
         pool: its memory.
         configuration: what the engine says of itself.
+        formats: what torch_npu says of its parameters, in order.
     """
 
     def __init__(self, layout: VllmLayout, version: str, model_dir: str, **more: Any) -> None:
         self._double_version = version
         self.configuration = SimpleNamespace(weight_nz_mode=0)
+        self.formats = [2] * len(layout.local_shapes(0))
         self.pool = FakePool()
         self.worker = FakeWorker(
             FakeModel(layout, VERSIONS[version], self.pool),
@@ -283,7 +301,12 @@ class AscendDouble(VllmEngine):
         }[name]
 
     def _backend(self, *about: Any) -> AscendBackend:
-        return AscendBackend(*about, version=self._double_version, modules=self._modules)
+        return AscendBackend(
+            *about,
+            version=self._double_version,
+            modules=self._modules,
+            format_of=lambda param: self.formats.pop(0),
+        )
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
         self.settings = settings

@@ -5,12 +5,15 @@ from __future__ import annotations
 from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_ascend import ASCEND_MUTATIONS
 from support.faults_ascend_engine import ASCEND_ENGINE_MUTATIONS
+from support.faults_conversion import CONVERSION_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
+from support.faults_ray import RAY_MUTATIONS
 from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
 from support.faults_rollout import ROLLOUT_MUTATIONS
+from support.faults_tools import TOOL_MUTATIONS
 from support.mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -338,12 +341,15 @@ MUTATIONS = (
         _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
     *LAYOUT_MUTATIONS,
+    *CONVERSION_MUTATIONS,
     *RL_MUTATIONS,
     *ROLLOUT_MUTATIONS,
+    *TOOL_MUTATIONS,
     *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,
     *ASCEND_MUTATIONS,
     *MODEL_MUTATIONS,
     *MEMORY_MUTATIONS,
+    *RAY_MUTATIONS,
     *REWARD_MUTATIONS,
 )

@@ -239,4 +239,15 @@ ALGORITHM_MUTATIONS = (
     Mutation("learning-of-older-samples-counted-as-mismatch", "orchestration/rl_step.py",
              "if inputs.fresh is not None:", "if inputs.fresh is None:",
              _SAMPLING + "test_surplus_of_older_weights_is_no_mismatch"),
+    Mutation("greedy-reward-not-shaped", "orchestration/rl_step.py",
+             "[s.reward + length_penalty(run, s) for s in answers.samples]",
+             "[s.reward for s in answers.samples]",
+             _STEP + "test_remax_shapes_the_greedy_reward_as_all_others"),
+    Mutation("first-ratio-of-later-updates", "orchestration/rl_step.py",
+             "if first_update and RATIO in found:", "if RATIO in found:",
+             "tests/unit/test_rl_step.py::"
+             "test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights"),
+    Mutation("constant-rewards-counted-over-gaps", "observability/constant_rewards.py",
+             "self._steps + 1 if constant else 0", "self._steps + 1 if constant else self._steps",
+             "tests/unit/test_rl_report.py::test_rewards_that_never_differ_are_told_once"),
 )  # fmt: skip

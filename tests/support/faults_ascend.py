@@ -9,6 +9,20 @@ _NAMES = "tests/unit/test_module_names.py::"
 
 ASCEND_MUTATIONS = (
     Mutation(
+        "unknown-groups-get-buffers",
+        "config/npu.py",
+        "        if name not in MEGATRON_GROUPS:\n",
+        "        if False:\n",
+        _FLAGS + "test_combinations_that_do_not_work_are_refused",
+    ),
+    Mutation(
+        "determinism-after-torch",
+        "bootstrap.py",
+        "            environ[name] = value\n",
+        "            pass\n",
+        "tests/unit/test_bootstrap.py::test_determinism_is_in_the_environment_before_torch",
+    ),
+    Mutation(
         "norm-before-experts-in-the-mlp",
         "models/module_names.py",
         "if not spec.has_experts(layer):",

@@ -6,6 +6,8 @@ from support.mutation import Mutation
 
 _ENGINE = "tests/unit/test_ascend_engine.py::"
 _CYCLES = _ENGINE + "test_three_cycles_of_sleep_wake_and_sync"
+_POOL = "tests/unit/test_ascend_memory.py::"
+_BUDGET = "tests/unit/test_memory_budget.py::"
 _VERSIONS = "tests/unit/test_ascend_versions.py::"
 _SIZES = "tests/unit/test_graph_sizes.py::"
 
@@ -41,8 +43,8 @@ ASCEND_ENGINE_MUTATIONS = (
     Mutation(
         "stray-tensors-lost-in-sleep",
         "rollout/ascend/backend.py",
-        "self._platform, save=True,",
-        "self._platform, save=False,",
+        "            save=True,\n",
+        "            save=False,\n",
         _CYCLES,
     ),
     Mutation(
@@ -53,10 +55,59 @@ ASCEND_ENGINE_MUTATIONS = (
         _CYCLES,
     ),
     Mutation(
+        "failed-copy-to-the-host-passes",
+        "rollout/ascend/memory.py",
+        "        if status:\n",
+        "        if False:\n",
+        _POOL + "test_a_copy_to_the_host_that_fails_frees_nothing",
+    ),
+    Mutation(
+        "half-a-pool-stays-unmapped",
+        "rollout/ascend/memory.py",
+        "        except BaseException:\n            self._map()\n",
+        "        except BaseException:\n",
+        _POOL + "test_calls_of_the_pool_that_fail_change_nothing",
+    ),
+    Mutation(
+        "half-a-pool-stays-mapped",
+        "rollout/ascend/memory.py",
+        "            self._unmap(back)\n",
+        "",
+        _POOL + "test_calls_of_the_pool_that_fail_change_nothing",
+    ),
+    Mutation(
+        "plain-tensors-beside-weights-not-kept",
+        "rollout/ascend/memory.py",
+        "        if at < start:\n            found.append(Span(at, start - at))\n",
+        "",
+        _POOL + "test_only_what_no_update_writes_is_copied",
+    ),
+    Mutation(
+        "all-weights-copied-to-the-host",
+        "rollout/ascend/memory.py",
+        "lost = [span for tensor in cleared if (span := span_of(tensor))]",
+        "lost: list[Span] = []",
+        _POOL + "test_only_what_no_update_writes_is_copied",
+    ),
+    Mutation(
+        "memory-by-the-counters-of-torch",
+        "platforms/npu.py",
+        "return DeviceMemory(total - free, free, total)",
+        "return DeviceMemory(self._npu.memory_reserved(self.device), free, total)",
+        _BUDGET + "test_accelerators_are_asked_by_their_driver",
+    ),
+    Mutation(
+        "memory-of-others-forgotten",
+        "dryrun/budget.py",
+        "max(taken, int(machine.reserved_gib * _GIB))",
+        "int(machine.reserved_gib * _GIB)",
+        _BUDGET + "test_what_others_hold_is_taken_from_the_device",
+    ),
+    Mutation(
         "nz-weights-pass",
         "rollout/ascend/backend.py",
-        "        self._refuse_nz()\n",
-        "",
+        '        if found:\n            raise RuntimeError(\n                f"vLLM-Ascend',
+        '        if False:\n            raise RuntimeError(\n                f"vLLM-Ascend',
         _ENGINE + "test_an_engine_with_nz_weights_is_refused",
     ),
     Mutation(
@@ -93,6 +144,13 @@ ASCEND_ENGINE_MUTATIONS = (
         "[length - 1 for length in response_lengths if length > 1]",
         "[length for length in response_lengths if length > 1]",
         _SIZES + "test_batches_follow_from_lengths",
+    ),
+    Mutation(
+        "graphs-for-the-batch-of-one-rank",
+        "rollout/patches/step_sync.py",
+        "self.running[int(host[:size].max())] += 1",
+        "self.running[int(host[rank])] += 1",
+        "tests/unit/test_step_loop.py::test_batches_are_those_of_the_fullest_rank",
     ),
     Mutation(
         "packed-vector-forgets-who-is-left",

@@ -68,11 +68,25 @@ MEMORY_MUTATIONS = (
         _MODEL + "test_the_engine_works_on_what_the_busiest_rank_gets",
     ),
     Mutation(
-        "equal-groups-counted-twice",
+        "groups-of-the-engine-not-counted",
         "memory/communicators.py",
-        "names.setdefault(ranks, []).append(name)",
-        "names[(*ranks, *range(-len(names) - 1, 0))] = [name]",
-        _MODEL + "test_groups_with_equal_ranks_are_one_communicator",
+        "        groups |= _engine(rank, engine, use)\n",
+        "        pass\n",
+        _MODEL + "test_groups_of_a_step_have_a_communicator_each",
+    ),
+    Mutation(
+        "groups-of-one-rank-counted",
+        "memory/communicators.py",
+        "for name, ranks in groups.items() if len(ranks) > 1",
+        "for name, ranks in groups.items()",
+        _MODEL + "test_groups_of_a_step_have_a_communicator_each",
+    ),
+    Mutation(
+        "sizes-of-group-buffers-not-predicted",
+        "dryrun/budget.py",
+        "_ENGINE_BUFFERS_MB | group_buffers(config.ascend.hccl_group_buffer) if npu",
+        "_ENGINE_BUFFERS_MB if npu",
+        "tests/unit/test_npu_flags.py::test_sizes_of_buffers_are_in_the_prediction",
     ),
     Mutation(
         "parameters-stay-during-rollouts",
@@ -83,7 +97,7 @@ MEMORY_MUTATIONS = (
     ),
     Mutation(
         "auto-offloads-everything",
-        "memory/prediction.py",
+        "dryrun/budget.py",
         "for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):",
         "for mode in (OffloadMode.ALL,):",
         _PHASES + "test_auto_takes_the_least_offload_that_fits",
@@ -169,7 +183,7 @@ MEMORY_MUTATIONS = (
     Mutation(
         "reserved-memory-is-used",
         "dryrun/budget.py",
-        "return max(0, device - int(machine.reserved_gib * _GIB))",
+        "return max(0, device - max(taken, int(machine.reserved_gib * _GIB)))",
         "return device",
         "tests/unit/test_memory_budget.py::test_what_is_reserved_is_taken_from_any_device",
     ),

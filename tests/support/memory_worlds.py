@@ -14,9 +14,10 @@ from support.training_worlds import make_job
 from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.model_state import registration_key
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryAssumptions, MemoryPrediction, predict
+from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.memory.training import Workload
 from mindspeed_rl.observability.tensor_tracker import TensorTracker
 from mindspeed_rl.offload.storages import num_bytes, storages_of

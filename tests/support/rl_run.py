@@ -30,6 +30,7 @@ from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
+from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -240,6 +241,7 @@ def make_run(
         reward_names=("format",),
         kl_beta=rl.grpo_kl_beta,
         timer=timer,
+        profiler=StepProfiler(config.profiler, job.platform, job.world.rank, output),
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
         cache=TensorCache(job.platform.device),

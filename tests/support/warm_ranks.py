@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,19 +68,31 @@ class Rank:
 
 
 class Server:
-    """The forking process, started when the first rank is asked for."""
+    """The forking process, started when the first rank is asked for.
 
-    def __init__(self) -> None:
+    Args:
+        arguments: of Python, which make it import what it should and call :func:`serve`.
+        environment: beside that of this process.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str] = ("-m", "support.warm_ranks"),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
+        self._arguments, self._environment = arguments, dict(environment or {})
 
     @cached_property
     def _process(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "support.warm_ranks"],
+            [sys.executable, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+            | self._environment,
         )
 
     def start(self, folder: Path, environment: dict[str, str]) -> Rank:
@@ -98,7 +111,7 @@ class Server:
         return process.stdin, process.stdout
 
 
-def _become_rank(folder: Path, environment: dict[str, str]) -> None:
+def become_rank(folder: Path, environment: dict[str, str]) -> None:
     """Body of a fork until the task itself: its own log, environment and path."""
     log = os.open(
         folder / f"rank{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
@@ -124,7 +137,7 @@ def _reap(running: dict[int, Path], flags: int = os.WNOHANG) -> None:
         part.replace(file)
 
 
-def _serve() -> dict[str, Any] | None:
+def serve() -> dict[str, Any] | None:
     """Fork ranks until standard input ends; in a fork, its task."""
     running: dict[int, Path] = {}
     while True:
@@ -155,9 +168,9 @@ def main() -> None:
     bootstrap.prepare_environment("cpu", os.environ)
     for name in LIBRARIES:
         importlib.import_module(name)
-    task = _serve()
+    task = serve()
     if task is not None:
-        _become_rank(Path(task["folder"]), task["environment"])
+        become_rank(Path(task["folder"]), task["environment"])
         from support import spawn
 
         spawn.main()

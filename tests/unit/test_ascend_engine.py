@@ -193,11 +193,22 @@ def test_an_engine_with_nz_weights_is_refused(
             self.configuration.weight_nz_mode = 1
             return super()._backend(*about)
 
+    class WithNzWeight(AscendDouble):
+        def _backend(self, *about: Any) -> Any:
+            self.formats[1] = 29
+            return super()._backend(*about)
+
     (tmp_path / "config.json").write_text("{}")
     layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
         WithNz(layout, "0.23.0", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"):
+        WithNzWeight(layout, "0.23.0", str(tmp_path))
+    told = AscendDouble(layout, "0.23.0", str(tmp_path)).weight_format
+    assert (
+        told.startswith("engine weights: not in NZ; formats of the ") and ": 2; weight_nz_" in told
+    )
 
 
 def test_models_that_cannot_be_updated_are_refused(tmp_path: Path) -> None:

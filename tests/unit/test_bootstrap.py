@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,3 +50,37 @@ def test_only_a_cpu_goes_without_torch_compile(asked: str, found: str, printed: 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == printed
+
+
+PREPARE = """
+import json, sys
+from mindspeed_rl import bootstrap
+environ = {"HCCL_DETERMINISTIC": "false"}
+told = bootstrap.prepare_environment(sys.argv[1], environ, deterministic=sys.argv[2] == "yes")
+assert "torch" not in sys.modules and "torch_npu" not in sys.modules
+names = ("HCCL_DETERMINISTIC", "LCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT")
+print(json.dumps([told, [environ.get(name) for name in names]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "expected"),
+    [
+        ("npu", "yes", ["strict", "1", "1"]),
+        ("npu", "no", ["false", None, None]),
+        ("cpu", "yes", ["false", None, None]),
+    ],
+)
+def test_determinism_is_in_the_environment_before_torch(
+    platform: str, asked: str, expected: list[str | None]
+) -> None:
+    """R15: libraries read it when they are loaded; a user's weaker value is replaced and told."""
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, platform, asked],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told, found = json.loads(done.stdout)
+    assert found == expected
+    replaced = ["HCCL_DETERMINISTIC=false: --npu-deterministic sets strict"]
+    assert told == (replaced if expected[0] == "strict" else [])

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.published import PUBLISHED
+import torch
+from support.published import PUBLISHED, published_config
 from support.share import slow_but
 
 from mindspeed_rl.arguments import parse
@@ -16,10 +17,16 @@ from mindspeed_rl.dryrun.findings import find_out
 from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.engine import EngineMemory
 from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
+from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.orchestration import rl_phases, torchrun
+from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.base import DeviceMemory
+from mindspeed_rl.platforms.cuda import CudaPlatform
+from mindspeed_rl.platforms.npu import NpuPlatform
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
 WORLD, GIB = 32, 2**30
 FLAGS = f"""
@@ -38,7 +45,11 @@ def config_of(*flags: str) -> RLRunConfig:
 
 
 def run_on(
-    platform: str, total_gib: float, config: RLRunConfig, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    total_gib: float,
+    config: RLRunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    taken_gib: int = 0,
 ) -> Any:
     """What a run on a device of this size decides."""
     monkeypatch.setattr(rl_phases, "_least", lambda number: number)
@@ -46,6 +57,7 @@ def run_on(
     device = SimpleNamespace(
         name=platform,
         shares_host_memory=platform == "cpu",
+        taken_bytes=taken_gib * GIB,
         memory=lambda: DeviceMemory(0, total, total),
     )
     job = SimpleNamespace(config=config, plan=plan_of(config, WORLD), platform=device)
@@ -89,12 +101,62 @@ def test_the_machine_is_that_of_the_platform_the_run_is_on() -> None:
     assert machine_on(config_of("--rl-dry-run-machine", "a2"), "npu").name == "a2"
 
 
+def test_blocks_of_latent_attention_are_those_of_the_platform() -> None:
+    """vLLM-Ascend has kernels for 128 tokens only."""
+    config, layout = config_of(), EngineLayout(2, 2)
+    spec = spec_from_hf_config(published_config("deepseek-v3"))
+    found = {}
+    for platform in ("npu", "cpu"):
+        assumed = assumptions_of(config, machine_on(config, platform))
+        tokens = assumed.latent_block_tokens
+        engine = EngineMemory(VllmLayout(spec, layout), 2, {}, GIB, latent_block_tokens=tokens)
+        assert engine.kv_cache() % (tokens * engine.token_bytes()) == 0
+        found[platform] = tokens
+    assert found == {"npu": 128, "cpu": 16}
+
+
 def test_what_is_reserved_is_taken_from_any_device() -> None:
     machine = read_machine("a3")
     assert usable_bytes(device_bytes(config_of(), 64 * GIB), machine) == 62 * GIB
     smaller = config_of("--device-memory-gb", "10")
     assert usable_bytes(device_bytes(smaller, 64 * GIB), machine) == 8 * GIB
     assert usable_bytes(GIB, machine) == 0
+
+
+def test_what_others_hold_is_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver said when the process came; up to the reserve it was expected (R16)."""
+    machine = read_machine("a3")
+    assert usable_bytes(64 * GIB, machine, GIB) == 62 * GIB
+    assert usable_bytes(64 * GIB, machine, 20 * GIB) == 44 * GIB
+    config = config_of("--rl-dry-run-machine", "h200")
+    alone = run_on("cuda", 70, config, monkeypatch)[0].assumptions.offload
+    beside = run_on("cuda", 70, config, monkeypatch, taken_gib=15)[0].assumptions.offload
+    assert list(OffloadMode).index(beside) > list(OffloadMode).index(alone)
+
+
+class Accelerator:
+    """A device of 64 GiB of which torch's allocator knows 10; 7 are with others."""
+
+    def set_device(self, device: object) -> None:
+        """Nothing to bind."""
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return 47 * GIB, 64 * GIB
+
+    def memory_reserved(self, device: object) -> int:
+        return 10 * GIB
+
+
+def test_accelerators_are_asked_by_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communicators and the engine's unmapped pool are not what torch's counters say (R16)."""
+    for name in ("set_device", "mem_get_info", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, getattr(Accelerator(), name))
+    npu = object.__new__(NpuPlatform)
+    npu._npu, npu.device = Accelerator(), torch.device("cpu")
+    for platform in (CudaPlatform(), npu):
+        platform.set_device()
+        assert platform.taken_bytes == 17 * GIB
+        assert platform.memory() == DeviceMemory(17 * GIB, 47 * GIB, 64 * GIB)
 
 
 def test_a_host_without_a_limit_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.published import published_config
 
-from mindspeed_rl.memory.communicators import device_groups
+from mindspeed_rl.memory.communicators import GroupUse, device_groups
 from mindspeed_rl.memory.engine import EngineMemory
 from mindspeed_rl.memory.head import HeadSizes, head_step
 from mindspeed_rl.memory.layers import Kernels, LayerSizes, layer_tape
@@ -231,16 +231,31 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
     assert cut.routed_tokens() == 8192, "without expert parallelism every rank computes all"
 
 
-def test_groups_with_equal_ranks_are_one_communicator() -> None:
-    """R24: eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours are the tp groups."""
+def test_groups_of_a_step_have_a_communicator_each() -> None:
+    """R24: eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours beside the tp groups."""
     parallel = ParallelLayout.build(world=8, stages=even_stages(2, 2), tp=2)
-    groups = device_groups(5, parallel, EngineLayout(8, 2), experts=False)
-    by_ranks = {ranks: name for name, ranks in groups.items()}
-    assert by_ranks[tuple(range(8))] == "world"
-    assert by_ranks[(4, 5)].startswith("tp") and by_ranks[(4, 5)].endswith("rollout tp")
-    assert by_ranks[(5, 7)].startswith("dp-cp")
-    assert by_ranks[(1, 5)] == "pp"
-    assert by_ranks[(0, 1, 4, 5)] == "mp"
-    assert all(len(ranks) > 1 and 5 in ranks for ranks in by_ranks)
+    everyone = tuple(range(8))
+    found = device_groups(5, parallel, EngineLayout(8, 2), GroupUse(tied=True))
+    assert found == {
+        "world": everyone, "tp": (4, 5), "dp_cp": (5, 7), "pp": (1, 5), "mp": (0, 1, 4, 5),
+        "embd": (1, 5), "rollout tp": (4, 5),
+    }  # fmt: skip
+    sharded = device_groups(5, parallel, None, GroupUse(sharded_optimizer=True))
+    assert sharded.keys() == {"world", "tp", "dp_cp", "pp", "intra_dist_opt_instance"}
+    assert sharded["intra_dist_opt_instance"] == everyone
     alone = ParallelLayout.build(world=1, stages=even_stages(2))
-    assert device_groups(0, alone, None, experts=True) == {}
+    assert device_groups(0, alone, None, GroupUse(experts=True, tied=True)) == {}
+
+
+def test_groups_of_experts() -> None:
+    """tp 2 x dp 4 with ep 4 x etp 1 x expert-dp 2; one engine of dp 2 x tp 2 of two."""
+    parallel = ParallelLayout.build(world=8, stages=even_stages(2), tp=2, ep=4, etp=1)
+    engine = EngineLayout(8, 2, 2, expert_parallel=True)
+    use = GroupUse(experts=True, router_bias=True, engine_mc2=True)
+    found = device_groups(6, parallel, engine, use)
+    assert found["tp_dp_cp"] == tuple(range(8))
+    assert found["ep"] == found["tp_ep_mp"] == found["tp_ep_pp"] == (4, 5, 6, 7)
+    assert found["ep_dp"] == (2, 6) and "ep_tp" not in found
+    assert found["rollout tp"] == (6, 7) and found["rollout dp"] == (4, 6)
+    assert found["rollout ep"] == found["rollout mc2"] == (4, 5, 6, 7)
+    assert "rollout mc2" not in device_groups(6, parallel, engine, GroupUse(experts=True))

@@ -10,13 +10,13 @@ from support.published import PUBLISHED
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.dryrun.budget import least_offload
 from mindspeed_rl.dryrun.step_time import old_logprob_share
 from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import (
     MemoryAssumptions,
     MemoryPrediction,
-    least_offload,
     predict,
 )
 

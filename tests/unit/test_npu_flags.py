@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from megatron.core import parallel_state
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
-from mindspeed_rl.memory.communicators import hccl_lines
+from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
+from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.platforms import installed
 
@@ -43,6 +47,7 @@ def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
         ("--swap-optimizer", "needs --use-distributed-optimizer"),
         ("--hccl-group-buffer tp=200", "'tp=200' is not a new group:MiB"),
         ("--hccl-group-buffer tp:200;tp:64", "'tp:64' is not a new group:MiB"),
+        ("--hccl-group-buffer tp:200;expert:64", "no group 'expert'; there are tp, cp, dp, dp_cp"),
     ],
 )
 def test_combinations_that_do_not_work_are_refused(argv: str, told: str) -> None:
@@ -61,16 +66,27 @@ def test_buffers_of_groups() -> None:
     assert group_buffers("") == {}
 
 
-def test_groups_are_listed_with_their_buffers() -> None:
-    """Equal rank sets are one communicator; the larger of its sizes counts (R24)."""
-    groups = {"world": tuple(range(8)), "tp = rollout tp": (0, 1), "dp-cp": (0, 2, 4, 6)}
-    lines = list(hccl_lines(groups, {"tp": 64, "dp_cp": 300, "ep": 1}, 200))
-    assert lines[:3] == [
-        "hccl group world: 8 ranks, 2 x 200 MiB",
-        "hccl group tp = rollout tp: 2 ranks, 2 x 64 MiB",
-        "hccl group dp-cp: 4 ranks, 2 x 300 MiB",
-    ]
-    assert "3, 1128 MiB" in lines[3]
+def test_sizes_of_buffers_are_in_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dry run obeys the flag, HCCL_BUFFSIZE and what vLLM-Ascend asks for itself (R24)."""
+    monkeypatch.setenv("HCCL_BUFFSIZE", "100")
+    argv = "--rl-dry-run-machine a3 --hccl-group-buffer tp:64;dp_cp:300"
+    config, _ = parsed(*argv.split())
+    found = assumptions_of(config, machine_on(config, "npu"))
+    assert found.communicator_bytes == 200 << 20
+    assert {name: size >> 20 for name, size in found.group_bytes.items()} == {
+        "rollout tp": 400, "rollout ep": 400, "rollout dp": 100, "tp": 128, "dp_cp": 600,
+    }  # fmt: skip
+    assert assumptions_of(config, machine_on(config, "cuda")).group_bytes == {}
+
+
+def test_names_of_groups_are_those_of_megatron_core() -> None:
+    """Every name is one that it asks options for, with its description; without extra instances."""
+    source = inspect.getsource(parallel_state)
+    asked = set(re.findall(r'get_nccl_options\("(\w+)"', source))
+    assert asked - MEGATRON_GROUPS.keys() == {"hcp", "intra_dp_cp", "intra_ep_dp", "inter_ep_dp"}
+    assert MEGATRON_GROUPS.keys() <= asked
+    described = {text.lower() for text in re.findall(r'group_desc="(\w+)"', source)}
+    assert set(MEGATRON_GROUPS.values()) <= described
 
 
 def setup_of(*argv: str, grouped: bool = False) -> Any:

@@ -16,10 +16,12 @@ from mindspeed_rl.trainer import parallel_state
 def test_groups_of_this_process_are_found_by_name() -> None:
     with single_rank():
         mine = dist.new_group([0], group_desc="EXPERT_PARALLEL_GROUP")
+        engines = dist.new_group([0])
         found = existing_groups()
+        dist.destroy_process_group(engines)
         dist.destroy_process_group(mine)
         left = existing_groups()
-    assert [group.name for group in found] == ["world", "expert_parallel_group"]
+    assert [group.name for group in found] == ["world", "expert_parallel_group", "engine"]
     assert {group.ranks for group in found} == {(0,)}
     assert all("gloo" in group.backend for group in found)
     assert found[:1] == left
@@ -34,15 +36,16 @@ def test_equal_groups_are_told_together_and_buffers_counted_for_devices_only() -
         Group("data_gloo", (0, 2, 4, 6), "gloo"),
         Group("pp", (0,), "hccl"),
     ]
-    assert list(group_lines(groups, 400 << 20)) == [
+    buffers = {"world": 400 << 20, "tp": 128 << 20}
+    assert list(group_lines(groups, buffers)) == [
         "process groups of this rank: 6, 5 of more than one rank",
         "  0-7 cpu:gloo,npu:hccl: world",
         "  0,1 hccl: tp, ep",
         "  0-6/2 hccl: dp",
         "  0-6/2 gloo: data_gloo",
-        "  device buffers: at most 1600 MiB, 4 groups of 400 MiB",
+        "  device buffers: 528 MiB, of groups in use: world 400, tp 128",
     ]
-    assert list(group_lines(groups[4:], 0))[-1] == "  device buffers: none"
+    assert list(group_lines(groups[4:], {}))[-1] == "  device buffers: 0 MiB"
 
 
 def _replace_group() -> None:

@@ -36,6 +36,22 @@ SPECS = {
         qkv_bias=True,
         eos_token_ids=(151643,),
     ),
+    "qwen2.5-32b": ModelSpec(
+        family="qwen2",
+        num_layers=64,
+        hidden_size=5120,
+        ffn_hidden_size=27648,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=152064,
+        norm_eps=1e-5,
+        rope=RopeSpec(1e6),
+        max_position_embeddings=131072,
+        tie_embeddings=False,
+        qkv_bias=True,
+        eos_token_ids=(151643,),
+    ),
     "qwen3-8b": ModelSpec(
         family="qwen3",
         num_layers=36,
@@ -138,6 +154,7 @@ SPECS = {
 }
 TOTALS = {
     "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +80,53 @@ def test_a_batch_that_takes_too_long_times_out(cluster: Any) -> None:
 def test_an_unknown_reward_is_the_users_fault(cluster: Any) -> None:
     with pytest.raises(ValueError, match="unknown reward"):
         RayRewardPool(["maths"], num_workers=1)
+
+
+ENVIRONMENT = """
+import os
+
+from mindspeed_rl.environments import Observation
+
+
+class Tool:
+    def __init__(self, tokenizer):
+        self.turns = 0
+
+    def reset(self, prompt):
+        return Observation(token_ids=(prompt.index,))
+
+    def step(self, token_ids):
+        self.turns += 1
+        if token_ids == (13,):
+            raise OSError("the tool is gone")
+        if token_ids == (66,):
+            os._exit(1)
+        return Observation(token_ids=(*token_ids, self.turns), done=self.turns == 2)
+"""
+
+
+def test_environments_in_actors_keep_their_conversations(cluster: Any, tmp_path: Path) -> None:
+    """As those in this process; what fails costs its sample, a lost actor costs its own."""
+    from mindspeed_rl.environments import Failed, LocalHost, RayHost, resolve_environment
+    from mindspeed_rl.types import Prompt
+
+    file = tmp_path / "tool.py"
+    file.write_text(ENVIRONMENT)
+    name = f"{file}:Tool"
+    tokenizer: Any = None
+    prompts = {i: Prompt(20 + i, (1,), "", "") for i in range(5)}
+    local, remote = LocalHost(resolve_environment(name), tokenizer), RayHost(name, tokenizer, 2)
+    assert remote.reset(prompts) == local.reset(prompts)
+    turns = {3: (7,), 0: (8, 9)}
+    assert remote.step(turns) == local.step(turns)
+    assert list(remote.step(turns)) == [3, 0], "in the order that was asked"
+    broken = remote.step({1: (13,), 2: (5,)})
+    assert isinstance(broken[1], Failed) and "the tool is gone" in broken[1].trace
+    assert broken[2] == local.step({2: (5,)})[2]
+    lost = remote.step({2: (66,), 4: (5,), 3: (5,)})
+    assert isinstance(lost[2], Failed) and isinstance(lost[4], Failed), "both live in actor 0"
+    assert not isinstance(lost[3], Failed)
+    assert remote.reset(prompts) == local.reset(prompts), "another actor takes its place"
+    remote.close()
+    with pytest.raises(ValueError, match="unknown environment"):
+        RayHost("nothing", tokenizer, 1)

@@ -113,6 +113,18 @@ def test_remax_scores_the_greedy_answers(tmp_path: Path) -> None:
     ]
 
 
+def test_remax_shapes_the_greedy_reward_as_all_others(tmp_path: Path) -> None:
+    """A penalty for length counts on both sides: the baseline is of the same reward."""
+    flags = "--rl-advantage-estimator remax --rl-overlong-buffer 8 --rl-overlong-penalty 0.8"
+    run = make_run(tmp_path, flags, REWARDS)
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, 1)
+    # the greedy answers are as long as those of samples 0 and 1
+    assert rollouts.greedy == rl_batch.rewards_of(run, rollouts.samples, 1)[:2]
+    penalties = [0.8 * n / 8 for n in COUNTS[:2]]  # of a limit of 8 tokens
+    assert rollouts.greedy == pytest.approx([1.0 - penalties[0], 0.0 - penalties[1]])
+
+
 def test_discounted_returns_with_the_kl_in_the_reward(tmp_path: Path) -> None:
     """R_t = sum of gamma^k (reward at the end - beta KL), whitened over all tokens."""
     run = make_run(

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
-from support.scoring import InlinePool
+from support.answering_run import Answers, make_run
 
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.bootstrap import World
-from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.data.lengths import LengthHistory
-from mindspeed_rl.experience.tensor_cache import TensorCache
-from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.observability.rollout_dump import RolloutDump
-from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration.evaluation import evaluate, is_right
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_report import (
@@ -37,61 +28,6 @@ from mindspeed_rl.orchestration.rl_report import (
     worse_mismatch,
 )
 from mindspeed_rl.orchestration.rl_step import collect
-from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
-from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.types import Completion, Prompt
-
-END = 0
-SETTINGS = SamplingSettings(temperature=0.0, max_response_tokens=64, stop_token_ids=(END,))
-
-
-class Letters:
-    """A tokenizer whose ids are code points."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(i) for i in ids if i != END)
-
-
-class Clock:
-    """Stands still until told to move."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Answers:
-    """An engine that answers from a table, in two seconds."""
-
-    def __init__(self, answers: dict[tuple[int, ...], tuple[str, str]], clock: Clock) -> None:
-        self.answers = answers
-        self.asked: list[list[GenerationRequest]] = []
-        self.clock = clock
-        self.stats = StepStats()
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        settings: SamplingSettings,
-        version: int,
-        on_step: OnStep | None = None,
-    ) -> list[Completion]:
-        self.clock.now_s += 2.0
-        self.stats.steps += 1
-        self.asked.append(list(requests))
-        found = [self.answers[r.token_ids] for r in requests]
-        ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
-        completions = [
-            Completion(i, (-0.5,) * len(i), why, version)
-            for i, (_, why) in zip(ids, found, strict=True)
-        ]
-        if on_step is not None:
-            pairs = zip(requests, completions, strict=True)
-            on_step({r.sample_id: c for r, c in pairs})
-        return completions
 
 
 @pytest.fixture
@@ -100,53 +36,6 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def make_run(
-    output: Path,
-    rows: Sequence[tuple[str, str, str]],
-    rewards: Sequence[str] = ("math",),
-    flags: Sequence[str] = (),
-) -> RLJob:
-    """A run whose held-out prompts are ``rows`` of response, finish reason and answer."""
-    argv = ["--output-dir", str(output), "--train-iters", "4", "--log-rollouts", "1", *flags]
-    config = parse(RLRunConfig, argv, "test").config
-    prompts = [Prompt(i, (i,), f"q{i}", answer) for i, (_, _, answer) in enumerate(rows)]
-    answers = {(i,): (text, why) for i, (text, why, _) in enumerate(rows)}
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        with timer(name):
-            yield
-
-    job = SimpleNamespace(
-        config=config,
-        world=World(0, 1, 0, 1),
-        say=lambda *lines: None,
-        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
-    )
-    run = SimpleNamespace(
-        job=job, config=config, rank=0, leads_engine=True, version=0, timer=timer, phase=phase,
-        plan=SimpleNamespace(
-            engine=EngineLayout(1, 1),
-            batch=SimpleNamespace(prompts=len(rows), group_size=1, samples=len(rows)),
-        ),
-        engine=Answers(answers, clock), tokenizer=Letters(),
-        sampling=lambda temperature: SETTINGS,
-        sampler=SimpleNamespace(next=lambda count: list(range(count))),
-        prompts=prompts, eval_sets={"": prompts}, lengths=LengthHistory(),
-        environment=None, rewards=InlinePool(rewards), surplus=[], pending=[],
-        cache=TensorCache(torch.device("cpu")),
-        reward_names=tuple(r.partition("=")[0] for r in rewards),
-        part_names=tuple(r.partition("=")[0] for r in rewards),
-        logger=RunLogger(output, True, ("jsonl",)),
-        dump=RolloutDump(output / "rollouts.jsonl", 1, True),
-        ledger=SimpleNamespace(metrics=MetricSet),
-        phases=SimpleNamespace(sync_metrics=MetricSet(), require=lambda phase, what: None),
-    )  # fmt: skip
-    return cast(RLJob, run)
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
@@ -326,3 +215,15 @@ def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path)
     Report(make_run(tmp_path, ROWS), 1, report.state_dict())
     assert [r["step"] for r in metrics_of(tmp_path)] == [1]
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_rewards_that_never_differ_are_told_once() -> None:
+    """R43: all one number, or none at all, for some steps in a row."""
+    watch = ConstantRewards(3)
+    steps = [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    told = [watch.see(*step) for step in steps]
+    assert [bool(text) for text in told] == [False] * 5 + [True, False]
+    assert "in each of the last 3 steps" in told[5] and "every reward is 0." in told[5]
+    nothing = ConstantRewards(1).see(math.nan, math.nan)
+    assert "no sample has a reward" in nothing
+    assert not any(ConstantRewards(0).see(1.0, 1.0) for _ in range(3))

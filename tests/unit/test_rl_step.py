@@ -330,7 +330,7 @@ def test_gradient_of_one_step_in_closed_form(tmp_path: Path, choice: str) -> Non
     total = sum(a * n for a, n in zip(ADVANTAGES, COUNTS, strict=True))
     assert value(metrics["loss/policy"]) == pytest.approx(-total / NUM_TOKENS)
     assert value(metrics["optimizer/grad_norm"]) == pytest.approx(float(expected.norm()))
-    zero = ("policy/clip_fraction", "policy/ratio_max_deviation", "optimizer/skipped",
+    zero = ("policy/clip_fraction", rl_step.RATIO, rl_step.FIRST_RATIO, "optimizer/skipped",
             "mismatch/max_abs_logprob", "mismatch/mean_abs_logprob", "mismatch/k3")  # fmt: skip
     assert {name: value(metrics[name]) for name in zero} == dict.fromkeys(zero, 0.0)
 
@@ -355,7 +355,8 @@ def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_pat
     slope = 0.1 * 2 * (1 - math.exp(-moved)) / 8  # of the KL term, at two stop tokens
     stop = -(ADVANTAGES[3] + ADVANTAGES[5]) * ratio / 8 + slope
     torch.testing.assert_close(second, entries(own_gradient(range(3, 6), 8) | {STOP: stop}))
-    assert value(metrics["policy/ratio_max_deviation"]) == pytest.approx(1 - ratio)
+    assert value(metrics[rl_step.RATIO]) == pytest.approx(1 - ratio)
+    assert value(metrics[rl_step.FIRST_RATIO]) == 0.0, "R11: the weights are those that sampled"
     assert value(metrics["loss/kl"]) == pytest.approx(2 * kl / NUM_TOKENS, rel=1e-4)
     assert run.version == 2
 

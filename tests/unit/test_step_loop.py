@@ -93,6 +93,7 @@ def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
     assert stats.dummy_steps == engine.dummies == expected - needed
     assert engine.read_prompts == [True] + [False] * (expected - 1)
     assert stats.running == {3: 1, 2: 2, 1: 1}, "lengths 5, 2, 4 without their first tokens"
+    assert stats.prompt_steps == 1
     assert stats.seconds >= stats.sync_seconds > 0
 
 
@@ -109,6 +110,26 @@ def test_a_step_without_its_reduction_is_an_error() -> None:
     sync = StepSync()
     with pytest.raises(AssertionError, match="passed without its reduction"):
         all_steps(Engine(LENGTHS, None), sync, 1)
+
+
+def test_batches_are_those_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of an engine are padded to it, so graphs are chosen for it."""
+    steps = iter([(40, 5, 1), (5, 5, 0), (33, 5, 1), (4, 4, 0), (1, 0, 0)])
+
+    def add_the_other(vector: torch.Tensor, group: object) -> None:
+        tokens, unfinished, reads = next(steps)
+        vector[1] += tokens
+        vector[-2] += unfinished
+        vector[-1] += reads
+
+    sync = StepSync()
+    monkeypatch.setattr(dist, "all_reduce", add_the_other)
+    group = SimpleNamespace(world_size=2, device="cpu", device_group=None)
+    for mine in (21, 3, 3, 2, 1):
+        sync.offer(0 if mine == 1 else min(mine, 3))
+        sync.reduce((mine,), 0, group)
+    assert sync.running == {5: 1, 4: 1}, "prompts and the last look are no decode steps"
+    assert sync.finished()
 
 
 def test_stats_add_up() -> None:

@@ -11,8 +11,9 @@ import pytest
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryAssumptions, predict
+from mindspeed_rl.memory.prediction import predict
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

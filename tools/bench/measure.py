@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import importlib
+import pstats
 import statistics
 import time
 import warnings
@@ -47,6 +49,7 @@ class Options:
         ways: of the engine cases, those to race.
         folder: for the file of the weights.
         seed: of the weights.
+        profile: run each way once more under Python's profiler.
     """
 
     repeats: int
@@ -54,6 +57,7 @@ class Options:
     ways: Sequence[str]
     folder: Path
     seed: int = 1
+    profile: bool = False
 
 
 @dataclass(slots=True)
@@ -133,7 +137,25 @@ def run_case(case: BuiltCase, options: Options, say: Callable[[str], None]) -> d
         took = ", ".join(f"{name} {samples[name].seconds[-1]:.2f} s" for name in ways)
         say(f"{case.name}: repeat {repeat + 1}/{options.repeats}: {took}")
     usual = {key: statistics.median(s[key] for s in speeds) for key in speeds[0]}
-    return _record(case, model, hf.num_bytes, samples, usual)
+    record = _record(case, model, hf.num_bytes, samples, usual)
+    if options.profile:
+        record["profile"] = {name: _profiled(way) for name, way in ways.items()}
+    return record
+
+
+_PROFILE_ROWS = 6
+
+
+def _profiled(way: Strategy) -> list[dict[str, Any]]:
+    """Where this rank's time goes: the functions with most time of their own. Collective."""
+    profiler = cProfile.Profile()
+    dist.barrier()
+    with profiler:
+        way.run()
+    found = pstats.Stats(profiler).get_stats_profile().func_profiles
+    rows = sorted(found.items(), key=lambda item: -item[1].tottime)[:_PROFILE_ROWS]
+    dist.barrier()
+    return [{"function": name, "calls": row.ncalls, "seconds": row.tottime} for name, row in rows]
 
 
 def _first_run(

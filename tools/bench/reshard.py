@@ -66,6 +66,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=int, default=128, help="bound of the staging of a round, MiB (128)"
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="run each way once more under Python's profiler and print where rank 0's time goes",
+    )
     args = parser.parse_args(argv)
     args.cases = list(CASES) if args.cases == "all" else [n for n in args.cases.split(",") if n]
     if not args.cases:

@@ -70,7 +70,7 @@ def join_torchrun(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, cases: Sequence[BuiltCase], folder: Path) -> None:
     torch.set_num_threads(1)
-    options = Options(args.repeats, args.bucket_mb << 20, args.ways, folder)
+    options = Options(args.repeats, args.bucket_mb << 20, args.ways, folder, profile=args.profile)
     start_s, speaks = time.monotonic(), dist.get_rank() == 0
 
     def say(line: str) -> None:
@@ -114,4 +114,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
             f"{way['share_of_raw_all_to_all']:7.0%} {'-' if bare is None else f'{bare:.0%}':>7} "
             f"{way['times_direct']:8.2f}"
         )
+    for name, rows in record.get("profile", {}).items():
+        lines.append(f"{name}, under the profiler, rank 0:")
+        lines += [f"  {r['seconds']:7.3f} s {r['calls']:>8} x {r['function']}" for r in rows]
     return lines

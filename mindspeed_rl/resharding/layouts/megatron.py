@@ -76,7 +76,13 @@ class MegatronLayout(TableLayout):
             return Place(0, 0, 0)
         if row.stage == "last":
             return Place(stages.pp - 1, stages.vpp - 1, 0)
+        if row.stage == "mtp":
+            return Place(stages.pp - 1, stages.vpp - 1, layer - self.spec.num_layers)
         return stages.place_of(layer)
+
+    def _pattern(self, row: Row, layer: int) -> str:
+        """Name of the parameter of a row at a layer, its number left open."""
+        return self.modules.param(row.param, self.spec, layer)
 
     def lane_of(self, row: Row, layer: int) -> int:
         """The pipeline stage of a row at a layer."""
@@ -87,8 +93,7 @@ class MegatronLayout(TableLayout):
         parallel = self.parallel
         place = self._place_of(row, layer)
         prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
-        pattern = self.modules.param(row.param, self.spec, layer)
-        name = prefix + layer_name(pattern, place.local)
+        name = prefix + layer_name(self._pattern(row, layer), place.local)
         if isinstance(row, ExpertRow):
             per_rank = self.spec.num_experts // parallel.ep
             ep, local = divmod(expert, per_rank)
@@ -116,11 +121,8 @@ class MegatronLayout(TableLayout):
         first = parallel.expert_coords(rank).ep * per_rank
         mine = {layer for chunk in range(stages.vpp) for layer in stages.layers_of(stage, chunk)}
         for row in self.present_rows:
-            if row.stage in ("first", "last"):
-                if self._place_of(row, 0).stage == stage:
-                    yield row, 0, 0
-                continue
             experts = range(first, first + per_rank) if isinstance(row, ExpertRow) else range(1)
+            outside = row.stage in ("first", "last", "mtp")
             for layer in row.layers(self.spec):
-                if layer in mine:
+                if self._place_of(row, layer).stage == stage if outside else layer in mine:
                     yield from ((row, layer, expert) for expert in experts)

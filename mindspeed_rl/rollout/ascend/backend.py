@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.offload.storages import as_bytes, storages_of
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.ascend.behaviour import behaviour_of
@@ -27,6 +29,7 @@ from mindspeed_rl.rollout.vllm_requests import model_settings
 # Tokens of one block of the cache: vLLM-Ascend's default, and the only size of its MLA kernels.
 _BLOCK_TOKENS = 128
 _ADDITIONAL = "additional_config"
+_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 # Keys of config.json of models whose attention cannot be updated.
 _SPARSE_KEYS = ("index_topk", "index_head_dim", "compress_ratios")
 
@@ -42,6 +45,7 @@ class AscendBackend:
         graph_sizes: what ``--rollout-graph-sizes`` came to.
         version: of vLLM-Ascend; ``None`` asks for the installed one.
         modules: a module of vLLM or vLLM-Ascend by its name.
+        format_of: the memory format of a tensor on the device, as a number of CANN.
 
     Raises:
         ValueError: a version or model that cannot be updated, or a flag the version has nothing
@@ -57,8 +61,9 @@ class AscendBackend:
         graph_sizes: tuple[int, ...],
         version: str | None = None,
         modules: Callable[[str], Any] = importlib.import_module,
+        format_of: Callable[[torch.Tensor], int] = memory_format,
     ) -> None:
-        self._modules = modules
+        self._modules, self._format_of = modules, format_of
         self._platform, self._layout, self._tuning = platform, layout, tuning
         self.version = version or installed_ascend_version()
         self.behaviour = behaviour_of(self.version)
@@ -122,7 +127,7 @@ class AscendBackend:
         engine = llm.llm_engine
         worker = engine.model_executor.driver_worker.worker
         model = worker.get_model()
-        self._refuse_nz()
+        weight_format = self._refuse_nz(model)
         process = self._processing(model, engine.vllm_config)
         camem = self._modules("vllm_ascend.device_allocator.camem")
         swap = swaps_segments()
@@ -132,18 +137,20 @@ class AscendBackend:
                 set_expandable_segments(not in_use)
 
         weights = PoolMemory(
-            camem, "weights", worker.wake_up, self._platform, save=True, pool_in_use=pool_in_use
-        )
-        cache = PoolMemory(
             camem,
-            "kv_cache",
+            "weights",
             worker.wake_up,
             self._platform,
-            save=False,
-            zero=kv_tensors(worker.model_runner),
+            save=True,
+            lost=lambda: written_by_updates(model),
+            pool_in_use=pool_in_use,
+        )
+        whole = [as_bytes(s) for s in storages_of(kv_tensors(worker.model_runner))]
+        cache = PoolMemory(
+            camem, "kv_cache", worker.wake_up, self._platform, save=False, lost=lambda: whole
         )
         derived = AscendWeights(model, self.behaviour, process)
-        return EngineParts(model, derived, weights, cache, stable_addresses=True)
+        return EngineParts(model, derived, weights, cache, True, weight_format)
 
     def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
         configs = self._modules("vllm.config")
@@ -158,11 +165,15 @@ class AscendBackend:
 
         return process
 
-    def _refuse_nz(self) -> None:
+    def _refuse_nz(self, model: torch.nn.Module) -> str:
         """Fail when the engine keeps weights in the NZ format, whatever we asked for (R2).
 
+        Returns:
+            Formats and switches, for the start of a run.
+
         Raises:
-            RuntimeError: it does, by its configuration or by the variable that updates ask.
+            RuntimeError: it does, by its configuration, by the variable that updates ask, or by
+                what torch_npu says of a parameter.
         """
         configured = self._modules("vllm_ascend.ascend_config").get_ascend_config()
         variables = self._modules("vllm_ascend.envs")
@@ -171,11 +182,25 @@ class AscendBackend:
             "VLLM_ASCEND_ENABLE_NZ": getattr(variables, "VLLM_ASCEND_ENABLE_NZ", 0),
             "enable_fused_mc2": getattr(configured, "enable_fused_mc2", 0),
         }
-        if switched_on := [name for name, mode in modes.items() if mode]:
+        formats = {name: self._format_of(param) for name, param in model.named_parameters()}
+        found = [f"{name} = {mode}" for name, mode in modes.items() if mode]
+        found += [f"{name} has format {n}" for name, n in formats.items() if n == _NZ]
+        if found:
             raise RuntimeError(
-                f"vLLM-Ascend {self.version} keeps weights in the NZ format ({switched_on[0]} = "
-                f"{modes[switched_on[0]]}): updates would be written in another format than read"
+                f"vLLM-Ascend {self.version} keeps weights in the NZ format ({found[0]}): updates "
+                "would be written in another format than read"
             )
+        switches = ", ".join(f"{name} {mode}" for name, mode in modes.items())
+        numbers = ", ".join(map(str, sorted(set(formats.values()))))
+        return (
+            f"engine weights: not in NZ; formats of the {len(formats)} parameters: {numbers}; "
+            f"{switches}"
+        )
+
+
+def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every parameter: the layout, all of which updates write, has these and what they imply."""
+    return [param.data for param in model.parameters()]
 
 
 def _packs(arguments: Mapping[str, Any]) -> bool:
@@ -185,6 +210,10 @@ def _packs(arguments: Mapping[str, Any]) -> bool:
 _REFUSED_KEYS: Mapping[str, str] = {
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
     "dynamic_eplb": "experts would move away from where the reshard writes them",
+    "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
+    "on another stream; that a request keeps its own draws was never shown",
+    "multistream_overlap_gate": "it chooses experts on another stream and through other code than "
+    "what updates were run with",
 }
 
 

@@ -1,34 +1,78 @@
 """Memory of vLLM-Ascend's sleep mode, by tag.
 
 Its pool maps physical memory under addresses that stay, so captured graphs stay valid. It can only
-sleep as a whole; the phases give the cache and the weights away one after the other, so each tag is
-unmapped by itself here. The weights' tag is saved as a whole (level 1): beside parameters, which
-the next update writes, the pool holds plain tensors that nothing would restore, such as expert ids
-of a dispatcher or cached rotary tables.
+sleep as a whole, and its own sleep copies all weights to the host, which the next update writes
+anyway; the phases give cache and weights away one after the other. So each tag is unmapped and
+mapped by itself here, and of the weights only what no update writes is kept: plain tensors in the
+pool, such as expert ids of a dispatcher or cached rotary tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mindspeed_rl.platforms.base import Platform
 
-_DEVICE_TO_HOST = 2
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+# No engine knows a tag with this end, so that none maps what carries it.
+_MAPPED_BY_US = " mapped by mindspeed_rl"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes in a row.
+
+    Attributes:
+        start: address.
+        size: in bytes.
+    """
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """First address behind it."""
+        return self.start + self.size
+
+
+def outside(whole: Span, spans: Iterable[Span]) -> list[Span]:
+    """What of ``whole`` is in none of ``spans``, which may overlap. Pure; ascending."""
+    found, at = [], whole.start
+    for span in (*sorted(spans, key=lambda span: span.start), Span(whole.end, 0)):
+        start = min(span.start, whole.end)
+        if at < start:
+            found.append(Span(at, start - at))
+        at = max(at, span.end)
+    return found
+
+
+def span_of(tensor: torch.Tensor) -> Span | None:
+    """The memory of a tensor without gaps; ``None`` for others, whose neighbours would count."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel() or reach != tensor.numel():
+        return None
+    return Span(tensor.data_ptr(), reach * tensor.element_size())
 
 
 class PoolMemory:
     """The allocations of one tag.
 
+    Of each it is known whether it is mapped and filled, so that a call that raises anywhere leaves
+    everything as it was, and one that could not take back what it did is continued by the next.
+
     Args:
         camem: the module ``vllm_ascend.device_allocator.camem``.
         tag: ``"weights"`` or ``"kv_cache"``.
-        wake: the worker's ``wake_up``, which maps and restores a tag.
+        wake: the worker's ``wake_up``, for what it does beside mapping.
         platform: for host buffers, which are kept, and for emptying caches.
-        save: keep the contents on the host while the tag is away.
-        zero: tensors to clear when it comes back.
+        save: keep the contents on the host while the tag is away, but for ``lost``.
+        lost: tensors that come back as zeros: the next update writes them, or they are empty.
         pool_in_use: told whether the pool is, before it is mapped and after it has left.
     """
 
@@ -40,52 +84,134 @@ class PoolMemory:
         platform: Platform,
         *,
         save: bool,
-        zero: Iterable[torch.Tensor] = (),
+        lost: Callable[[], Iterable[torch.Tensor]],
         pool_in_use: Callable[[bool], None] = lambda in_use: None,
     ) -> None:
         self._camem, self._tag, self._wake = camem, tag, wake
-        self._platform, self._save, self._zero = platform, save, list(zero)
+        self._platform, self._save, self._lost = platform, save, lost
         self._pool_in_use = pool_in_use
         self._buffers: dict[int, torch.Tensor] = {}
-        self._away = False
-        self.num_bytes = sum(data.handle[1] for _, data in self._allocations())
+        self._spans: dict[int, list[Span]] = {}
+        self._cleared: list[torch.Tensor] = []
+        # Allocations that are not mapped, and those whose contents are on the host alone. A dict
+        # in place of a set: an entry and what it stands for come and go in one statement.
+        self._away: dict[int, None] = {}
+        self._unfilled: set[int] = set()
+        self.num_bytes = sum(data.handle[1] for data in self._allocations().values())
         if not self.num_bytes:
             raise RuntimeError(
                 f"vLLM-Ascend's memory pool holds nothing under the tag {tag!r}: sleep mode is not "
                 "in force"
             )
 
-    def _allocations(self) -> list[tuple[int, Any]]:
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory that was needed while the tag was away."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+    def _allocations(self) -> dict[int, Any]:
         pool = self._camem.CaMemAllocator.get_instance()
-        return [(ptr, data) for ptr, data in pool.pointer_to_data.items() if data.tag == self._tag]
+        tags = (self._tag, self._tag + _MAPPED_BY_US)
+        return {ptr: data for ptr, data in pool.pointer_to_data.items() if data.tag in tags}
 
     def free(self) -> None:
-        """Unmap the tag, its contents saved before; no effect when it is away."""
-        if self._away:
+        """Unmap the tag, what is kept of it saved before; no effect when it is away.
+
+        Raises:
+            RuntimeError: an allocation could not be saved or unmapped; all of them are here, what
+                is lost anyway may be zero.
+        """
+        here = {p: data for p, data in self._allocations().items() if p not in self._away}
+        if not here:
             return
         self._platform.synchronize()
-        for ptr, data in self._allocations():
-            if self._save:
-                data.cpu_backup_tensor = self._saved(ptr, data.handle[1])
-            self._camem.unmap_and_release(data.handle)
-        self._away = True
-        self._platform.release_cached_memory()
-        self._pool_in_use(False)
+        cleared = list(self._lost())
+        lost = [span for tensor in cleared if (span := span_of(tensor))]
+        for ptr, data in here.items() if self._save else ():
+            self._keep(ptr, outside(Span(ptr, data.handle[1]), lost))
+        self._cleared = cleared
+        try:
+            self._unmap(here)
+            self._platform.release_cached_memory()
+            self._pool_in_use(False)
+        except BaseException:
+            self._map()
+            raise
 
-    def _saved(self, ptr: int, size: int) -> torch.Tensor:
-        """A copy on the host, in a buffer that is pinned once."""
+    def bring_back(self) -> None:
+        """Map the tag at its addresses, what was kept restored, the rest zero; or nothing of it."""
+        if not self._away and not self._unfilled:
+            return
+        back = {p: data for p, data in self._allocations().items() if p in self._away}
+        try:
+            self._pool_in_use(True)
+            self._map()
+            with self._hidden():
+                self._wake(tags=[self._tag])
+        except BaseException:
+            self._platform.synchronize()
+            self._unmap(back)
+            self._pool_in_use(False)
+            raise
+
+    def _unmap(self, allocations: dict[int, Any]) -> None:
+        """Let those of them go that are here; their contents count as gone from now on."""
+        self._unfilled |= allocations.keys()
+        for ptr, data in allocations.items():
+            if ptr not in self._away:
+                self._away[ptr] = self._camem.unmap_and_release(data.handle)
+
+    def _map(self) -> None:
+        """Map what is away and fill what is not filled."""
+        known = self._allocations()
+        for ptr in list(self._away):
+            self._away.pop(ptr, self._camem.create_and_map(known[ptr].handle))
+        for ptr in list(self._unfilled):
+            self._restore(ptr)
+        for tensor in self._cleared:
+            tensor.zero_()
+        self._unfilled.clear()
+
+    def _keep(self, ptr: int, spans: list[Span]) -> None:
+        """Copy parts of an allocation to the host, into a buffer that is pinned once."""
+        size = sum(span.size for span in spans)
         buffer = self._buffers.get(ptr)
         if buffer is None or buffer.numel() != size:
             buffer = self._buffers[ptr] = self._platform.host_buffer(size)
-        self._camem.memcpy(buffer.data_ptr(), size, ptr, size, _DEVICE_TO_HOST)
-        return buffer
+        self._spans[ptr] = spans
+        for at, span in _places(spans):
+            self._copy(buffer.data_ptr() + at, span.start, span.size, _DEVICE_TO_HOST)
 
-    def bring_back(self) -> None:
-        """Map the tag at its addresses and restore what was saved."""
-        if not self._away:
-            return
-        self._pool_in_use(True)
-        self._wake(tags=[self._tag])
-        self._away = False
-        for tensor in self._zero:
-            tensor.zero_()
+    def _restore(self, ptr: int) -> None:
+        for at, span in _places(self._spans.get(ptr, [])):
+            host = self._buffers[ptr].data_ptr() + at
+            self._copy(span.start, host, span.size, _HOST_TO_DEVICE)
+
+    def _copy(self, to: int, source: int, size: int, kind: int) -> None:
+        status = self._camem.memcpy(to, size, source, size, kind)
+        if status:
+            way = "to the host" if kind == _DEVICE_TO_HOST else "to the device"
+            raise RuntimeError(
+                f"acl.rt.memcpy of {size} bytes {way} failed with status {status} (memory of tag "
+                f"{self._tag!r})"
+            )
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """The engine's own waking finds nothing to map."""
+        mine = list(self._allocations().values())
+        try:
+            for data in mine:
+                data.tag = self._tag + _MAPPED_BY_US
+            yield
+        finally:
+            for data in mine:
+                data.tag = self._tag
+
+
+def _places(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """Offset in the host buffer of each span, one behind the other."""
+    at = 0
+    for span in spans:
+        yield at, span
+        at += span.size

@@ -12,6 +12,7 @@ Remove when: the engines put "has unfinished requests" into the vector of the ba
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,11 +34,13 @@ class StepSync:
     Attributes:
         seconds: spent in reductions, reading their result included.
         reductions: done so far.
+        running: decode steps by the batch of their fullest rank, which all ranks are padded to.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.reductions = 0
+        self.running: Counter[int] = Counter()
         self._unfinished = 0
         self._sums: torch.Tensor | None = None
 
@@ -68,6 +71,8 @@ class StepSync:
         dist.all_reduce(vector, group=group.device_group)
         host = vector.cpu()
         self._sums = host[-2:]
+        if self._unfinished_somewhere and not self.reads_prompts:
+            self.running[int(host[:size].max())] += 1
         self.seconds += time.perf_counter() - start
         self.reductions += 1
         return host[:-2].view(len(rows), size)
@@ -75,7 +80,11 @@ class StepSync:
     def finished(self) -> bool:
         """Whether no rank had a request before the last step."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
-        return not int(self._sums[0])
+        return not self._unfinished_somewhere
+
+    @property
+    def _unfinished_somewhere(self) -> bool:
+        return self._sums is not None and bool(self._sums[0])
 
     @property
     def reads_prompts(self) -> bool:

@@ -264,3 +264,75 @@ def grouped_matmul(
     assert group_type == 2, f"the emulator has no grouped_matmul with group_type {group_type}"
     pairs = zip(x[0].split(sizes, dim=1), weight[0].split(sizes), strict=True)
     return [torch.stack([left @ right for left, right in pairs])]
+
+
+def _in_token_order(routing_map: torch.Tensor) -> torch.Tensor:
+    """[pairs] int64: where each chosen (token, expert), by token, is in the order by expert."""
+    by_expert = routing_map.bool().t()
+    number = torch.zeros(by_expert.shape, dtype=torch.int64)
+    number[by_expert] = torch.arange(int(by_expert.sum()))
+    return number.t()[by_expert.t()]
+
+
+@_reference("npu_moe_token_permute_with_routing_map")
+def permute_tokens(
+    tokens: torch.Tensor, routing_map: torch.Tensor, *, probs: torch.Tensor | None = None,
+    num_out_tokens: int | None = None, drop_and_pad: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Tokens and weights sorted by expert, and where each copy of a token went."""
+    assert not drop_and_pad and num_out_tokens == int(routing_map.sum())
+    by_expert = routing_map.bool().t()
+    token = torch.arange(len(tokens)).expand(by_expert.shape)[by_expert]
+    weights = tokens.new_zeros(0) if probs is None else probs.t()[by_expert]
+    return tokens[token], weights, _in_token_order(routing_map).int()
+
+
+@_reference("npu_moe_token_permute_with_routing_map_grad")
+def permute_tokens_backward(
+    permuted_token_out_grad: torch.Tensor, probs_grad: torch.Tensor | None,
+    sorted_indices: torch.Tensor, routing_map: torch.Tensor, experts_num: int, tokens_num: int,
+    drop_and_pad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of tokens (copies added) and of weights (0 where a token was not sent)."""
+    places = sorted_indices.long()
+    copies = permuted_token_out_grad[places].float().unflatten(0, (tokens_num, -1))
+    grad = copies.sum(1).to(permuted_token_out_grad.dtype)
+    if probs_grad is None:
+        return grad, grad.new_zeros(0)
+    weights = probs_grad.new_zeros(tokens_num, experts_num)
+    weights[routing_map.bool()] = probs_grad[places]
+    return grad, weights
+
+
+@_reference("_npu_moe_token_unpermute_with_routing_map")
+def unpermute_tokens(
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, restore_shape: list[int], *,
+    probs: torch.Tensor | None = None, routing_map: torch.Tensor | None = None,
+    drop_and_pad: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The copies of each token added, back in their order."""
+    assert probs is None and not drop_and_pad, "the emulator adds copies without weights"
+    copies = permuted_tokens[sorted_indices.long()].float().unflatten(0, (restore_shape[0], -1))
+    out = copies.sum(1).to(permuted_tokens.dtype)
+    return out, sorted_indices.clone(), sorted_indices.clone(), out.new_zeros(0)
+
+
+@_reference("npu_moe_token_unpermute_with_routing_map_grad")
+def unpermute_tokens_backward(
+    unpermuted_tokens_grad: torch.Tensor, out_index: torch.Tensor, *rest: Any, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every copy of a token gets its gradient."""
+    num_copies = len(out_index) // len(unpermuted_tokens_grad)
+    grad = torch.empty(len(out_index), unpermuted_tokens_grad.shape[1]).to(unpermuted_tokens_grad)
+    grad[out_index.long()] = unpermuted_tokens_grad.repeat_interleave(num_copies, 0)
+    return grad, grad.new_zeros(0)
+
+
+# --- what MindSpeed compiles itself, with compilers that are not here ----------------------------
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0) -> torch.Tensor:
+    """Rotary embedding; mode 0 pairs the halves of the channels, 1 neighbours."""
+    assert mode == 0, "the emulator pairs halves"
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

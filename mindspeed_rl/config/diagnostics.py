@@ -1,0 +1,110 @@
+"""Flags of what watches a run from outside: trackers and the profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from mindspeed_rl.config.flag import flag
+
+PROFILE_FOLDER = "profile"
+_LEVELS = ("level0", "level1", "level2")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerConfig:
+    """Trackers.
+
+    Metrics always go to metrics.jsonl and TensorBoard; naming a project sends them to Weights &
+    Biases or SwanLab as well, with the flags of the run. Keys, hosts and offline modes are set as
+    their packages have it (``wandb login``, ``WANDB_MODE=offline``, ``swanlab login``,
+    ``SWANLAB_MODE=offline``). A resumed run is a run of its own there, in the group of the name.
+
+    Example: --wandb-project rl --wandb-exp-name qwen2.5-7b-seed0
+    """
+
+    wandb_project: str = flag("", "Weights & Biases project; empty: it is not used.")
+    wandb_exp_name: str = flag("", "Name of the run there; empty takes the name of --output-dir.")
+    wandb_entity: str = flag("", "Team or user of the project; empty takes the default.")
+    wandb_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR.")
+    swanlab_project: str = flag("", "SwanLab project; empty: it is not used.")
+    swanlab_exp_name: str = flag("", "Name of the run there; empty takes the name of --output-dir.")
+    swanlab_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerConfig:
+    """Profiler.
+
+    PyTorch's profiler, torch_npu's on NPUs, over a window of steps: all of a step, rollout and
+    weight update included. Each rank that is asked for writes one trace, which
+    https://ui.perfetto.dev and TensorBoard open; those of torch_npu MindStudio Insight.
+
+    Example, steps 10 and 11: --profile --profile-step-start 10 --profile-step-end 12
+    """
+
+    profile: bool = flag(False, "Profile a window of steps.")
+    profile_step_start: int = flag(10, "First step that is profiled.", minimum=1)
+    profile_step_end: int = flag(12, "First step that is not profiled any more.", minimum=2)
+    profile_ranks: tuple[str, ...] = flag(
+        ("0",), "Ranks that are profiled; -1 or all: every one.", nargs="*"
+    )
+    profile_save_path: str = flag(
+        "", f"Folder of the traces; empty takes OUTPUT_DIR/{PROFILE_FOLDER}."
+    )
+    profile_level: str = flag(
+        "level0", "How much the NPU's profiler records; elsewhere unused.", choices=_LEVELS
+    )
+    profile_with_stack: bool = flag(False, "Record the Python stack of every operator.")
+    profile_with_memory: bool = flag(False, "Record every allocation.")
+    profile_record_shapes: bool = flag(False, "Record the shapes of inputs.")
+
+    def asks_for(self, rank: int) -> bool:
+        """Whether a rank is profiled."""
+        everyone = {"-1", "all"} & set(self.profile_ranks)
+        return self.profile and (bool(everyone) or str(rank) in self.profile_ranks)
+
+
+def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None = None) -> None:
+    """Refuse a tracker whose package is not there, before anything heavy starts.
+
+    Args:
+        config: the trackers.
+        installed: package -> whether it can be imported; ``None`` looks.
+
+    Raises:
+        ValueError: with the command that installs it.
+    """
+    for flag_name, package, asked in (
+        ("--wandb-project", "wandb", config.wandb_project),
+        ("--swanlab-project", "swanlab", config.swanlab_project),
+    ):
+        there = find_spec(package) is not None if installed is None else installed[package]
+        if asked and not there:
+            raise ValueError(
+                f"{flag_name} {asked} needs the package {package}, which is not installed; run "
+                f"pip install {package}, or remove the flag"
+            )
+
+
+def check_profiler(config: ProfilerConfig, world: int) -> None:
+    """Refuse windows and ranks that would record nothing.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    if not config.profile:
+        return
+    if config.profile_step_end <= config.profile_step_start:
+        raise ValueError(
+            f"--profile-step-end {config.profile_step_end} must be above --profile-step-start "
+            f"{config.profile_step_start}: it is the first step that is not profiled"
+        )
+    for text in config.profile_ranks:
+        if text in ("-1", "all"):
+            continue
+        if not text.isdecimal() or int(text) >= world:
+            raise ValueError(
+                f"--profile-ranks {text}: allowed are 0 to {world - 1}, and -1 or all for every one"
+            )

@@ -1,0 +1,99 @@
+"""Flags of the driver of the ranks: torchrun or Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from mindspeed_rl.config.environment import EnvironmentConfig
+from mindspeed_rl.config.flag import flag, flag_names
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Who starts the ranks.
+
+    The same ranks do the same work, to the last bit, under torchrun and under Ray. With Ray the
+    entry is started once, as a plain command: it starts a local Ray, or joins a cluster, puts one
+    actor per rank on its nodes and tells them stage by stage when to go on. It never sees a tensor.
+
+    Example: python -m mindspeed_rl.train_rl --orchestrator ray --ray-ranks-per-node 8 ...
+    """
+
+    orchestrator: str = flag(
+        "torchrun",
+        "Who starts the ranks: torchrun, on every node, or this command in a Ray cluster (ray; "
+        "needs the extra ray).",
+        choices=("torchrun", "ray"),
+    )
+    ray_address: str = flag(
+        "",
+        "A running Ray cluster: auto for that of this node, or host:port. Empty: RAY_ADDRESS of "
+        "the environment if set, else a local Ray for the time of the run.",
+    )
+    ray_num_nodes: int = flag(1, "Nodes of the Ray cluster to use.", minimum=1)
+    ray_ranks_per_node: int = flag(
+        0, "Ranks on each of them; on NPUs and GPUs each rank takes one device.", minimum=0
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks under Ray."""
+        return self.ray_num_nodes * self.ray_ranks_per_node
+
+
+def check_environment_workers(environment: EnvironmentConfig, launch: LaunchConfig) -> None:
+    """Ray actors need environments and a Ray.
+
+    Raises:
+        ValueError: naming the flag and the fix.
+    """
+    workers = environment.rl_environment_ray_workers
+    if not workers:
+        return
+    for missing, needed in (
+        (not environment.rl_environment, "--rl-environment NAME"),
+        (launch.orchestrator != "ray", "--orchestrator ray"),
+    ):
+        if missing:
+            raise ValueError(
+                f"--rl-environment-ray-workers {workers} without {needed}: add it, or remove the "
+                "workers"
+            )
+
+
+def check_launch(launch: LaunchConfig, environ: Mapping[str, str], prog: str) -> None:
+    """What is asked for must fit who started this process. Local.
+
+    Raises:
+        ValueError: naming the flag and the fix.
+    """
+    if launch.orchestrator == "torchrun":
+        given = [f for f in fields(launch) if getattr(launch, f.name) != f.default]
+        if given:
+            name, value = flag_names(given[0])[0], getattr(launch, given[0].name)
+            raise ValueError(
+                f"{name} {value} without --orchestrator ray would do nothing; add it or remove "
+                f"{name}"
+            )
+        return
+    if "RANK" in environ:
+        raise ValueError(
+            "--orchestrator ray under torchrun: Ray starts the ranks; start this entry once, with "
+            f"python -m {prog} ..."
+        )
+    if not launch.ray_ranks_per_node:
+        raise ValueError(
+            "--orchestrator ray: how many ranks has a node? Add --ray-ranks-per-node, the number "
+            "of its devices (on a CPU: of processes)"
+        )
+    if launch.ray_address.startswith("ray://"):
+        raise ValueError(
+            f"--ray-address {launch.ray_address}: the ranks must reach this process, so it runs on "
+            "a node of the cluster: take host:port or auto there, or ray job submit"
+        )
+    if launch.ray_num_nodes > 1 and not (launch.ray_address or environ.get("RAY_ADDRESS")):
+        raise ValueError(
+            f"--ray-num-nodes {launch.ray_num_nodes}: a local Ray has one node; name the cluster "
+            "with --ray-address (auto on one of its nodes)"
+        )

@@ -1,0 +1,205 @@
+"""Checkpoints in megatron-core's distributed format (``torch_dist``) as targets.
+
+One chunk for each parameter of the whole model, which every layout can load. Beside the weights
+there are the empty states that megatron-core's linear layers ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mindspeed_rl.conversion.classic_source import TRACKER
+from mindspeed_rl.conversion.distributed_source import COMMON, FORMAT, INDEX, key_of
+from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
+from mindspeed_rl.conversion.torch_archive import PlannedTensor, TorchArchive
+from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
+from mindspeed_rl.resharding.layouts.checkpoint_files import CheckpointLayout
+
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# Rows of these modules are linear layers, which keep a state besides their weight.
+_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_proj",
+           "linear_q_up_proj", "linear_kv_up_proj")  # fmt: skip
+_FILE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A parameter of the whole model: its key, its position among those of one key, and it."""
+
+    key: str
+    position: tuple[int, ...]
+    tensor: OutputTensor
+
+
+def plan_distributed(
+    layout: CheckpointLayout,
+    dtype_of: Callable[[str], torch.dtype],
+    iteration: int,
+    arguments: Mapping[str, Any],
+    record: Mapping[str, Any],
+    record_name: str,
+) -> Target:
+    """``iter_<iteration>`` in the distributed format, and the tracker file.
+
+    Args:
+        layout: one rank that holds everything.
+        dtype_of: element type of an HF tensor; a parameter takes that of its first.
+        iteration: in the name of the folder and in the files.
+        arguments: of a run, for readers that look them up.
+        record: what mindspeed_rl's own trainer reads of a checkpoint; files are added.
+        record_name: its file.
+    """
+    # all layers share keys where they are alike: no experts, as the trainer itself saves
+    stacked = layout.spec.moe is None
+    chunks = tuple(_chunks(layout, dtype_of, stacked))
+    counts = _counts(chunks)
+    states = tuple(_states(chunks, counts))
+    folder = f"iter_{iteration:07d}"
+    index = Metadata({}, storage_data={}, planner_data=None)
+    files = tuple(_files(folder, chunks, states, index))
+    for chunk in chunks:
+        _describe(index, chunk, counts[chunk.key])
+    for state in states:
+        index.state_dict_metadata[state] = BytesStorageMetadata()
+    common = {"checkpoint_version": 3.0, "iteration": iteration}
+    small = {
+        f"{folder}/{INDEX}": pickle.dumps(index, protocol=2),
+        f"{folder}/{FORMAT}": json.dumps(_FORMAT).encode(),
+        f"{folder}/{COMMON}": _saved({**common, "args": argparse.Namespace(**arguments)}),
+        TRACKER: f"{iteration}".encode(),
+    }
+    sizes = {file.path.removeprefix(f"{folder}/"): file.num_bytes for file in files}
+    sizes |= {p.removeprefix(f"{folder}/"): len(data) for p, data in small.items() if "/" in p}
+    small[f"{folder}/{record_name}"] = json.dumps({**record, "files": sizes}, indent=1).encode()
+    shapes = dict(layout.hf_shapes)
+    return Target(files, small, shapes, {name: dtype_of(name) for name in shapes})
+
+
+def _chunks(
+    layout: CheckpointLayout, dtype_of: Callable[[str], torch.dtype], stacked: bool
+) -> Iterator[_Chunk]:
+    pieces: dict[str, list[Piece]] = {}
+    for shard in pieces_of(layout, 0):
+        pieces.setdefault(shard.piece.param, []).append(shard.piece)
+    for param, shape in layout.local_shapes(0).items():
+        key, position = key_of(param, stacked)
+        dtype = dtype_of(pieces[param][0].hf_name)
+        yield _Chunk(key, position, OutputTensor(param, dtype, shape, tuple(pieces[param])))
+
+
+def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:
+    """How many parameters share each key, along each axis of their positions."""
+    counts: dict[str, tuple[int, ...]] = {}
+    for chunk in chunks:
+        known = counts.get(chunk.key, (0,) * len(chunk.position))
+        counts[chunk.key] = tuple(max(n, p + 1) for n, p in zip(known, chunk.position, strict=True))
+    return counts
+
+
+def _states(chunks: Sequence[_Chunk], counts: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Keys of the states that linear layers keep besides their weight; they are empty."""
+    for chunk in chunks:
+        module, _, kind = chunk.key.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2] in _LINEAR:
+            position = "_".join(map(str, chunk.position or (0,)))
+            total = "_".join(map(str, counts[chunk.key] or (1,)))
+            yield f"{module}._extra_state/shard_{position}_{total}"
+
+
+def _describe(index: Metadata, chunk: _Chunk, count: tuple[int, ...]) -> None:
+    shape = chunk.tensor.shape
+    entry = index.state_dict_metadata.get(chunk.key)
+    if entry is None:
+        properties = TensorProperties(dtype=chunk.tensor.dtype)
+        entry = TensorStorageMetadata(properties, torch.Size((*count, *shape)), [])
+        index.state_dict_metadata[chunk.key] = entry
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.append(ChunkStorageMetadata(_offsets(chunk), torch.Size(_shape(chunk))))
+
+
+def _offsets(chunk: _Chunk) -> torch.Size:
+    return torch.Size((*chunk.position, *(0 for _ in chunk.tensor.shape)))
+
+
+def _shape(chunk: _Chunk) -> tuple[int, ...]:
+    """With an axis of one for each axis that parameters of a key are stacked along."""
+    return (*(1 for _ in chunk.position), *chunk.tensor.shape)
+
+
+def _files(
+    folder: str, chunks: Sequence[_Chunk], states: Sequence[str], index: Metadata
+) -> Iterator[OutputFile]:
+    """Files of about 4 GiB; the states are in the first."""
+    groups: list[list[_Chunk]] = [[]]
+    filled = 0
+    for chunk in chunks:
+        size = torch.Size(chunk.tensor.shape).numel() * chunk.tensor.dtype.itemsize
+        if groups[-1] and filled + size > _FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(chunk)
+        filled += size
+    for number, group in enumerate(groups):
+        yield _file(folder, f"__{number}_0.distcp", group, () if number else states, index)
+
+
+def _file(
+    folder: str, name: str, chunks: Sequence[_Chunk], states: Sequence[str], index: Metadata
+) -> OutputFile:
+    """Archives of one tensor each behind one another, then the states."""
+    storage = index.storage_data
+    assert storage is not None
+    archives, starts, position = [], [], 0
+    for chunk in chunks:
+        planned = PlannedTensor(0, chunk.tensor.dtype, _shape(chunk))
+        archive = TorchArchive(planned, [planned])
+        archives.append(archive)
+        starts.append(position)
+        place = MetadataIndex(chunk.key, _offsets(chunk))
+        storage[place] = _StorageInfo(name, position, archive.num_bytes)
+        position += archive.num_bytes
+    empty, fixed = _saved([None]), []
+    for state in states:
+        fixed.append((position, empty))
+        storage[MetadataIndex(state)] = _StorageInfo(name, position, len(empty))
+        position += len(empty)
+
+    def frame(checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        for archive, start, crc in zip(archives, starts, checksums, strict=True):
+            yield from ((start + offset, data) for offset, data in archive.frame([crc]))
+        yield from fixed
+
+    offsets = tuple(s + a.offset_of(0) for a, s in zip(archives, starts, strict=True))
+    tensors = tuple(chunk.tensor for chunk in chunks)
+    return OutputFile(f"{folder}/{name}", tensors, offsets, position, frame)
+
+
+def _saved(objects: Any) -> bytes:
+    archive = TorchArchive(objects, ())
+    buffer = io.BytesIO()
+    for offset, data in archive.frame(()):
+        buffer.seek(offset)
+        buffer.write(data)
+    return buffer.getvalue()

@@ -1,0 +1,144 @@
+"""What a conversion writes: every tensor with its place, before any number is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_rl.conversion.source import Shape, Source, in_storage
+from mindspeed_rl.conversion.torch_archive import PlannedTensor, TorchArchive
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.layouts.base import Piece
+
+SAFETENSORS_TYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of an output file.
+
+    Attributes:
+        name: as messages call it.
+        dtype: element type.
+        shape: in the coordinates of its pieces; the file may name another of the same size.
+        pieces: HF rectangles it is made of; what they leave is 0.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    def fill(self, source: Source, block: Box, values: torch.Tensor) -> None:
+        """Read a rectangle of it from the source into ``values`` [block.size]."""
+        found = [
+            (piece, common)
+            for piece in self.pieces
+            if (common := in_storage(piece.param_box, piece.view).intersect(block)) is not None
+        ]
+        if sum(common.num_elements for _, common in found) < block.num_elements:
+            values.zero_()  # declared padding
+        for piece, common in found:
+            shown = values[common.moved(block, Box.whole(block.size)).slices]
+            depth = len(piece.view.index)
+            lo, size = common.lo[depth:], common.size[depth:]
+            for _ in piece.view.index:
+                shown = shown[0]
+            if piece.view.transposed:
+                lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
+                shown = shown.swapaxes(-1, -2)
+            source.read(piece.hf_name, Box(lo, size).moved(piece.param_box, piece.hf_box), shown)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file whose bytes are all known but for its tensors.
+
+    Attributes:
+        path: below the directory of the target.
+        tensors: what it holds.
+        offsets: first byte of each.
+        num_bytes: its size.
+        frame: given the CRC-32 of every tensor, all else as (offset, bytes).
+    """
+
+    path: str
+    tensors: tuple[OutputTensor, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    frame: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """All files of a checkpoint.
+
+    Attributes:
+        files: with tensors.
+        small: path -> bytes of all others.
+        shapes: whole shape of every HF tensor in it.
+        dtypes: their element types.
+    """
+
+    files: tuple[OutputFile, ...]
+    small: Mapping[str, bytes]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.num_bytes for file in self.files) + sum(map(len, self.small.values()))
+
+
+def torch_file(
+    path: str,
+    tensors: Sequence[OutputTensor],
+    shapes: Sequence[Shape],
+    objects: Callable[[Sequence[PlannedTensor]], Any],
+) -> OutputFile:
+    """A file of ``torch.save``.
+
+    Args:
+        path: below the directory of the target.
+        tensors: what it holds.
+        shapes: their shapes in the file.
+        objects: makes the objects to save, given what stands for the tensors.
+    """
+    planned = [
+        PlannedTensor(i, t.dtype, s) for i, (t, s) in enumerate(zip(tensors, shapes, strict=True))
+    ]
+    archive = TorchArchive(objects(planned), planned)
+    offsets = tuple(archive.offset_of(i) for i in range(len(planned)))
+    return OutputFile(path, tuple(tensors), offsets, archive.num_bytes, archive.frame)
+
+
+def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """A safetensors file; data begin at a multiple of 64 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, starts = 0, []
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        starts.append(position)
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    data = struct.pack("<Q", len(text)) + text
+    offsets = tuple(len(data) + start for start in starts)
+    return OutputFile(path, tuple(tensors), offsets, len(data) + position, lambda _: [(0, data)])

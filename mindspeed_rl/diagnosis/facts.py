@@ -1,0 +1,202 @@
+"""What this machine is and has, read in no time: no torch, no devices, no network."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+_ASCEND = Path("/usr/local/Ascend")
+_SMI_S = 5.0
+_LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that the checks look at; tests make their own.
+
+    Attributes:
+        python: version of the interpreter.
+        packages: version of every installed distribution, by normalised name.
+        places: file or folder of a module that can be imported, by module name.
+        foreign: other packages named ``mindspeed_rl`` on the path.
+        environ: environment of a run, defaults of the bootstrap included.
+        interfaces: network interfaces.
+        ports: TCP ports that somebody listens on.
+        devices: device nodes of the platform: ``/dev/davinci0``, ``/dev/nvidia0``, ...
+        driver: version of the NPU driver; empty when there is none.
+        cann: version of CANN; empty when there is none.
+        soc: ``"a2"``, ``"a3"``, or empty where npu-smi does not say.
+        engine_soc: what vllm-ascend was built for, in its own words (``A2``); empty: unknown.
+        shm_bytes: size of /dev/shm; ``None``: there is none.
+    """
+
+    python: tuple[int, int] = (0, 0)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    interfaces: frozenset[str] = frozenset()
+    ports: frozenset[int] = frozenset()
+    devices: tuple[str, ...] = ()
+    driver: str = ""
+    cann: str = ""
+    soc: str = ""
+    engine_soc: str = ""
+    shm_bytes: int | None = None
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as package indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def device_nodes(platform: str) -> tuple[str, ...]:
+    """Device nodes of a platform, in the order of their numbers."""
+    stem = {"npu": "davinci", "cuda": "nvidia"}.get(platform)
+    if stem is None:
+        return ()
+    numbers = [p.name.removeprefix(stem) for p in Path("/dev").glob(f"{stem}*")]
+    return tuple(f"/dev/{stem}{n}" for n in sorted(int(n) for n in numbers if n.isdecimal()))
+
+
+def guess_platform() -> str:
+    """The platform of this machine by what is installed and what devices there are."""
+    if find_spec("torch_npu") or device_nodes("npu"):
+        return "npu"
+    return "cuda" if device_nodes("cuda") else "cpu"
+
+
+def gather(platform: str, environ: Mapping[str, str]) -> Facts:
+    """Look at this machine. Local; reads files and asks npu-smi where it is there."""
+    npu = platform == "npu"
+    return Facts(
+        python=sys.version_info[:2],
+        packages=_packages(),
+        places=dict(_places("torch", "megatron.core", "mindspeed", "vllm_ascend")),
+        foreign=tuple(_foreign()),
+        environ=dict(environ),
+        interfaces=frozenset(p.name for p in Path("/sys/class/net").glob("*")),
+        ports=frozenset(_listening()),
+        devices=device_nodes(platform),
+        driver=_version_in(_ASCEND / "driver/version.info") if npu else "",
+        cann=_cann(environ) if npu else "",
+        soc=_soc() if npu else "",
+        engine_soc=_engine_soc() if npu else "",
+        shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+    )
+
+
+def _packages() -> dict[str, str]:
+    """Of several of one name the first on the path, which is the one that is imported."""
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        if name := distribution.metadata["Name"]:
+            found.setdefault(normalised(name), distribution.version)
+    return found
+
+
+def _places(*modules: str) -> Iterator[tuple[str, str]]:
+    for name in modules:
+        try:
+            spec = find_spec(name)
+        except (ImportError, ValueError):  # the parent package is not there, or is broken
+            continue
+        if spec is not None:
+            folders = list(spec.submodule_search_locations or ())
+            yield name, spec.origin or (folders[0] if folders else "")
+
+
+def _foreign() -> Iterator[str]:
+    here = Path(__file__).resolve().parents[1]
+    for entry in dict.fromkeys(sys.path):
+        other = (Path(entry or ".") / "mindspeed_rl").resolve()
+        if other != here and (other / "__init__.py").is_file():
+            yield str(other)
+
+
+def _listening() -> Iterator[int]:
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        if not table.is_file():
+            continue
+        for line in table.read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTEN:
+                yield int(words[1].rpartition(":")[2], 16)
+
+
+def _version_in(file: Path) -> str:
+    """The first ``version=...`` of a file, whatever its case; empty when there is none."""
+    if not file.is_file():
+        return ""
+    found = re.search(
+        r"^\s*version\s*=\s*\[?([^\s\]:]+)", file.read_text(errors="replace"), re.M | re.I
+    )
+    return found[1] if found else ""
+
+
+def _cann(environ: Mapping[str, str]) -> str:
+    """Version of the toolkit whose set_env.sh was sourced, else of the usual place."""
+    home = environ.get("ASCEND_TOOLKIT_HOME") or environ.get("ASCEND_HOME_PATH")
+    for folder in (Path(home) if home else None, _ASCEND / "ascend-toolkit/latest"):
+        if folder is None:
+            continue
+        files = [*folder.glob("*/ascend_toolkit_install.info"), folder / "version.cfg"]
+        if found := next(filter(None, map(_version_in, files)), ""):
+            return found
+    return ""
+
+
+def _soc() -> str:
+    """A2 boards name their chip (910B2), those of A3 do not."""
+    if shutil.which("npu-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(
+            ["npu-smi", "info"], capture_output=True, text=True, timeout=_SMI_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return soc_of(done.stdout)
+
+
+def soc_of(table: str) -> str:
+    """``a2`` or ``a3`` from what ``npu-smi info`` prints; empty when it says neither."""
+    if re.search(r"\b910B", table):
+        return "a2"
+    return "a3" if re.search(r"\b(Ascend910|910_93|910C)", table) else ""
+
+
+def _engine_soc() -> str:
+    """``__device_type__`` of vllm-ascend's build, read without importing it."""
+    spec = find_spec("vllm_ascend")
+    if spec is None or not spec.origin:
+        return ""
+    info = Path(spec.origin).with_name("_build_info.py")
+    if not info.is_file():
+        return ""
+    found = re.search(r"__device_type__\s*=\s*[\"'](\w+)", info.read_text(errors="replace"))
+    return found[1] if found else ""
+
+
+def visible_devices(platform: str) -> str:
+    """The variable that chooses devices of a platform; empty: there is none."""
+    return {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}.get(platform, "")
+
+
+def local_size(environ: Mapping[str, str]) -> int:
+    """Ranks of this node, as torchrun says; 1 without it."""
+    given = environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(given) if given.isdecimal() else 1
+
+
+__all__ = [
+    "Facts", "device_nodes", "gather", "guess_platform", "local_size", "normalised", "soc_of",
+    "visible_devices",
+]  # fmt: skip

@@ -1,0 +1,116 @@
+"""The installed set against the matrix (R52)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_rl.diagnosis.facts import Facts, normalised
+from mindspeed_rl.diagnosis.rows import Row, green, note, red
+
+AREA = "packages"
+_SET_UP = "bash pretrain_scripts/setup_env.sh, then source .venv/bin/activate"
+_MINDSPEED_BRANCH = "core_r0.16.0"
+
+
+def package_rows(
+    facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
+) -> Iterator[Row]:
+    """Python and every package of the platform's sections.
+
+    Args:
+        facts: of this machine.
+        platform: ``cpu``, ``cuda`` or ``npu``.
+        matrix: of :func:`mindspeed_rl.versions.read_matrix`.
+    """
+    minimum = tuple(int(part) for part in matrix["python"]["minimum"].split("."))
+    version = ".".join(map(str, facts.python))
+    if facts.python < minimum:
+        wanted = matrix["python"]["minimum"]
+        yield red(AREA, f"python {version}, {wanted} or later is needed",
+                  f"PYTHON=python{wanted} bash pretrain_scripts/setup_env.sh")  # fmt: skip
+    else:
+        yield green(AREA, f"python {version}")
+    yield from _matrix_rows(facts, platform, matrix)
+    yield from _torch_rows(facts, platform)
+    yield from _place_rows(facts, platform)
+    for folder in facts.foreign:
+        yield red(AREA, f"another package named mindspeed_rl is on the path: {folder}",
+                  "uninstall it (pip uninstall mindspeed-rl), or take its folder out of "
+                  "PYTHONPATH")  # fmt: skip
+
+
+def _matrix_rows(
+    facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
+) -> Iterator[Row]:
+    rows: dict[str, tuple[str, bool]] = {}
+    for section in ("core", platform, f"{platform}.no-deps"):
+        alone = section.endswith(".no-deps")
+        rows |= {name: (spec, alone) for name, spec in matrix.get(section, {}).items()}
+    right = 0
+    for name, (specifier, alone) in rows.items():
+        installed = facts.packages.get(normalised(name))
+        if installed is not None and _fits(installed, specifier):
+            right += 1
+            continue
+        found = "is not installed" if installed is None else installed
+        wanted = f", {specifier.strip()} is needed" if specifier else ""
+        yield red(AREA, f"{name} {found}{wanted}", _fix(name, specifier, platform, alone))
+    if right:
+        yield green(AREA, f"{right} of {len(rows)} as versions.cfg says for {platform}")
+
+
+def _fits(installed: str, specifier: str) -> bool:
+    try:
+        version = Version(installed)
+    except InvalidVersion:
+        return False
+    return SpecifierSet(specifier).contains(Version(version.public), prereleases=True)
+
+
+def _fix(name: str, specifier: str, platform: str, alone: bool) -> str:
+    if platform == "cpu":
+        return _SET_UP
+    if name == "vllm" and platform == "npu":
+        return (
+            f"build vLLM {specifier.strip('=')} from source with VLLM_TARGET_DEVICE=empty "
+            "(docs/install.md, NPU)"
+        )
+    return f"pip install {'--no-deps ' * alone}'{name}{specifier}'"
+
+
+def _torch_rows(facts: Facts, platform: str) -> Iterator[Row]:
+    torch = facts.packages.get("torch", "")
+    local = torch.partition("+")[2]
+    if platform == "npu" and local.startswith("cu"):
+        yield red(AREA, f"torch {torch} is a CUDA build: torch_npu refuses to load beside it",
+                  f"pip install --force-reinstall --no-deps 'torch=={torch.partition('+')[0]}' "
+                  "--index-url https://download.pytorch.org/whl/cpu")  # fmt: skip
+    if platform == "cuda" and local == "cpu":
+        yield red(AREA, f"torch {torch} is a CPU build and sees no GPU",
+                  f"pip install --force-reinstall --no-deps 'torch=={torch.partition('+')[0]}' "
+                  "from the default index")  # fmt: skip
+
+
+def _place_rows(facts: Facts, platform: str) -> Iterator[Row]:
+    megatron = facts.places.get("megatron.core", "")
+    if megatron and "site-packages" not in megatron and "megatron-core" in facts.packages:
+        yield red(AREA, f"megatron.core comes from {megatron}, not from the installed "
+                  f"megatron-core {facts.packages['megatron-core']}",
+                  "take the Megatron-LM repository out of PYTHONPATH")  # fmt: skip
+    if platform != "npu":
+        return
+    if mindspeed := facts.places.get("mindspeed", ""):
+        yield green(AREA, f"MindSpeed in {mindspeed} (branch {_MINDSPEED_BRANCH} is expected)")
+    else:
+        yield note(AREA, "MindSpeed cannot be imported: megatron-core's own modules run, and "
+                   "MindSpeed's flags are refused",
+                   f"git clone -b {_MINDSPEED_BRANCH} https://gitcode.com/Ascend/MindSpeed, and "
+                   "put the folder on PYTHONPATH")  # fmt: skip
+    if facts.soc and facts.engine_soc and facts.soc.upper() != facts.engine_soc.upper():
+        yield red(AREA, f"vllm-ascend was built for {facts.engine_soc}, this machine is an "
+                  f"{facts.soc.upper()}: its worker refuses to start",
+                  "build it from source with SOC_VERSION of this machine (docs/install.md, A2 "
+                  "against A3)")  # fmt: skip

@@ -1,0 +1,191 @@
+"""``python -m mindspeed_rl.doctor``: can a run start here? Green and red, a fix for every red row.
+
+Alone it looks at packages, environment and devices, imports no torch and takes seconds. Under
+torchrun every process group of the layout does an all-reduce and an all-to-all first, with a limit
+of 60 seconds each. Give it the flags of the run, and it looks at that run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl import bootstrap, versions
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.diagnosis.devices import device_rows
+from mindspeed_rl.diagnosis.environment import environment_rows
+from mindspeed_rl.diagnosis.facts import gather, guess_platform
+from mindspeed_rl.diagnosis.packages import package_rows
+from mindspeed_rl.diagnosis.rows import Row, Status, as_json, lines, note, red, verdict
+from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.memory.run_groups import groups_of_run
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+PROG = "mindspeed_rl.doctor"
+PREFLIGHT_S = 60.0
+_LAYOUT = "layout"
+_MEETING = "MASTER_ADDR and MASTER_PORT must be those of the first node, and open"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The doctor's own flags; all others are those of train_rl."""
+    parser = argparse.ArgumentParser(
+        PROG,
+        usage="[torchrun ... -m | python -m] mindspeed_rl.doctor [flags] [flags of train_rl]",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--preflight-timeout-s",
+        type=float,
+        default=PREFLIGHT_S,
+        metavar="X",
+        help="limit of one process group under torchrun (default: %(default)s)",
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="write the rows here as well")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rows; 1 when one of them is red, 2 for wrong flags."""
+    own, rest = build_parser().parse_known_args(argv)
+    world = bootstrap.World.from_environment()
+    try:
+        config = parse(RLRunConfig, rest, PROG).config
+    except ValueError as error:
+        if world.rank == 0:
+            print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 2
+    platform = config.parallel.platform
+    platform = guess_platform() if platform == "auto" else platform
+    rows = list(local_rows(config, platform, world))
+    plan, layout = layout_rows(config, world)
+    rows += layout
+    if "RANK" in os.environ and world.size > 1:
+        rows += collective_rows(config, platform, world, plan, rows, own.preflight_timeout_s)
+    if world.rank != 0:
+        return 0
+    print("\n".join(lines(rows, colour=sys.stdout.isatty())))
+    print(verdict(rows), flush=True)
+    if own.json:
+        Path(own.json).write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
+    return int(any(row.status is Status.RED for row in rows))
+
+
+def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> Iterator[Row]:
+    """What can be seen on this node alone. Local."""
+    environ = dict(os.environ)
+    bootstrap.set_defaults(platform, environ)
+    facts, matrix = gather(platform, environ), versions.read_matrix()
+    yield from package_rows(facts, platform, matrix)
+    yield from environment_rows(
+        facts,
+        platform,
+        longest_phase_s=config.logging.phase_timeout_s,
+        several_nodes=world.local_size < world.size,
+    )
+    yield from device_rows(facts, platform, matrix)
+
+
+def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | None, list[Row]]:
+    """The plan of the flags, if they name a model, and the communicators that it needs. Local."""
+    size = config.dry_run.rl_world_size or world.size
+    if not config.model.hf_checkpoint:
+        tip = "give the flags of the run (or bash recipe.sh --doctor) to have its groups looked at"
+        return None, [note(_LAYOUT, f"no --hf-checkpoint: {tip}")]
+    try:
+        plan = plan_of(config, size)
+    except ValueError as error:
+        return None, [red(_LAYOUT, str(error), "change the flag that it names")]
+    assert isinstance(plan, RLPlan)
+    groups = groups_of_run(0, config, plan)
+    mib = 2 * int(os.environ.get("HCCL_BUFFSIZE", "200"))
+    return plan, [
+        note(
+            _LAYOUT,
+            f"rank 0 of {size} is in {len(groups)} groups ({', '.join(groups) or 'none'}); on NPUs "
+            f"each takes {mib} MiB once it is used, {len(groups) * mib} MiB in all (predicted)",
+        )
+    ]
+
+
+def collective_rows(
+    config: RLRunConfig,
+    platform_name: str,
+    world: bootstrap.World,
+    plan: RLPlan | None,
+    local: Sequence[Row],
+    limit_s: float,
+) -> list[Row]:
+    """Under torchrun: what other nodes found, and what the groups did. Collective: the world."""
+    from datetime import timedelta
+
+    bootstrap.quiet_libraries()
+    try:
+        import torch.distributed as dist
+
+        from mindspeed_rl.orchestration.preflight import Preflight, axes_of
+        from mindspeed_rl.orchestration.watchdog import connect
+        from mindspeed_rl.platforms.registry import select_platform
+    except ImportError as error:
+        return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
+    found: list[Row] = []
+    try:
+        store = connect(world.rank, limit_s)
+        found = _rows_of_other_nodes(store, world, local, limit_s)
+        platform = select_platform(platform_name)
+        platform.set_device()
+    except ValueError as error:  # no device, which its own row says
+        return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
+    except RuntimeError as error:
+        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
+    try:
+        dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
+    except (RuntimeError, ValueError) as error:
+        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
+    found += Preflight(world, platform, store, axes_of(config, plan, world.size), limit_s).run()
+    dist.destroy_process_group()
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _rows_of_other_nodes(
+    store: Store, world: bootstrap.World, local: Sequence[Row], limit_s: float
+) -> list[Row]:
+    """Red rows that other nodes have and the first one has not; on rank 0."""
+    from mindspeed_rl.orchestration.preflight import wait_for
+
+    if world.local_rank == 0:
+        mine = {row.what: row.fix for row in local if row.status is Status.RED}
+        store.set(f"rows/{world.rank}", json.dumps({"host": os.uname().nodename, "rows": mine}))
+    if world.rank != 0:
+        return []
+    known = {row.what for row in local}
+    found: dict[tuple[str, str], list[str]] = {}
+    keys = [f"rows/{r}" for r in range(world.local_size, world.size, world.local_size)]
+    for key in wait_for(store, keys, limit_s):
+        told = json.loads(store.get(key).decode())
+        for what, fix in told["rows"].items():
+            if what not in known:
+                found.setdefault((what, fix), []).append(told["host"])
+    return [
+        red("other nodes", f"{', '.join(dict.fromkeys(hosts))}: {what}", fix)
+        for (what, fix), hosts in found.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""How a Megatron checkpoint on disk names, joins and cuts what the trainer's rows hold.
+
+The tables of the families name parameters after megatron-core's own modules. Checkpoints of other
+implementations hold the same numbers under other names: norms inside the linear layer that follows
+them, the experts of a rank in one matrix, the two down projections of latent attention in one, and
+layers of multi-token prediction, which the trainer does not build.
+
+Sources: MindSpeed-LLM master and 2.1.0, ``mindspeed_llm/tasks/checkpoint``; megatron-core 0.16.1,
+``models/gpt/gpt_layer_specs.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.models.attention_rules import HeadPart
+from mindspeed_rl.models.blocks import EMBED_NAME
+from mindspeed_rl.models.expert_rules import PerExpert, StackedExperts
+from mindspeed_rl.models.module_names import ModuleNames
+from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.rules import Joined, Replicated, Row, Split, Vocab
+from mindspeed_rl.models.spec import ModelSpec
+
+_LAYERS, _MTP_LAYERS = "decoder.layers.{l}.", "mtp.layers.{l}.transformer_layer."
+_A = "self_attention."
+_OLD_NAMES = {
+    _A + "linear_q_up_proj.weight": _A + "linear_qb.weight",
+    _A + "linear_kv_up_proj.weight": _A + "linear_kvb.weight",
+    _A + "kv_layernorm.weight": _A + "k_layernorm.weight",
+}
+_ONE_EXPERT = "mlp.experts.local_experts.{e}."
+_STACKS = {"linear_fc1.weight": "mlp.experts.weight1", "linear_fc2.weight": "mlp.experts.weight2"}
+#: HF tensors of a multi-token-prediction layer that repeat the model's own
+MTP_COPIES = {"embed_tokens.weight": EMBED_NAME, "shared_head.head.weight": "lm_head.weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """The dialect of a checkpoint.
+
+    Attributes:
+        input_norm: the norm before attention is in its projection (Transformer Engine).
+        dense_norm: the norm before a dense MLP is in its first linear layer.
+        expert_norm: the norm before experts is named like ``dense_norm``, though no linear follows:
+            what megatron-core calls it in a distributed checkpoint of its own modules.
+        latent_norms: norms of compressed query and key/value are in the projections that follow.
+        experts: ``"single"``: one module per expert; ``"stacked"``: MindSpeed's grouped GEMM, all
+            experts of a rank in ``weight1`` and ``weight2``, transposed; ``"numbered"``:
+            Transformer Engine's, one module with a numbered weight per expert.
+        joined_down: the down projections of latent attention are one ``linear_qkv``.
+        old_latent: names of latent attention before MindSpeed-LLM took megatron-core's.
+        split_up: ``--mla-mm-split``: up projections of latent attention by kind of channel.
+        mtp: layers of multi-token prediction are there.
+    """
+
+    input_norm: bool = False
+    dense_norm: bool = False
+    expert_norm: bool = False
+    latent_norms: bool = False
+    experts: str = "single"
+    joined_down: bool = False
+    old_latent: bool = False
+    split_up: bool = False
+    mtp: bool = False
+
+    def param(self, pattern: str, spec: ModelSpec, layer: int) -> str:
+        """The name pattern of a row at a layer of the model."""
+        prefix, separator, tail = pattern.partition("{l}.")
+        deep = "transformer_layer." if tail.startswith("transformer_layer.") else ""
+        tail = tail.removeprefix(deep)
+        if self.experts == "numbered" and tail.startswith(_ONE_EXPERT):
+            tail = f"mlp.experts.{tail.removeprefix(_ONE_EXPERT)}{{e}}"
+        if self.old_latent and spec.latent:
+            tail = _OLD_NAMES.get(tail, tail)
+        if not deep:
+            tail = self._norm(tail, spec, layer)
+        if self.mtp and pattern == "decoder.final_layernorm.weight":
+            return "final_layernorm.weight"
+        return prefix + separator + deep + tail
+
+    def _norm(self, tail: str, spec: ModelSpec, layer: int) -> str:
+        if self.input_norm and tail == "input_layernorm.weight":
+            return _A + "linear_qkv.layer_norm_weight"
+        if tail == "pre_mlp_layernorm.weight":
+            fused = self.expert_norm if spec.has_experts(layer) else self.dense_norm
+            return "mlp.linear_fc1.layer_norm_weight" if fused else tail
+        if self.latent_norms and spec.latent:
+            return _FUSED_LATENT.get(tail, tail)
+        return tail
+
+    def rows(self, spec: ModelSpec) -> tuple[Row, ...]:
+        """The rows of a checkpoint in this dialect."""
+        rows = weight_table(spec.family).trainer_rows(spec)
+        if self.mtp:
+            rows = (*rows, *_mtp_rows(spec, rows))
+        return tuple(changed for row in rows for changed in self._changed(row))
+
+    def _changed(self, row: Row) -> Iterator[Row]:
+        prefix, separator, tail = row.param.partition(_A)
+        start = prefix + separator
+        if self.joined_down and separator and tail == "linear_kv_down_proj.weight":
+            assert isinstance(row, Replicated)
+            query = row.hf.replace("kv_a_proj_with_mqa", "{q}")
+            yield _JoinedDown(
+                start + "linear_qkv.weight", stage=row.stage, query=query, key_value=row.hf
+            )
+        elif self.joined_down and tail in ("linear_q_down_proj.weight", "linear_q_proj.weight"):
+            return
+        elif self.split_up and tail == "linear_q_up_proj.weight":
+            yield from _parts(row, start, ("linear_qk_nope", "linear_qk_rope"), _QUERY)
+        elif self.split_up and tail == "linear_kv_up_proj.weight":
+            yield from _parts(row, start, ("linear_kv_nope", "linear_v"), _KEY_VALUE)
+        elif self.experts == "stacked" and isinstance(row, PerExpert):
+            prefix, _, tail = row.param.partition(_ONE_EXPERT)
+            yield StackedExperts(
+                prefix + _STACKS[tail], stage=row.stage, inner=row.inner, transposed=True
+            )
+        else:
+            yield row
+
+
+_FUSED_LATENT = {
+    _A + "q_layernorm.weight": _A + "linear_q_up_proj.layer_norm_weight",
+    _A + "kv_layernorm.weight": _A + "linear_kv_up_proj.layer_norm_weight",
+}
+_QUERY = ("nope_head_dim", "rope_head_dim")
+_KEY_VALUE = ("nope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedDown(Joined):
+    """Query, compressed or not, above compressed key/value, whole on every rank."""
+
+    query: str = ""
+    key_value: str = ""
+
+    def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """One tensor per part."""
+        name = "q_a_proj" if spec.compressed_query else "q_proj"
+        rows = "q_lora_rank" if spec.compressed_query else "q_size"
+        return {
+            self.query.replace("{q}", name): spec.dims((rows, "hidden_size")),
+            self.key_value: spec.dims(("kv_a_size", "hidden_size")),
+        }
+
+
+def _parts(row: Row, start: str, names: tuple[str, str], sizes: tuple[str, str]) -> Iterator[Row]:
+    assert isinstance(row, Split)
+    for part, name in enumerate(names):
+        yield HeadPart(
+            f"{start}{name}.weight",
+            stage=row.stage,
+            hf=row.hf,
+            dims=row.dims,
+            sizes=sizes,
+            part=part,
+        )
+
+
+def _mtp_rows(spec: ModelSpec, rows: tuple[Row, ...]) -> Iterator[Row]:
+    """A layer like the last one of the model, and what joins it to the model."""
+    head, prefix = "mtp.layers.{l}.", "model.layers.{l}."
+    yield Replicated(head + "enorm.weight", stage="mtp", hf=prefix + "enorm.weight")
+    yield Replicated(head + "hnorm.weight", stage="mtp", hf=prefix + "hnorm.weight")
+    yield Split(
+        head + "eh_proj.weight",
+        stage="mtp",
+        hf=prefix + "eh_proj.weight",
+        dims=("hidden_size", "mtp_input_size"),
+    )
+    kinds = ("layer", "moe" if spec.has_experts(spec.num_layers - 1) else "dense")
+    for row in rows:
+        if row.stage in kinds:
+            param = row.param.replace(_LAYERS, _MTP_LAYERS)
+            yield replace(row, param=param, stage="mtp")
+    yield Replicated(
+        "mtp.final_layernorms.{l}.weight", stage="mtp", hf=prefix + "shared_head.norm.weight"
+    )
+    # the last of several stages needs the embedding as well
+    yield Vocab("embedding.word_embeddings.weight", stage="last", hf=EMBED_NAME)
+
+
+def mindspeed_names(
+    spec: ModelSpec, *, transformer_engine: bool, grouped: bool, split_up: bool, mtp: bool
+) -> FileNames:
+    """What MindSpeed-LLM writes for a model and its flags."""
+    experts = ("numbered" if transformer_engine else "stacked") if grouped else "single"
+    return FileNames(
+        input_norm=transformer_engine,
+        dense_norm=transformer_engine,
+        experts=experts if spec.moe else "single",
+        joined_down=spec.latent is not None,
+        split_up=split_up,
+        mtp=mtp,
+    )
+
+
+def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
+    """Keys of megatron-core's distributed format; its own modules borrow the fused names."""
+    if not modules.fused_norms:
+        plain = spec.latent is None
+        return FileNames(input_norm=plain, dense_norm=plain, expert_norm=plain)
+    latent = spec.latent is not None
+    return FileNames(input_norm=not latent, dense_norm=True, latent_norms=latent)
+
+
+def told_from(params: Collection[str], spec: ModelSpec) -> FileNames:
+    """The dialect that the parameter names of a checkpoint are in."""
+
+    def ends(tail: str) -> bool:
+        return any(name.endswith(tail) for name in params)
+
+    stacked, numbered = ends("mlp.experts.weight1"), ends("mlp.experts.linear_fc1.weight0")
+    dense_norm = ends("mlp.linear_fc1.layer_norm_weight")
+    return FileNames(
+        input_norm=ends("linear_qkv.layer_norm_weight"),
+        dense_norm=dense_norm,
+        expert_norm=dense_norm and not ends("pre_mlp_layernorm.weight"),
+        latent_norms=ends("linear_kv_up_proj.layer_norm_weight"),
+        experts="stacked" if stacked else "numbered" if numbered else "single",
+        joined_down=spec.latent is not None and ends("linear_qkv.weight"),
+        old_latent=spec.latent is not None and ends("linear_kvb.weight"),
+        split_up=ends("linear_kv_nope.weight"),
+        mtp=any(name.startswith("mtp.") for name in params),
+    )

@@ -1,0 +1,38 @@
+"""A reward that says the same of everything teaches nothing, and nothing else would tell (R43)."""
+
+from __future__ import annotations
+
+import math
+
+
+class ConstantRewards:
+    """Counts the steps in a row whose rewards are all one number.
+
+    Args:
+        patience: such steps in a row that are worth a warning; 0 never warns.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._steps = 0
+
+    def see(self, least: float, most: float) -> str:
+        """One more step.
+
+        Args:
+            least: the smallest reward of the step; NaN when there was none.
+            most: the largest.
+
+        Returns:
+            A warning when the patience has just run out, once in a row; else nothing.
+        """
+        constant = least == most or math.isnan(least)
+        self._steps = self._steps + 1 if constant else 0
+        if not self._patience or self._steps != self._patience:
+            return ""
+        told = "no sample has a reward" if math.isnan(least) else f"every reward is {least:g}"
+        return (
+            f"rewards: in each of the last {self._steps} steps all samples had the same one; now "
+            f"{told}. Nothing is learned from it; look at the parts of the reward and at the "
+            "responses in the dumped rollouts"
+        )

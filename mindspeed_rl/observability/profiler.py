@@ -1,0 +1,64 @@
+"""Traces of a window of steps, by the profiler of the platform."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mindspeed_rl.config.diagnostics import PROFILE_FOLDER, ProfilerConfig
+from mindspeed_rl.platforms.base import Platform, Profiler, ProfileRequest
+
+
+class StepProfiler:
+    """Starts and stops the profiler of this rank at the borders of steps.
+
+    Args:
+        config: window, ranks, folder.
+        platform: whose profiler it is.
+        rank: global.
+        output_dir: of the run; traces go to a folder in it unless the configuration says where.
+    """
+
+    def __init__(
+        self, config: ProfilerConfig, platform: Platform, rank: int, output_dir: str | Path
+    ) -> None:
+        self._config, self._platform, self._rank = config, platform, rank
+        self._folder = Path(config.profile_save_path or Path(output_dir) / PROFILE_FOLDER)
+        self._running: Profiler | None = None
+        self._first = 0
+        self._next = 0
+
+    def begin_step(self, step: int) -> None:
+        """Start or stop where a window begins or ends. Local.
+
+        A run that resumes inside the window profiles the rest of it.
+        """
+        inside = self._config.profile_step_start <= step < self._config.profile_step_end
+        self._next = step
+        if inside and self._running is None and self._config.asks_for(self._rank):
+            self._first = step
+            self._running = self._platform.profiler(
+                ProfileRequest(
+                    folder=self._folder,
+                    worker=f"rank{self._rank}",
+                    level=self._config.profile_level,
+                    with_stack=self._config.profile_with_stack,
+                    with_memory=self._config.profile_with_memory,
+                    record_shapes=self._config.profile_record_shapes,
+                )
+            )
+            self._running.start()
+        elif not inside and self._running is not None:
+            self._stop(last=step - 1)
+
+    def close(self) -> None:
+        """Write the trace of a window that reaches to the end of the run."""
+        if self._running is not None:
+            self._stop(last=self._next)
+
+    def _stop(self, last: int) -> None:
+        running, self._running = self._running, None
+        assert running is not None
+        self._platform.synchronize()
+        os.makedirs(self._folder, exist_ok=True)
+        running.stop(f"steps{self._first}-{last}")

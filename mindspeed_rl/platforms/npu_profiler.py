@@ -1,0 +1,50 @@
+"""torch_npu's profiler. Its traces are folders that MindStudio Insight opens."""
+
+from __future__ import annotations
+
+import torch_npu.profiler
+
+from mindspeed_rl.platforms.base import ProfileRequest
+
+
+def _level(name: str) -> object:
+    """torch_npu's constant for one of MindSpeed's names."""
+    levels = {
+        "level0": torch_npu.profiler.ProfilerLevel.Level0,
+        "level1": torch_npu.profiler.ProfilerLevel.Level1,
+        "level2": torch_npu.profiler.ProfilerLevel.Level2,
+    }
+    return levels[name]
+
+
+class NpuProfiler:
+    """One window; :meth:`stop` writes what was recorded and analyses it.
+
+    Args:
+        request: what to record, and where it goes.
+    """
+
+    def __init__(self, request: ProfileRequest) -> None:
+        self._profiler = torch_npu.profiler.profile(
+            activities=[
+                torch_npu.profiler.ProfilerActivity.CPU,
+                torch_npu.profiler.ProfilerActivity.NPU,
+            ],
+            on_trace_ready=torch_npu.profiler.tensorboard_trace_handler(
+                str(request.folder), worker_name=request.worker
+            ),
+            record_shapes=request.record_shapes,
+            profile_memory=request.with_memory,
+            with_stack=request.with_stack,
+            experimental_config=torch_npu.profiler._ExperimentalConfig(
+                profiler_level=_level(request.level)
+            ),
+        )
+
+    def start(self) -> None:
+        """From now on everything of this process is recorded."""
+        self._profiler.start()
+
+    def stop(self, window: str) -> None:
+        """Write ``<worker>_<time>_ascend_pt``; torch_npu names it, whatever the window."""
+        self._profiler.stop()

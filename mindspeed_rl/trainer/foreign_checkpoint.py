@@ -1,0 +1,65 @@
+"""Weights of checkpoints that Megatron-LM or MindSpeed-LLM wrote, in any layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.conversion.classic_source import is_classic, iteration_folder
+from mindspeed_rl.conversion.distributed_source import is_distributed
+from mindspeed_rl.conversion.megatron_source import open_megatron
+from mindspeed_rl.conversion.source import Source
+from mindspeed_rl.resharding.layouts.base import pieces_of
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+
+def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
+    """Fill a model from a checkpoint of another tool. Collective: the world.
+
+    Every rank reads its own rectangles, so any layout loads any other.
+
+    Returns:
+        What was loaded, in words; empty where there is no such checkpoint, and nothing changed.
+
+    Raises:
+        ValueError: on all ranks, when some rank cannot read it or it is of another model.
+    """
+    found: list[str] = [""]
+    if dist.get_rank() == 0:
+        folder = iteration_folder(Path(directory))
+        if folder is not None and (is_classic(folder) or is_distributed(folder)):
+            found = [str(folder)]
+    dist.broadcast_object_list(found, 0)
+    if not found[0]:
+        return ""
+    problem, source = "", None
+    try:
+        source = open_megatron(Path(found[0]), engine.spec, flag="--load")
+        _fill(engine, source)
+    except (OSError, ValueError) as error:
+        problem = f"rank {dist.get_rank()}: {error}"
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if told := next(filter(None, problems), ""):
+        raise ValueError(f"--load {directory}: {told}")
+    assert source is not None
+    engine.weights_changed()
+    return f"weights of {found[0]} ({source.kind})"
+
+
+@torch.no_grad()
+def _fill(engine: TrainEngine, source: Source) -> None:
+    """This rank's rectangles, one at a time. Padding rows become 0. Local."""
+    params = engine.named_parameters()
+    engine.platform.wait_for_copies()
+    for param in params.values():
+        param.zero_()
+    for shard in pieces_of(engine.layout, dist.get_rank()):
+        piece = shard.piece
+        target = piece.view.of(params[piece.param])[piece.param_box.slices]
+        values = torch.empty(piece.hf_box.size, dtype=source.dtype_of(piece.hf_name))
+        source.read(piece.hf_name, piece.hf_box, values)
+        target.copy_(values)

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# GRPO of Qwen2.5-7B-Instruct on one node of 8 NVIDIA GPUs, trainer and engines on the same GPUs.
+# Grade: dry run only, not executed on hardware.
+#
+# usage: pretrain_scripts/grpo_qwen2_5_7b_cuda.sh [flags of mindspeed_rl.train_rl ...]
+#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --doctor        starts all ranks, looks at the machine and tries every process group
+set -euo pipefail
+
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+NNODES="${NNODES:-1}"
+NODE_RANK="${NODE_RANK:-0}"
+MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_PORT="${MASTER_PORT:-6000}"
+
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$HERE/launch.sh"
+source "$HERE/models/qwen2_5_7b.sh"
+
+PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-3600}"
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen2.5-7B-Instruct}"
+OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/qwen2_5_7b_cuda}"
+CKPT_SAVE_DIR="${CKPT_SAVE_DIR:-$OUTPUT_DIR/checkpoints}"
+DATA_PATH="${DATA_PATH:-$ROOT/data/gsm8k/train.jsonl}"
+EVAL_DATA_PATH="${EVAL_DATA_PATH:-$ROOT/data/gsm8k/heldout.jsonl}"
+LOG_DIR="${LOG_DIR:-$OUTPUT_DIR/logs}"
+
+TP="${TP:-4}"
+MBS="${MBS:-4}"
+PROMPT_LENGTH="${PROMPT_LENGTH:-1024}"
+RESPONSE_LENGTH="${RESPONSE_LENGTH:-2048}"
+ROLLOUT_TP="${ROLLOUT_TP:-2}"
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP" --sequence-parallel
+    --use-distributed-optimizer --platform cuda
+    --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
+)
+MEMORY_ARGS=(--rl-offload all --recompute-granularity selective --recompute-modules core_attn)
+TRAIN_ARGS=(
+    --bf16 --micro-batch-size "$MBS" --train-iters "${TRAIN_ITERS:-200}"
+    --lr 1e-6 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.01
+)
+RL_ARGS=(
+    --perform-rl-step --grpo-prompts-per-step "${PROMPTS_PER_STEP:-64}"
+    --grpo-group-size "${GROUP_SIZE:-16}" --grpo-kl-beta 0.001
+)
+DATA_ARGS=(--prompt-data "$DATA_PATH" --max-prompt-length "$PROMPT_LENGTH")
+REWARD_ARGS=(--reward-function math)
+EVAL_ARGS=(--eval-prompt-data "$EVAL_DATA_PATH" --eval-interval 20)
+ROLLOUT_ARGS=(
+    --rollout-tp "$ROLLOUT_TP" --rollout-max-response-length "$RESPONSE_LENGTH"
+    --rollout-kv-cache-gb "${KV_CACHE_GB:-24}" --rl-default-temperature 1.0
+    --vllm-max-num-seqs "${MAX_NUM_SEQS:-256}"
+)
+OUTPUT_ARGS=(
+    --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
+    --phase-timeout-s "$PHASE_TIMEOUT_S" --rl-dry-run-machine "${MACHINE:-h200}"
+)
+
+launch mindspeed_rl.train_rl \
+    --hf-checkpoint "$(config_of "$CKPT_LOAD_DIR" qwen2.5-7b "$@")" \
+    "${MODEL_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${MEMORY_ARGS[@]}" "${TRAIN_ARGS[@]}" \
+    "${RL_ARGS[@]}" "${DATA_ARGS[@]}" "${REWARD_ARGS[@]}" "${EVAL_ARGS[@]}" \
+    "${ROLLOUT_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

@@ -1,0 +1,39 @@
+"""The workers of the dispatch benchmark: what is handed over is right, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+
+TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
+if TOOLS not in sys.path:
+    sys.path.insert(0, TOOLS)
+
+from bench.dispatch_ways import AGREE, MOVE, Batch, Worker  # noqa: E402
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def _hand_over(world: World) -> bool:
+    worker = Worker(world.rank, world.size)
+    for step, shift in ((1, AGREE), (2, MOVE)):
+        batch = Batch(world.size, 1, step)
+        worker.make(batch)
+        began, done = worker.spmd(batch, shift)
+        assert began < done
+        worker.check(batch, shift)
+    worker.make(batch.at(3))
+    worker.redistribute(batch.at(3), MOVE)
+    with pytest.raises(AssertionError):
+        worker.check(batch.at(3), AGREE)
+    began, done = worker.bare(batch)
+    return began < done
+
+
+def test_every_worker_gets_the_samples_of_the_one_before_it(tmp_path: Path) -> None:
+    assert run_ranks(_hand_over, 3, work_dir=tmp_path) == [True] * 3

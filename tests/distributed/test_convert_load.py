@@ -1,0 +1,76 @@
+"""``--load`` takes converted checkpoints and those of MindSpeed-LLM, in other layouts (R49)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.classic_writer import Classic, write_classic
+from support.conversions import (
+    assert_equal,
+    config_of,
+    convert,
+    hf_tensors,
+    hf_to_mg,
+    mg_to_hf,
+    write_model,
+)
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.config.training import CheckpointConfig
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+FLAGS = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16",
+         "--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2",
+         "--make-vocab-size-divisible-by", "8")  # fmt: skip
+
+
+def load_all(
+    world: World, model: str, folders: Sequence[str], save: str
+) -> list[tuple[dict[str, torch.Tensor], int, tuple[str, ...]]]:
+    """Rank function: whole weights, step and notes after each load into zeros; then a save."""
+    from support.training_worlds import in_hf_coordinates, make_job
+
+    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+
+    job = make_job(world, model, FLAGS)
+    training.initialize_parallel(job)
+    engine = training.build_engine(job, "policy", 1)
+    found = []
+    for folder in folders:
+        with torch.no_grad():
+            for param in engine.named_parameters().values():
+                param.fill_(float("nan"))
+        loaded = load_checkpoint(folder, engine, CheckpointConfig())
+        floats = {name: p.detach().float() for name, p in engine.named_parameters().items()}
+        found.append((in_hf_coordinates(job, floats), loaded.step, loaded.notes))
+    save_checkpoint(save, 3, engine, {})
+    return found
+
+
+def test_load_takes_other_formats_and_layouts(tmp_path: Path) -> None:
+    """Classic of MindSpeed-LLM, and both of ours; what the run then saves is converted back."""
+    model = write_model("deepseek", tmp_path / "model")
+    hf = hf_tensors(model)
+    theirs = Classic(tp=2, pp=2, ep=2, extend=True, grouped=True)
+    write_classic(theirs, hf, config_of(model), tmp_path / "theirs")
+    hf_to_mg(model, tmp_path / "classic", ["--target-pipeline-parallel-size", "4"])
+    hf_to_mg(model, tmp_path / "dist", ["--ckpt-format", "torch_dist"])
+    folders = [str(tmp_path / name) for name in ("theirs", "classic", "dist")]
+    args = (str(model), folders, str(tmp_path / "saved"))
+    (rank0, _) = run_ranks(load_all, 2, work_dir=tmp_path, args=args)
+    wanted = {name: tensor.float() for name, tensor in hf.items()}
+    for (weights, step, notes), format_ in zip(rank0, ("classic", "classic", "iter_"), strict=True):
+        assert_equal(weights, wanted)
+        assert step == 0 and len(notes) == 1, notes
+        assert format_ in notes[0] and "start anew" in notes[0]
+    mg_to_hf(tmp_path / "saved", model, tmp_path / "back", "--verify")
+    assert_equal(hf_tensors(tmp_path / "back"), hf)
+    convert("--load-model-type", "mg", "--load-dir", tmp_path / "saved", "--save-dir",
+            tmp_path / "again", "--hf-cfg-dir", model)  # fmt: skip
+    assert (tmp_path / "again" / "latest_checkpointed_iteration.txt").read_text() == "3"

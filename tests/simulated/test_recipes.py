@@ -1,0 +1,166 @@
+"""Every recipe: its dry run, its grade, the environment of its ranks, its exit code (issue 9, R34).
+
+Dry runs run in this process; tests/simulated/test_dry_run.py runs some as a user does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.recipes import GRADES, RECIPES, SCRIPTS, recipe_flags
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.architecture import model_config
+from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.config.npu import check_npu
+from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.diagnosis.environment import environment_rows
+from mindspeed_rl.diagnosis.facts import Facts
+from mindspeed_rl.diagnosis.rows import Status
+from mindspeed_rl.dryrun.command import FITS, dry_run
+from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
+
+EXIT_CODE = 7
+# A python that tells how it was called; what it is asked about the package it answers.
+PYTHON = """#!/usr/bin/env bash
+if [[ "$1" == -c ]]; then echo "{package}"; exit 0; fi
+env | grep -E '^(HCCL|TASK|CUDA|PYTHONPATH)'
+printf '%s\\n' "$@"
+exit {code}
+"""
+
+
+def test_the_recipes_of_the_issue_are_there() -> None:
+    assert {"_".join(name.split("_")[:2]) for name in RECIPES} >= {
+        "grpo_deepseek", "grpo_qwen3", "dapo_qwen3", "ppo_qwen2", "grpo_qwen2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_dry_run_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = parse(RLRunConfig, recipe_flags(recipe), "test")
+    config = parsed.config
+    hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
+    implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
+    check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+    check_npu(config.ascend, config.parallel, parsed.ignored)
+    start = time.process_time()
+    assert dry_run(config, {}) == FITS
+    assert time.process_time() - start < 10
+    printed = capsys.readouterr().out
+    assert "nothing was measured" in printed and printed.count("weight update") == 1
+
+
+@pytest.mark.parametrize("machine", ["a2", "a3"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if "_1node" in name])
+def test_recipes_of_one_node_fit_both_machines(
+    recipe: str, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = parse(RLRunConfig, recipe_flags(recipe, ("MACHINE", machine)), "test").config
+    assert config.dry_run.rl_world_size == {"a2": 8, "a3": 16}[machine]
+    assert dry_run(config, {}) == FITS
+    assert f"machine {machine}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_header_says_what_was_verified_and_how_to_start(recipe: str) -> None:
+    text = (SCRIPTS / recipe).read_text()
+    header = text.partition("set -euo pipefail")[0]
+    words = " ".join(line.removeprefix("#").strip() for line in header.splitlines())
+    assert "Grade: " in words and words.split("Grade: ")[1].startswith(GRADES)
+    assert f"usage: pretrain_scripts/{recipe}" in words
+    assert (SCRIPTS / recipe).stat().st_mode & 0o111, "is it executable?"
+
+
+def started(recipe: str, folder: Path, *flags: str) -> tuple[dict[str, str], list[str]]:
+    """Environment and arguments of the launcher in a real start."""
+    python = folder / "python"
+    python.write_text(PYTHON.format(package=SCRIPTS.parent / "mindspeed_rl", code=EXIT_CODE))
+    python.chmod(0o755)
+    logs = folder / "logs"
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / recipe), *flags],
+        env={
+            "PATH": os.environ["PATH"], "PYTHON": str(python), "LOG_DIR": str(logs),
+            "NODE_RANK": "0", "OUTPUT_DIR": str(folder / "out"),
+        },
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == EXIT_CODE, f"the exit code is lost on the way: {done.stderr}"
+    log, deadline = logs / "node0.log", time.monotonic() + 5
+    while time.monotonic() < deadline and (
+        not log.exists() or log.read_text().count("\n") < done.stdout.count("\n")
+    ):
+        time.sleep(0.02)
+    assert log.read_text() == done.stdout
+    lines = done.stdout.splitlines()
+    first = lines.index("-m")
+    pairs = (line.partition("=") for line in lines[:first])
+    return {name: value for name, _, value in pairs}, lines[first:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_start_keeps_its_exit_code_log_and_timeouts(recipe: str, tmp_path: Path) -> None:
+    environ, words = started(recipe, tmp_path, "--train-iters", "3")
+    if words[1] == "torch.distributed.run":
+        module = words.index("-m", 1) + 1
+        ranks, nodes = "--nproc-per-node", "--nnodes"
+        flags = words[module + 1 :]
+    else:  # Ray starts the ranks
+        module, ranks, nodes = 1, "--ray-ranks-per-node", "--ray-num-nodes"
+        flags = words[2:]
+    assert words[module] == "mindspeed_rl.train_rl"
+    config = parse(RLRunConfig, flags, "test").config
+    assert config.train.train_iters == 3, "what the user appends wins"
+    started_ranks = int(words[words.index(ranks) + 1]) * int(words[words.index(nodes) + 1])
+    assert started_ranks == config.dry_run.rl_world_size
+    assert config.launch.orchestrator == ("ray" if module == 1 else "torchrun")
+    assert config.parallel.distributed_timeout_minutes * 60 >= config.logging.phase_timeout_s
+    npu = config.parallel.platform != "cuda"
+    assert npu == ("HCCL_EXEC_TIMEOUT" in environ)
+    if not npu:
+        return
+    loaded = environ | {"ASCEND_TOOLKIT_HOME": "/cann", "ATB_HOME_PATH": "/atb"}
+    if "--master-port" in words:
+        loaded["MASTER_PORT"] = words[words.index("--master-port") + 1]
+    rows = environment_rows(
+        Facts(environ=loaded), "npu",
+        longest_phase_s=config.logging.phase_timeout_s, several_nodes=False,
+    )  # fmt: skip
+    assert not [row for row in rows if row.status is Status.RED]
+
+
+def test_the_doctor_looks_at_the_layout_of_a_recipe(tmp_path: Path) -> None:
+    _, words = started("grpo_qwen2_5_7b_1node.sh", tmp_path, "--doctor", "--rl-world-size", "8")
+    module = words.index("-m", 1) + 1
+    assert words[module] == "mindspeed_rl.doctor" and "--doctor" not in words
+    assert parse(
+        RLRunConfig, words[module + 1 :], "test"
+    ).config.parallel.distributed_timeout_minutes
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in SCRIPTS.glob("ckpt_convert_*.sh")))
+def test_conversion_scripts_speak_the_tools_language(script: str, tmp_path: Path) -> None:
+    places = {name: str(tmp_path / name) for name in ("HF_DIR", "MCORE_DIR", "HF_CFG_DIR")}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script), "--workers", "3"],
+        env={"PATH": os.environ["PATH"], "PYTHON": "echo", **places},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    tool, *flags = done.stdout.split()
+    assert Path(tool) == SCRIPTS.parent / "tools" / "convert_checkpoint.py"
+    options = parse_options(flags)
+    assert options.workers == 3 and options.verify
+
+
+def test_a_machine_that_is_none_is_told() -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "grpo_qwen2_5_7b_1node.sh"), "--rl-dry-run"],
+        env={"PATH": os.environ["PATH"], "MACHINE": "a1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr == "MACHINE=a1: allowed are a2, a3\n"

@@ -1,0 +1,152 @@
+"""A run whose engine answers from a table; report, timer, logger, scoring, exchange are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from support.scoring import InlinePool
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.data.lengths import LengthHistory
+from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.metrics import MetricSet
+from mindspeed_rl.observability.rollout_dump import RolloutDump
+from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.types import Completion, Prompt
+
+END = 0
+SETTINGS = SamplingSettings(temperature=0.0, max_response_tokens=64, stop_token_ids=(END,))
+
+
+class Letters:
+    """A tokenizer whose ids are code points."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(i) for i in ids if i != END)
+
+
+class Clock:
+    """Stands still until told to move."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Answers:
+    """An engine that answers from a table, in two seconds."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[str, str]], clock: Clock) -> None:
+        self.answers = answers
+        self.asked: list[list[GenerationRequest]] = []
+        self.clock = clock
+        self.stats = StepStats()
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        version: int,
+        on_step: OnStep | None = None,
+    ) -> list[Completion]:
+        self.clock.now_s += 2.0
+        self.stats.steps += 1
+        self.asked.append(list(requests))
+        found = [self.answers[r.token_ids] for r in requests]
+        ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
+        completions = [
+            Completion(i, (-0.5,) * len(i), why, version)
+            for i, (_, why) in zip(ids, found, strict=True)
+        ]
+        if on_step is not None:
+            pairs = zip(requests, completions, strict=True)
+            on_step({r.sample_id: c for r, c in pairs})
+        return completions
+
+
+def make_run(
+    output: Path,
+    rows: Sequence[tuple[str, str, str]],
+    rewards: Sequence[str] = ("math",),
+    flags: Sequence[str] = (),
+    world: World | None = None,
+) -> RLJob:
+    """A run whose held-out prompts are ``rows`` of response, finish reason and answer.
+
+    Every rank of ``world``, by default one, has an engine of its own.
+    """
+    world = world or World(0, 1, 0, 1)
+    argv = ["--output-dir", str(output), "--train-iters", "4", "--log-rollouts", "1", *flags]
+    config = parse(RLRunConfig, argv, "test").config
+    prompts = [Prompt(i, (i,), f"q{i}", answer) for i, (_, _, answer) in enumerate(rows)]
+    answers = {(i,): (text, why) for i, (text, why, _) in enumerate(rows)}
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with timer(name):
+            yield
+
+    job = SimpleNamespace(
+        config=config,
+        world=world,
+        say=lambda *lines: None,
+        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
+    )
+    run = SimpleNamespace(
+        job=job, config=config, rank=world.rank, leads_engine=True, version=0,
+        timer=timer, phase=phase,
+        plan=SimpleNamespace(
+            engine=EngineLayout(world.size, 1),
+            batch=SimpleNamespace(prompts=len(rows), group_size=1, samples=len(rows)),
+        ),
+        engine=Answers(answers, clock), tokenizer=Letters(),
+        sampling=lambda temperature: SETTINGS,
+        sampler=SimpleNamespace(next=lambda count: list(range(count))),
+        prompts=prompts, eval_sets={"": prompts}, lengths=LengthHistory(),
+        environment=None, rewards=InlinePool(rewards), surplus=[], pending=[],
+        cache=TensorCache(torch.device("cpu")),
+        reward_names=tuple(r.partition("=")[0] for r in rewards),
+        part_names=tuple(r.partition("=")[0] for r in rewards),
+        logger=RunLogger(output, world.rank == 0, ("jsonl",)),
+        dump=RolloutDump(output / "rollouts.jsonl", 1, world.rank == 0),
+        ledger=SimpleNamespace(metrics=MetricSet),
+        phases=SimpleNamespace(sync_metrics=MetricSet(), require=lambda phase, what: None),
+    )  # fmt: skip
+    return cast(RLJob, run)
+
+
+def evaluation_world(
+    world: World, output: str, sizes: Sequence[int]
+) -> list[tuple[Any, list[int]]]:
+    """Rank function: an evaluation of sets of some sizes, every other response right.
+
+    Returns:
+        Per size the result, and the prompts that this rank answered greedily.
+    """
+    from mindspeed_rl.orchestration.evaluation import evaluate
+
+    found = []
+    for size in sizes:
+        rows = [(str(i), "stop", str(i) if i % 2 else "no") for i in range(size)]
+        flags = ["--rl-eval-samples", "2", "--rl-eval-temperature", "0.5"]
+        run = make_run(Path(output) / f"{size}", rows, ["math"], flags, world)
+        result = evaluate(run, run.eval_sets[""], 0)
+        asked = cast(Answers, run.engine).asked[0]
+        found.append((result.metrics() | {"eval/time_s": 0.0}, [r.sample_id for r in asked]))
+    return found

@@ -1,0 +1,63 @@
+"""Named faults of what users touch first: doctor, data preparation, trackers, profiler."""
+
+from __future__ import annotations
+
+from support.mutation import Mutation
+
+_DOCTOR = "tests/unit/test_doctor.py::"
+_RED_FACTS = _DOCTOR + "test_a_machine_that_cannot_run_is_red"
+_RED_ENVIRONMENT = _DOCTOR + "test_an_environment_that_breaks_runs_is_red"
+_DATA = "tests/unit/test_data_published.py::"
+_TRACKERS = "tests/unit/test_trackers.py::"
+_PROFILER = "tests/unit/test_profiler.py::"
+
+TOOL_MUTATIONS = (
+    Mutation("another-version-is-green", "diagnosis/packages.py",
+             "if installed is not None and _fits(installed, specifier):",
+             "if installed is not None:",
+             _DOCTOR + "test_a_package_outside_the_matrix_is_red"),
+    Mutation("a-local-build-is-red", "diagnosis/packages.py",
+             "Version(version.public)", "version",
+             _DOCTOR + "test_local_builds_of_a_pinned_version_fit"),
+    Mutation("an-engine-of-the-other-board-is-green", "diagnosis/packages.py",
+             "facts.soc.upper() != facts.engine_soc.upper()", "False", _RED_FACTS),
+    Mutation("a-timeout-shorter-than-the-phase-is-green", "diagnosis/environment.py",
+             '("HCCL_EXEC_TIMEOUT", longest_phase_s,', '("HCCL_EXEC_TIMEOUT", 0,',
+             _DOCTOR + "test_the_timeout_follows_the_longest_phase_of_the_run"),
+    Mutation("ports-that-are-taken-are-green", "diagnosis/environment.py",
+             "taken = sorted((host or set()) & facts.ports)", "taken: list[int] = []", _RED_FACTS),
+    Mutation("a-missing-interface-is-green", "diagnosis/environment.py",
+             "if missing and not", "if False and not", _RED_ENVIRONMENT),
+    Mutation("more-ranks-than-devices-is-green", "diagnosis/devices.py",
+             "if (ranks := local_size(facts.environ)) > usable:",
+             "if (ranks := local_size(facts.environ)) > there:", _RED_ENVIRONMENT),
+    Mutation("another-cann-is-green", "diagnosis/devices.py",
+             "elif not found.lower().startswith(wanted.lower()):", "elif False:", _RED_FACTS),
+    Mutation("a-hanging-group-is-green", "orchestration/preflight.py",
+             "failed = [g for g in axis.groups if _errors(g, axis.name, visits)]",
+             "failed: list[tuple[int, ...]] = []",
+             _DOCTOR + "test_a_group_that_hangs_is_named_with_who_is_not_in_it"),
+    Mutation("a-silent-rank-is-forgotten", "orchestration/preflight.py",
+             "if rank not in told:", "if False:",
+             _DOCTOR + "test_a_rank_that_says_nothing_is_named"),
+    Mutation("held-out-questions-are-trained", "data/published.py",
+             "for question, row in rows.items() if question not in held]",
+             "for question, row in rows.items()]",
+             _DATA + "test_held_out_questions_do_not_depend_on_the_order_and_are_not_trained"),
+    Mutation("contradicting-answers-are-kept", "data/published.py",
+             "if len(several) == 1}", "if several}",
+             _DATA + "test_deepscaler_leaves_contradictions_out"),
+    Mutation("a-resumed-run-logs-into-the-old-one", "observability/trackers.py",
+             "        self.close()\n        self._start = step",
+             "        self._start = step",
+             _TRACKERS + "test_trackers_begin_anew_when_told_to_forget"),
+    Mutation("a-missing-tracker-is-found-late", "config/diagnostics.py",
+             "if asked and not there:", "if False:",
+             _TRACKERS + "test_a_package_that_is_missing_is_told_before_the_run"),
+    Mutation("the-window-is-one-step-too-long", "observability/profiler.py",
+             "<= step < self._config.profile_step_end", "<= step <= self._config.profile_step_end",
+             _PROFILER + "test_a_window_is_one_trace_that_opens"),
+    Mutation("every-rank-is-profiled", "config/diagnostics.py",
+             "(bool(everyone) or str(rank) in self.profile_ranks)", "True",
+             _PROFILER + "test_only_the_ranks_that_were_asked_for"),
+)  # fmt: skip

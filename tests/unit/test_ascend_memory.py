@@ -1,0 +1,186 @@
+"""The pool of vLLM-Ascend's sleep mode: what is kept, and errors in the middle (R16, R20)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from support.fake_ascend import GARBAGE, FakeNpu, FakePool
+from support.line_faults import Planted, fault_before_line
+
+from mindspeed_rl.rollout.ascend import memory
+from mindspeed_rl.rollout.ascend.memory import PoolMemory, Span, outside, span_of
+
+
+def test_what_is_outside_of_some_spans() -> None:
+    whole = Span(100, 50)
+    assert outside(whole, []) == [whole]
+    assert outside(whole, [Span(90, 70)]) == []
+    assert outside(whole, [Span(140, 30), Span(0, 110), Span(105, 10)]) == [Span(115, 25)]
+    assert outside(whole, [Span(110, 5), Span(112, 1), Span(120, 5)]) == [
+        Span(100, 10), Span(115, 5), Span(125, 25),
+    ]  # fmt: skip
+    assert outside(whole, [Span(0, 100), Span(150, 9)]) == [whole]
+
+
+def test_the_span_of_a_tensor_has_no_gaps() -> None:
+    whole = torch.zeros(4, 6)
+    start = whole.data_ptr()
+    assert span_of(whole) == span_of(whole.t()) == Span(start, 96)
+    assert span_of(whole[1:3]) == Span(start + 24, 48)
+    assert span_of(whole[:, 1:3]) is None, "its gaps are other tensors"
+    assert span_of(whole[:0]) is None
+
+
+class Sleeper:
+    """A pool with two allocations of weights, one with plain tensors around a parameter."""
+
+    def __init__(self, save: bool = True) -> None:
+        self.pool = FakePool()
+        self.mixed = self.pool.place(torch.arange(24.0), "weights")
+        self.param = self.mixed[4:20].view(4, 4).t()
+        self.stray = self.pool.place(torch.full((7,), 3.0), "weights")
+        self.cache = self.pool.place(torch.ones(5), "kv_cache")
+        self.in_use: list[bool] = []
+        self.woken = 0
+        self.fails_to_wake = False
+        self.memory = PoolMemory(
+            self.pool, "weights", self._wake, FakeNpu(), save=save, lost=lambda: [self.param],
+            pool_in_use=self.in_use.append,
+        )  # fmt: skip
+
+    def _wake(self, tags: list[str]) -> None:
+        self.pool.wake_up(tags)  # fails where it would map twice
+        assert self.mapped == {True}, "what it turns is there"
+        self.woken += 1
+        if self.fails_to_wake:
+            raise OSError("woken badly")
+
+    @property
+    def mapped(self) -> set[bool]:
+        return {d.mapped for d in self.pool.pointer_to_data.values() if d.tag != "kv_cache"}
+
+    def check(self) -> None:
+        """Everything is there, and only the parameter was cleared."""
+        assert self.mapped == {True}
+        assert {d.tag for d in self.pool.pointer_to_data.values()} == {"weights", "kv_cache"}
+        rest = torch.cat([self.mixed[:4], self.mixed[20:]])
+        assert torch.equal(rest, torch.cat([torch.arange(4.0), torch.arange(20.0, 24.0)]))
+        assert torch.equal(self.stray, torch.full((7,), 3.0))
+        assert torch.equal(self.cache, torch.ones(5))
+
+
+def test_only_what_no_update_writes_is_copied() -> None:
+    sleeper = Sleeper()
+    for cycle in (1, 2):
+        sleeper.param.fill_(9.0)
+        sleeper.memory.free()
+        sleeper.memory.free()
+        assert sleeper.mapped == {False} and int(sleeper.stray.view(torch.uint8)[0]) == GARBAGE
+        sleeper.memory.bring_back()
+        sleeper.memory.bring_back()
+        sleeper.check()
+        assert torch.count_nonzero(sleeper.param) == 0
+        assert sleeper.woken == cycle and sleeper.in_use == [False, True] * cycle
+    kept = 4 * (4 + 4 + 7)
+    assert sleeper.memory.kept_bytes == kept
+    assert sleeper.pool.copied_bytes == {1: 2 * kept, 2: 2 * kept}
+    assert sleeper.memory.num_bytes == 4 * (24 + 7)
+
+
+def test_an_error_before_any_line_changes_nothing() -> None:
+    """Towards sleep all of it is here afterwards, towards waking all of it is away."""
+    planted = 0
+    for number in range(1, 400):
+        sleeper = Sleeper()
+        with fault_before_line(number, [memory], not_in=["__init__"]) as lines, suppress(Planted):
+            sleeper.memory.free()
+            was_away = True
+            sleeper.memory.bring_back()
+            was_away = False
+        if len(lines) < number:
+            break
+        planted += 1
+        waking = "bring_back" in " ".join(lines)
+        assert sleeper.mapped == {not waking}, (lines[-1], was_away)
+        sleeper.memory.bring_back()
+        sleeper.check()
+        sleeper.memory.free()
+        assert sleeper.mapped == {False}
+        sleeper.memory.bring_back()
+        sleeper.check()
+    assert 60 < planted < 399
+
+
+@pytest.mark.parametrize("call", ["unmap_and_release", "create_and_map", "memcpy", "wake"])
+def test_calls_of_the_pool_that_fail_change_nothing(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second allocation cannot be unmapped, mapped or restored, or the worker fails."""
+    sleeper = Sleeper()
+    freeing = call == "unmap_and_release"
+    if not freeing:
+        sleeper.memory.free()
+    sleeper.fails_to_wake = call == "wake"
+    real = getattr(sleeper.pool, call, None)
+    calls = 0
+
+    def second_fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            if call == "memcpy":
+                return 207001
+            raise RuntimeError("out of memory")
+        return real(*args)
+
+    if real is not None:
+        monkeypatch.setattr(sleeper.pool, call, second_fails)
+    told = {"memcpy": r"acl.rt.memcpy of \d+ bytes to the device failed with status 207001",
+            "wake": "woken badly"}  # fmt: skip
+    with pytest.raises((RuntimeError, OSError), match=told.get(call, "out of memory")):
+        (sleeper.memory.free if freeing else sleeper.memory.bring_back)()
+    assert sleeper.mapped == {freeing}
+    sleeper.fails_to_wake = False
+    sleeper.memory.bring_back()
+    sleeper.check()
+
+
+def test_a_copy_to_the_host_that_fails_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = Sleeper()
+    monkeypatch.setattr(sleeper.pool, "memcpy", lambda *args: 107001)
+    with pytest.raises(RuntimeError, match="to the host failed with status 107001"):
+        sleeper.memory.free()
+    sleeper.check()
+
+
+def test_what_could_not_be_taken_back_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unmapping fails, and so does mapping again: the next call knows what is left."""
+    sleeper = Sleeper()
+    unmap = sleeper.pool.unmap_and_release
+    second = list(sleeper.pool.pointer_to_data)[1]
+
+    def refuses_second(handle: tuple[int, int, int, int]) -> None:
+        if handle[2] == second:
+            raise RuntimeError("cannot unmap")
+        unmap(handle)
+
+    def refuses(handle: object) -> None:
+        raise RuntimeError("cannot map")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sleeper.pool, "unmap_and_release", refuses_second)
+        patch.setattr(sleeper.pool, "create_and_map", refuses)
+        with pytest.raises(RuntimeError, match="cannot map"):
+            sleeper.memory.free()
+    assert sleeper.mapped == {True, False}
+    sleeper.memory.bring_back()
+    sleeper.check()
+
+
+def test_an_empty_tag_is_an_error() -> None:
+    pool = FakePool()
+    with pytest.raises(RuntimeError, match="sleep mode is not in force"):
+        PoolMemory(pool, "weights", print, FakeNpu(), save=True, lost=list)

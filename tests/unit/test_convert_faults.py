@@ -1,0 +1,355 @@
+"""Conversions that cannot be done say why; those that are cut off go on (R50, R55)."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.classic_writer import Classic, write_classic
+from support.conversions import (
+    add_mtp,
+    config_of,
+    convert,
+    edit_config,
+    file_bytes,
+    hf_tensors,
+    hf_to_mg,
+    mg_to_hf,
+    write_model,
+)
+from unit.test_hf_export import largest_file
+
+from mindspeed_rl.conversion import run
+
+TP2 = ("--target-tensor-parallel-size", "2")
+FOUR = (*TP2, "--target-pipeline-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("deepseek", tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def classic(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classic") / "mg"
+    write_classic(Classic(tp=2, pp=2, ep=2), hf_tensors(model), config_of(model), folder)
+    return folder
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+# --- what a kill leaves ---------------------------------------------------------------------------
+
+
+def write_large_model(folder: Path, num_layers: int) -> Path:
+    """About 1.5 MB a layer, so that a conversion takes long enough to be killed."""
+    model = write_model("qwen3", folder, num_hidden_layers=num_layers, hidden_size=256,
+                        intermediate_size=512, head_dim=64)  # fmt: skip
+    return model
+
+
+def convert_in_child(model: Path, target: Path) -> int:
+    """Start a conversion in a forked process that notes every 64 KiB; its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        with mock.patch.object(run, "_SYNC_BYTES", 1 << 16):
+            hf_to_mg(model, target, [*FOUR, "--workers", "2"])
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL at ten random moments; before the end the target is not there at all."""
+    model = write_large_model(tmp_path / "model", 12)
+    start = time.monotonic()
+    assert os.waitpid(convert_in_child(model, tmp_path / "whole"), 0)[1] == 0
+    seconds = time.monotonic() - start
+    target, journal = tmp_path / "killed", tmp_path / ".killed.converting" / "journal"
+    rng, notes = random.Random(7), [0]
+    for _ in range(10):
+        child = convert_in_child(model, target)
+        time.sleep(rng.uniform(0.02, 0.3) * seconds)
+        os.kill(child, signal.SIGKILL)
+        if os.waitpid(child, 0)[1] == 0:
+            break  # it was done before the signal
+        assert not target.exists()
+        if journal.exists():
+            notes.append(len(journal.read_text().splitlines()))
+    if not target.exists():
+        said = hf_to_mg(model, target, FOUR)
+        assert any(line.startswith("resumed: ") for line in said)
+    assert notes == sorted(notes) and len(set(notes)) > 3, notes
+    assert file_bytes(target) == file_bytes(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["killed", "model", "whole"]
+
+
+def stop_after(num_tensors: int) -> mock._patch[Callable[..., int]]:
+    """The disk fails at the tensor after these."""
+    real, done = run._write_tensor, []
+
+    def write(*args: object) -> int:
+        if len(done) == num_tensors:
+            raise OSError(28, "No space left on device")
+        done.append(0)
+        return real(*args)  # type: ignore[arg-type]
+
+    return mock.patch.object(run, "_write_tensor", write)
+
+
+def interrupted(model: Path, target: Path, num_tensors: int) -> None:
+    with (
+        mock.patch.object(run, "_SYNC_BYTES", 1),
+        stop_after(num_tensors),
+        pytest.raises(OSError, match=r"No space left.*same command again to go on"),
+    ):
+        hf_to_mg(model, target, [*TP2, "--workers", "1"])
+    assert not target.exists()
+
+
+def test_what_is_noted_is_not_written_again(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mg"
+    interrupted(model, target, 20)
+    with mock.patch.object(run, "_write_tensor", wraps=run._write_tensor) as again:
+        said = hf_to_mg(model, target, TP2)
+    hf_to_mg(model, tmp_path / "whole", TP2)
+    assert file_bytes(target) == file_bytes(tmp_path / "whole")
+    num_tensors = sum(len(torch.load(p, weights_only=False)["model"]) for p in target.rglob("*.pt"))
+    assert again.call_count == num_tensors - 20
+    assert any(line.startswith("resumed: ") for line in said)
+
+
+def test_a_note_that_was_cut_off_is_not_believed(model: Path, tmp_path: Path) -> None:
+    target, journal = tmp_path / "mg", tmp_path / ".mg.converting" / "journal"
+    interrupted(model, target, 20)
+    text = journal.read_text()
+    journal.write_text(text[:-4])  # the last line without its end: its tensor is written again
+    with mock.patch.object(run, "_write_tensor", wraps=run._write_tensor) as again:
+        hf_to_mg(model, target, TP2)
+    hf_to_mg(model, tmp_path / "whole", TP2)
+    assert file_bytes(target) == file_bytes(tmp_path / "whole")
+    num_tensors = sum(len(torch.load(p, weights_only=False)["model"]) for p in target.rglob("*.pt"))
+    assert again.call_count == num_tensors - 19
+
+
+def test_another_source_or_layout_starts_anew(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mg"
+    mine = copied(model, tmp_path / "model")
+    interrupted(mine, target, 20)
+    os.utime(mine / "model.safetensors", (1, 1))
+    said = hf_to_mg(mine, target, TP2)
+    assert not any(line.startswith("resumed") for line in said)
+
+
+def test_two_processes_do_not_share_a_target(model: Path, tmp_path: Path) -> None:
+    def second(*_: object) -> None:
+        with pytest.raises(ValueError, match="another process is converting into it"):
+            hf_to_mg(model, tmp_path / "mg", TP2)
+
+    with mock.patch.object(run, "_finish", side_effect=[None], wraps=None) as finish:
+        finish.side_effect = second
+        hf_to_mg(model, tmp_path / "mg", TP2)
+
+
+# --- disks ----------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_what_was_written_and_says_how_to_go_on(
+    model: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "hf"
+    flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target)
+    with (
+        largest_file(20_000),
+        pytest.raises(OSError, match=r"hf: File too large.*free space"),
+    ):
+        convert(*flags)
+    assert not target.exists()
+    convert(*flags)
+    assert hf_tensors(target).keys() == hf_tensors(model).keys()
+
+
+def test_space_is_checked_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with (
+        mock.patch.object(shutil, "disk_usage", return_value=usage),
+        pytest.raises(OSError, match=r"takes 0\.00 GiB .* and 0\.00 GiB are free.*Nothing"),
+    ):
+        hf_to_mg(model, tmp_path / "mg", TP2)
+    assert not (tmp_path / "mg").exists()
+
+
+def test_verify_finds_a_bit_that_was_lost(model: Path, tmp_path: Path) -> None:
+    real = run._finish
+
+    def lossy(target: object, journal: object) -> None:
+        real(target, journal)  # type: ignore[arg-type]
+        (path,) = journal.out.glob("*.safetensors")  # type: ignore[attr-defined]
+        with path.open("r+b") as file:
+            file.seek(-5, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-5, os.SEEK_END)
+            file.write(bytes([byte[0] ^ 1]))
+
+    target = tmp_path / "hf"
+    flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target, "--verify")
+    with (
+        mock.patch.object(run, "_finish", lossy),
+        pytest.raises(ValueError, match="--verify: 1 of 93 tensors differ"),
+    ):
+        convert(*flags)
+    assert not list(tmp_path.iterdir()), "wrong files must not be taken up again"
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 64)
+
+
+def first_file(folder: Path) -> Path:
+    return min(folder.glob("iter_*/*/model_optim_rng.pt"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: cut(first_file(f)), r"model_optim_rng\.pt: truncated, or not written by torch"),
+        (lambda f: first_file(f).write_bytes(b"x" * 999), "truncated, or not written by torch.sav"),
+        (lambda f: first_file(f).unlink(), r"mp_rank_00_000_000: model_optim_rng\.pt is missing"),
+        (lambda f: shutil.rmtree(first_file(f).parent), "files of some pipeline stages are missin"),
+        (
+            lambda f: shutil.rmtree(f / "iter_0000001/mp_rank_01_001_001"),
+            r"mp_rank_01_001_001 is missing; the other files are of classic Megatron, tp 2 x pp 2",
+        ),
+        (
+            lambda f: (f / "iter_0000001/mp_rank_01_001_001").rename(
+                f / "iter_0000001/mp_rank_01_001"
+            ),
+            "files of several layouts",
+        ),
+        (
+            lambda f: (f / "latest_checkpointed_iteration.txt").write_text("7"),
+            r"no Megatron checkpoint; needed: latest_checkpointed_iteration\.txt and the folder",
+        ),
+    ],
+)
+def test_damaged_classic_files(
+    classic: Path, model: Path, damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    folder = copied(classic, tmp_path / "mg")
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        mg_to_hf(folder, model, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 5}, r"hold 4 layers \(2-2\), config\.json has 5"),
+        ({"hidden_size": 64}, "has shape .* config.json implies"),
+        ({"n_shared_experts": 0}, r"shared_experts.* in it, which config\.json does not imply"),
+        ({"vocab_size": 500}, "34 rows on each of 2 ranks; config.json has a vocabulary of 500"),
+    ],
+)
+def test_classic_files_of_another_model(
+    classic: Path, model: Path, changes: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    config = copied(model, tmp_path / "config")
+    edit_config(config, **changes)
+    with pytest.raises(ValueError, match=message):
+        mg_to_hf(classic, config, tmp_path / "hf")
+
+
+def test_damaged_and_foreign_hf_files(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "hf")
+    cut(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: (truncated|\d+ bytes, its header)"):
+        hf_to_mg(folder, tmp_path / "mg", TP2)
+    weights = hf_tensors(model)
+    save_file({**weights, "extra.weight": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1 unknown: extra\.weight"):
+        hf_to_mg(folder, tmp_path / "mg", TP2)
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has the element type F8_E4M3 and"):
+        hf_to_mg(folder, tmp_path / "mg", TP2)
+
+
+def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "hf")
+    add_mtp(folder)
+    weights = hf_tensors(folder)
+    weights["model.layers.4.embed_tokens.weight"] += 1
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.4\.embed_tokens\.weight differs from mod"):
+        hf_to_mg(folder, tmp_path / "mg", [*TP2, "--mtp-num-layers", "1"])
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--model-type-hf", "qwen3"],
+            "--model-type-hf qwen3: config.json is of a deepseek_v3",
+        ),
+        (["--model-type-hf", "bloom"], "--model-type-hf bloom is not supported; allowed: llama2,"),
+        (["--num-layers", "5"], "--num-layers 5: config.json has 4 layers"),
+        (["--first-k-dense-replace", "3"], "--first-k-dense-replace 3: config.json has 1"),
+        (["--mtp-num-layers", "1"], r"--mtp-num-layers 1: config\.json has 0"),
+        (["--expert-tensor-parallel-size", "4"], "4: a classic checkpoint has one file per tensor"),
+        (["--target-pipeline-parallel-size", "3"], "does not divide the model's 4 layers"),
+        (["--target-expert-parallel-size", "3"], "--expert-model-parallel-size 3 does not divide"),
+        (["--num-layer-list", "1,2"], "--num-layer-list 1,2"),
+        (["--moe-tp-extend-ep", "--expert-tensor-parallel-size", "4"], "makes experts whole"),
+        (["--qlora-nf4"], "--qlora-nf4: not supported; 4-bit weights"),
+        (["--schedules-method", "dualpipev"], "--schedules-method: not supported; dualpipev"),
+        (["--save-dir", "MODEL"], "is or contains --load-dir"),
+        (["--load-dir", "/nowhere"], "--load-dir /nowhere: no such directory"),
+        (["--load-model-type", "mg"], "--hf-cfg-dir is missing"),
+    ],
+)
+def test_flags_that_do_not_fit(model: Path, flags: list[str], message: str, tmp_path: Path) -> None:
+    argv = [str(model) if word == "MODEL" else word for word in flags]
+    with pytest.raises(ValueError, match=message):
+        hf_to_mg(model, tmp_path / "mg", [*TP2, *argv])
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats_that_are_confused(model: Path, classic: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a Hugging Face checkpoint: --load-model-type hf"):
+        mg_to_hf(model, model, tmp_path / "out")
+    folder = copied(classic, tmp_path / "mg")
+    shutil.copy(model / "config.json", folder)
+    with pytest.raises(ValueError, match="is a Megatron checkpoint: --load-model-type mg"):
+        hf_to_mg(folder, tmp_path / "out", TP2)
+
+
+def test_nothing_is_replaced(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mg").mkdir()
+    (tmp_path / "mg" / "precious").write_text("data")
+    with pytest.raises(ValueError, match="exists and is not empty; a conversion replaces nothing"):
+        hf_to_mg(model, tmp_path / "mg", TP2)
+    assert (tmp_path / "mg" / "precious").read_text() == "data"

@@ -1,0 +1,128 @@
+"""Published data sets from made-up files in their formats, down to what a run reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mindspeed_rl.data.published import BOXED, PUBLISHED, prepare
+from mindspeed_rl.rewards import RewardRequest, resolve_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import prepare_data  # noqa: E402
+
+GSM8K = [
+    {"question": f"Tom has {i} apples and buys 1000. How many?",
+     "answer": f"He has {i}+1000 = <<{i}+1000={i + 1000}>>{i + 1000}.\n#### 1,{i:03d}"}
+    for i in range(5)
+]  # fmt: skip
+DEEPSCALER = [
+    {"problem": "What is half of one?", "answer": "\\frac{1}{2}", "solution": "Divide."},
+    {"problem": "What is 2 x 3?", "answer": "6", "solution": ""},
+    {"problem": "Solve.", "answer": "1", "solution": ""},
+    {"problem": "Solve.", "answer": "2", "solution": ""},
+]
+
+
+def dapo(index: int) -> dict[str, Any]:
+    text = (
+        f"Solve. The last line is of the form Answer: $Answer.\n\nWhat is {index} + 1?\n\nRemember."
+    )
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": text, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(index + 1), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"id-{index}"},
+    }
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], suffix: str) -> Path:
+    file = folder / f"{name}{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_gsm8k(suffix: str, tmp_path: Path) -> None:
+    found = prepare("gsm8k", write(tmp_path, "gsm8k", GSM8K, suffix))
+    assert [row["answer"] for row in found.train] == ["1000", "1001", "1002", "1003", "1004"]
+    assert found.train[3] == {
+        "prompt": [{"role": "user", "content": f"{GSM8K[3]['question']}\n{BOXED}"}],
+        "answer": "1003", "source": "gsm8k",
+    }  # fmt: skip
+    assert found.heldout == [] and found.num_read == 5 and found.num_repeated == 0
+
+
+def test_deepscaler_leaves_contradictions_out(tmp_path: Path) -> None:
+    found = prepare("deepscaler", write(tmp_path, "deepscaler", DEEPSCALER, ".json"))
+    assert [row["answer"] for row in found.train] == ["\\frac{1}{2}", "6"]
+    assert (found.num_read, found.num_repeated, found.num_contradicting) == (4, 1, 1)
+
+
+def test_dapo_math_is_asked_once(tmp_path: Path) -> None:
+    rows = [dapo(i % 4) for i in range(12)]
+    found = prepare("dapo-math-17k", write(tmp_path, "dapo", rows, ".parquet"))
+    assert [row["answer"] for row in found.train] == ["1", "2", "3", "4"]
+    assert found.num_repeated == 8 and found.num_contradicting == 0
+    assert found.train[0]["prompt"][0]["content"].startswith("Solve. The last line")
+
+
+def test_held_out_questions_do_not_depend_on_the_order_and_are_not_trained(tmp_path: Path) -> None:
+    first = prepare("gsm8k", write(tmp_path, "a", GSM8K, ".jsonl"), 2)
+    second = prepare("gsm8k", write(tmp_path, "b", GSM8K[::-1], ".jsonl"), 2)
+    held = [row["prompt"][0]["content"] for row in first.heldout]
+    assert len(held) == 2 and len(first.train) == 3
+    assert sorted(held) == sorted(row["prompt"][0]["content"] for row in second.heldout)
+    assert not {row["prompt"][0]["content"] for row in first.train} & set(held)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("gsm8k", [{"a": "4"}], "the columns are .*is this the file of another data set"),
+        ("gsm8k", [{"question": "a", "answer": "4"}], "no '#### result'"),
+        ("deepscaler", GSM8K, "no text in problem"),
+        ("dapo-math-17k", DEEPSCALER, "not a list of one message"),
+        ("dapo-math-17k", [dapo(1) | {"reward_model": {}}], "reward_model.ground_truth"),
+    ],
+)
+def test_another_file_is_refused_with_its_line(
+    name: str, rows: list[dict[str, Any]], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        prepare(name, write(tmp_path, "x", rows, ".jsonl"))
+    assert "x.jsonl:1" in str(refused.value)
+
+
+def test_the_command_writes_what_a_run_reads_and_the_math_reward_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "gsm8k", GSM8K, ".jsonl")
+    target = tmp_path / "out"
+    argv = ["--dataset", "gsm8k", "--input", str(file), "--output", str(target)]
+    assert prepare_data.main([*argv, "--heldout", "1"]) == 0
+    assert "5 rows, 0 repeated" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (target / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and len((target / "heldout.jsonl").read_text().splitlines()) == 1
+    math = resolve_reward("math")
+    for row in rows:
+        right, wrong = f"so \\boxed{{{row['answer']}}}", "so \\boxed{7}"
+        scores = [math(RewardRequest(0, "", r, row["answer"], "stop", 3)) for r in (right, wrong)]
+        assert scores == [1.0, 0.0]
+    assert prepare_data.main([*argv, "--heldout", "9"]) == 2
+    assert "leaves none to train on" in capsys.readouterr().err
+    assert set(PUBLISHED) == {"gsm8k", "deepscaler", "dapo-math-17k"}

