@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.patches.sampling_stream import STREAM, stream_of
 from mindspeed_rl.types import FINISH_REASONS, Completion
 
 
@@ -58,6 +60,40 @@ def sampling_params(settings: SamplingSettings) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,  # nobody reads what is not finished
         skip_clone=True,  # a deep copy per request costs more than sampling a short response
     )
+
+
+class VllmPort:
+    """Requests of vLLM's ``LLMEngine`` with equal settings."""
+
+    def __init__(self, engine: Any, settings: SamplingSettings) -> None:
+        self._engine = engine
+        self._base = sampling_params(settings)
+
+    def add(
+        self,
+        key: str,
+        token_ids: list[int],
+        seed: int,
+        max_tokens: int,
+        stream: torch.Tensor | None,
+    ) -> str:
+        """See :class:`~mindspeed_rl.rollout.open_requests.RequestPort`."""
+        from vllm.inputs.engine import tokens_input
+
+        params = copy.copy(self._base)
+        params.seed, params.max_tokens = seed, max_tokens
+        if stream is not None:
+            params.extra_args = {STREAM: stream}
+        name = self._engine.add_request(key, tokens_input(prompt_token_ids=token_ids), params)
+        return str(name or key)  # older versions return nothing and keep the key
+
+    def abort(self, keys: list[str]) -> None:
+        """See :class:`~mindspeed_rl.rollout.open_requests.RequestPort`."""
+        self._engine.abort_request(keys)
+
+    def stream(self, name: str) -> torch.Tensor | None:
+        """See :class:`~mindspeed_rl.rollout.open_requests.RequestPort`."""
+        return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
 
 
 def token_scores(
