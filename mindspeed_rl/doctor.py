@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PROG = "mindspeed_rl.doctor"
 PREFLIGHT_S = 60.0
 _LAYOUT = "layout"
+_MEETING = "MASTER_ADDR and MASTER_PORT must be those of the first node, and open"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -138,18 +139,27 @@ def collective_rows(
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
+    found: list[Row] = []
     try:
         store = connect(world.rank, limit_s)
         found = _rows_of_other_nodes(store, world, local, limit_s)
         platform = select_platform(platform_name)
         platform.set_device()
+    except ValueError as error:  # no device, which its own row says
+        return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
+    except RuntimeError as error:
+        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
+    try:
         dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
     except (RuntimeError, ValueError) as error:
-        fix = "MASTER_ADDR and MASTER_PORT must be those of the first node, and open"
-        return [red("collectives", f"ranks do not meet: {error}", fix)]
+        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
     found += Preflight(world, platform, store, axes_of(config, plan, world.size), limit_s).run()
     dist.destroy_process_group()
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _rows_of_other_nodes(

@@ -76,6 +76,13 @@ CLAIMS: tuple[Claim, ...] = (
           _BOOT + "test_patches_that_are_not_in_force_are_found"),
     Claim(START, "expandable segments are taken out of the environment; a user's HCCL timeouts "
           "stay", _E, _BOOT + "test_the_adaptor_changes_nothing_for_others"),
+    Claim(START, "the doctor: versions, CANN, driver, HCCL's timeouts and ports, devices, board of "
+          "vllm-ascend's build, each with its fix", _U,
+          limits="tested against made-up facts (tests/unit/test_doctor.py); where CANN, driver and "
+          "npu-smi tell their versions was read in documentation"),
+    Claim(START, "`--profile` takes torch_npu's profiler", _S,
+          _API + "test_every_use_of_ours_is_in_the_snapshot",
+          limits="parameters of 2.10.0.post4; nothing was recorded"),
     Claim(START, "HCCL buffer sizes per group (`--hccl-group-buffer`)", _E,
           _BOOT + "test_hccl_buffers_are_of_the_group",
           limits="the options are built; no communicator is"),

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from mindspeed_rl.conversion.command import run_conversion
 from mindspeed_rl.conversion.options import parse_options
 
 
 def main() -> int:
     """Parse and convert."""
+    torch.set_num_threads(1)  # --workers are the threads
     try:
         run_conversion(parse_options(sys.argv[1:]), lambda line: print(line, flush=True))
     except ValueError as error:

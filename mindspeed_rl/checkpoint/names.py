@@ -18,8 +18,8 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".qweight", ".qzeros", ".scales
 _NUMBER = re.compile(r"\d+")
 
 DEQUANTIZE = (
-    "convert the checkpoint to bfloat16 first (DeepSeek: inference/fp8_cast_bf16.py of the "
-    "model's repository)"
+    "convert the checkpoint to bfloat16 first: python tools/convert_checkpoint.py "
+    "--load-model-type hf --save-model-type hf --load-dir DIR --save-dir NEW"
 )
 
 

@@ -151,14 +151,30 @@ def refuse_other_run(directory: str | os.PathLike[str], start_step: int) -> None
     """A run must not write among the checkpoints of another one.
 
     Raises:
-        ValueError: ``--save`` holds a complete checkpoint of a later step than this run starts at.
+        ValueError: ``--save`` holds a complete checkpoint of a later step than this run starts at,
+            or one of another tool, which a save of the same step would replace.
     """
+    if foreign := _foreign_folders(Path(directory)):
+        raise ValueError(
+            f"--save {directory} holds {foreign[0].name}, which another tool wrote; choose another "
+            "folder"
+        )
     newest = find_latest(directory).path if Path(directory).is_dir() else None
     if newest is not None and step_of(newest) > start_step:
         raise ValueError(
             f"--save {directory} holds {newest.name} already, and this run starts after step "
             f"{start_step}: add --load {directory} to go on from there, or choose another folder"
         )
+
+
+def _foreign_folders(root: Path) -> list[Path]:
+    """Checkpoints of Megatron-LM or MindSpeed-LLM in a folder."""
+    return [
+        path
+        for path in sorted(root.glob("iter_*"))
+        if not (path / RECORD).is_file()
+        and (any(path.glob("mp_rank_*")) or (path / "metadata.json").is_file())
+    ]
 
 
 def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Path:

@@ -109,7 +109,12 @@ class CheckpointConfig:
     """
 
     save: str = flag("", "Directory of training checkpoints (iter_0000001, ...).")
-    load: str = flag("", "Directory to resume from; its newest complete checkpoint is taken.")
+    load: str = flag(
+        "",
+        "Directory to resume from; its newest complete checkpoint is taken. Of checkpoints that "
+        "Megatron, MindSpeed-LLM or tools/convert_checkpoint.py wrote, in any layout, the weights "
+        "are taken and all else starts anew.",
+    )
     save_interval: int = flag(
         0, "Steps of the run between checkpoints; 0 saves at the end only.", minimum=0
     )

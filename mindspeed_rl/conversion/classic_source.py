@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mindspeed_rl.resharding.layouts.megatron import chunk_prefix
 TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.|linear_fc1\.weight(\d+)$)"
 )
@@ -87,7 +88,7 @@ def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> 
     layout = _layout(files, spec, extends_ep)
     held = _checked(files, layout)
     names = layout.hf_shapes
-    copies = _copies(spec) if layout.names.mtp else {}
+    copies = _copies(layout.spec) if layout.names.mtp else {}
     shapes: dict[str, Shape] = {**names, **{name: names[main] for name, main in copies.items()}}
 
     def parts_of(name: str) -> tuple[Part, ...]:
@@ -202,6 +203,9 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
         )
     params = {name for chunks in stages for chunk in chunks for name in chunk}
     names = told_from(params, spec)
+    if names.mtp:  # the config of a model that was converted without them may not know them
+        numbers = {match[1] for name in params if (match := _MTP_LAYER.match(name))}
+        spec = replace(spec, num_mtp_layers=len(numbers))
     embedding = stages[0][0].get(_EMBEDDING)
     if embedding is None or embedding.shape[0] * tp < spec.vocab_size:
         found = "none" if embedding is None else f"{embedding.shape[0]} rows on each of {tp} ranks"

@@ -25,7 +25,7 @@ from mindspeed_rl.conversion.distributed_target import plan_distributed
 from mindspeed_rl.conversion.hf_source import open_hf
 from mindspeed_rl.conversion.hf_target import plan_hf
 from mindspeed_rl.conversion.megatron_source import open_megatron
-from mindspeed_rl.conversion.options import MODEL_TYPES, ConversionOptions
+from mindspeed_rl.conversion.options import MODEL_TYPES, ConversionOptions, without_effect
 from mindspeed_rl.conversion.run import convert
 from mindspeed_rl.conversion.source import Source
 from mindspeed_rl.conversion.target import Target
@@ -75,6 +75,8 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
     shapes = _wanted(options, model.spec, source, say)
     target = _plan(options, model, source, shapes)
     size = target.num_bytes
+    if unused := without_effect(options):
+        say(f"without effect, this target has no layout: {', '.join(unused)}")
     say(
         f"{source.kind}: {options.load_dir} -> {target_dir}: {len(target.shapes)} tensors, "
         f"{len(target.files)} files, {size / 1e9:.2f} GB"
@@ -207,15 +209,13 @@ def _wanted(
     """
     keeps = options.mtp_num_layers > 0
     table = whole_layout(spec, FileNames(mtp=keeps), spec.vocab_size).hf_shapes
-    mtp = mtp_tensors(spec, source.shapes)
+    mtp = mtp_tensors(_with_mtp(options, spec, source), source.shapes)
     copies = [name for name in mtp if name.split(".", 3)[-1] in MTP_COPIES]
     left_out = set(copies if keeps else mtp)
     check_names(f"--load-dir {options.load_dir}", set(source.shapes) - left_out, table)
     if mtp and not keeps:
-        say(
-            f"left out: {len(mtp)} tensors of multi-token prediction; --mtp-num-layers "
-            f"{spec.num_mtp_layers} keeps them"
-        )
+        hint = f"; --mtp-num-layers {spec.num_mtp_layers} keeps them" if spec.num_mtp_layers else ""
+        say(f"left out: {len(mtp)} tensors of multi-token prediction{hint}")
     for name, shape in table.items():
         if source.shapes[name] != shape:
             raise ValueError(
@@ -226,6 +226,18 @@ def _wanted(
         return dict(table)
     _check_copies(spec, source, copies)
     return dict(table) | {name: source.shapes[name] for name in copies}
+
+
+def _with_mtp(options: ConversionOptions, spec: ModelSpec, source: Source) -> ModelSpec:
+    """The spec with the multi-token-prediction layers that a Megatron source has.
+
+    Its own layers are counted by its reader, so what lies behind them is known for what it is.
+    """
+    if options.load_model_type == "hf":
+        return spec
+    names = (name.split(".") for name in source.shapes if name.startswith("model.layers."))
+    last = max(int(parts[2]) for parts in names)
+    return replace(spec, num_mtp_layers=max(0, last + 1 - spec.num_layers))
 
 
 def _check_copies(spec: ModelSpec, source: Source, copies: list[str]) -> None:

@@ -84,6 +84,25 @@ class ConversionOptions:
     no_progress: bool
 
 
+def without_effect(options: ConversionOptions) -> list[str]:
+    """Layout flags that were given and that the target has no use for."""
+    if options.save_model_type == "mg" and options.ckpt_format == "torch":
+        return []
+    whole = options.save_model_type == "mg"
+    given = (
+        ("--target-tensor-parallel-size", options.tensor_parallel > 1),
+        ("--target-pipeline-parallel-size", options.pipeline_parallel > 1),
+        ("--target-expert-parallel-size", options.expert_parallel > 1),
+        ("--expert-tensor-parallel-size", options.expert_tensor_parallel),
+        ("--num-layers-per-virtual-pipeline-stage", options.num_layers_per_virtual_pipeline_stage),
+        ("--num-layer-list", options.num_layer_list),
+        ("--moe-grouped-gemm", options.moe_grouped_gemm),
+        ("--mla-mm-split", options.mla_mm_split),
+        ("--transformer-impl", not whole and options.transformer_impl != "local"),
+    )
+    return [name for name, on in given if on]
+
+
 def parse_options(argv: Sequence[str]) -> ConversionOptions:
     """The options of a command line.
 

@@ -169,6 +169,7 @@ class _Worker:
     advance: Callable[[int], None]
     written: dict[tuple[int, int], int] = field(default_factory=dict)
     num_bytes: int = 0
+    memory: Memory = field(default_factory=lambda: Memory())
 
     def run(self, queue: SimpleQueue[_Job], stop: Event) -> None:
         while not stop.is_set():
@@ -177,7 +178,9 @@ class _Worker:
             except Empty:
                 break
             file = self.target.files[job.file]
-            crc = _write_tensor(self.source, file, job.tensor, self.journal.out / file.path)
+            crc = _write_tensor(
+                self.source, file, job.tensor, self.journal.out / file.path, self.memory
+            )
             self.written[job.file, job.tensor] = crc
             self.num_bytes += _size(file.tensors[job.tensor])
             if self.num_bytes >= _SYNC_BYTES:
@@ -197,13 +200,29 @@ def _size(tensor: OutputTensor) -> int:
     return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
 
 
-def _write_tensor(source: Source, file: OutputFile, index: int, path: Path) -> int:
+class Memory:
+    """One block of memory, used again and again: fresh pages cost as much as the copy into them."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def block(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """[size], with what was in it."""
+        needed = torch.Size(size).numel() * dtype.itemsize
+        if self._bytes.numel() < needed:
+            self._bytes = torch.empty(needed, dtype=torch.uint8)
+        return self._bytes[:needed].view(dtype).view(size)
+
+
+def _write_tensor(source: Source, file: OutputFile, index: int, path: Path, memory: Memory) -> int:
     """Fill and write one tensor; its CRC-32."""
     tensor, position, crc = file.tensors[index], file.offsets[index], 0
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for block in row_blocks(tensor.shape, tensor.dtype.itemsize):
-            data = bytes_of(tensor.fill(source, block))
+            values = memory.block(block.size, tensor.dtype)
+            tensor.fill(source, block, values)
+            data = bytes_of(values)
             crc = zlib.crc32(data, crc)
             _write_at(descriptor, data, position)
             position += len(data)

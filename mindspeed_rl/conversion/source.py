@@ -149,7 +149,7 @@ class Source:
         return total % 2**64
 
 
-def row_blocks(shape: Shape, item_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[Box]:
+def row_blocks(shape: Shape, item_bytes: int) -> Iterator[Box]:
     """The rectangles of whole rows that a tensor is worked on in; none of an empty one."""
     whole = Box.whole(shape)
     if not whole.num_elements:
@@ -157,6 +157,6 @@ def row_blocks(shape: Shape, item_bytes: int, limit: int = BLOCK_BYTES) -> Itera
     if not shape:
         yield whole
         return
-    step = max(1, limit // (math.prod(shape[1:]) * item_bytes))
+    step = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * item_bytes))
     for row in range(0, shape[0], step):
         yield whole.with_dim(0, row, min(step, shape[0] - row))

@@ -40,13 +40,16 @@ class OutputTensor:
     shape: Shape
     pieces: tuple[Piece, ...]
 
-    def fill(self, source: Source, block: Box) -> torch.Tensor:
-        """[block.size] a rectangle of it, read from the source."""
-        values = torch.zeros(block.size, dtype=self.dtype)
-        for piece in self.pieces:
-            common = in_storage(piece.param_box, piece.view).intersect(block)
-            if common is None:
-                continue
+    def fill(self, source: Source, block: Box, values: torch.Tensor) -> None:
+        """Read a rectangle of it from the source into ``values`` [block.size]."""
+        found = [
+            (piece, common)
+            for piece in self.pieces
+            if (common := in_storage(piece.param_box, piece.view).intersect(block)) is not None
+        ]
+        if sum(common.num_elements for _, common in found) < block.num_elements:
+            values.zero_()  # declared padding
+        for piece, common in found:
             shown = values[common.moved(block, Box.whole(block.size)).slices]
             depth = len(piece.view.index)
             lo, size = common.lo[depth:], common.size[depth:]
@@ -56,7 +59,6 @@ class OutputTensor:
                 lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
                 shown = shown.swapaxes(-1, -2)
             source.read(piece.hf_name, Box(lo, size).moved(piece.param_box, piece.hf_box), shown)
-        return values
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,7 @@ def gather(platform: str, environ: Mapping[str, str]) -> Facts:
     npu = platform == "npu"
     return Facts(
         python=sys.version_info[:2],
-        packages={
-            normalised(found.metadata["Name"]): found.version
-            for found in distributions()
-            if found.metadata["Name"]
-        },
+        packages=_packages(),
         places=dict(_places("torch", "megatron.core", "mindspeed", "vllm_ascend")),
         foreign=tuple(_foreign()),
         environ=dict(environ),
@@ -95,6 +91,15 @@ def gather(platform: str, environ: Mapping[str, str]) -> Facts:
         engine_soc=_engine_soc() if npu else "",
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
     )
+
+
+def _packages() -> dict[str, str]:
+    """Of several of one name the first on the path, which is the one that is imported."""
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        if name := distribution.metadata["Name"]:
+            found.setdefault(normalised(name), distribution.version)
+    return found
 
 
 def _places(*modules: str) -> Iterator[tuple[str, str]]:

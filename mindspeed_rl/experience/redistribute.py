@@ -6,22 +6,18 @@ messages of a group in one all-to-all-v. How long they are follows from the samp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.data.routes import Leg
 from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.experience.tensor_cache import Column, TensorCache
-
-WORD_BYTES = 4
+from mindspeed_rl.experience.tensor_cache import WORD_BYTES, Column, TensorCache
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A sample as a message knows it.
 
     Attributes:
@@ -103,13 +99,15 @@ class Redistribution:
         self._parcels = parcels
         self._columns = columns
         self.legs = legs
-        self._arrived: dict[int, dict[str, torch.Tensor]] = {}
+        self._arrived: dict[int, _Arrived] = {}
+        sizes = {n: num_words(columns, n) for n in {p.num_tokens for p in parcels}}
+        self._num_words = [sizes[p.num_tokens] for p in parcels]
 
     def run(self, wire: Wire) -> None:
         """Carry out all legs. Collective: the groups of the legs."""
         for leg in self.legs:
             outgoing, sent = self.outgoing(leg)
-            received = [self._num_words(leg.receives.get(peer, ())) for peer in leg.peers]
+            received = self._sizes(leg, leg.receives)
             self.take(leg, wire.exchange(leg, outgoing, sent, received))
 
     def outgoing(self, leg: Leg) -> tuple[torch.Tensor, list[int]]:
@@ -118,47 +116,53 @@ class Redistribution:
         Raises:
             RuntimeError: a sample is not here, or not of the length that the table says.
         """
-        words = [
-            self._to_words(item, column)
-            for peer in leg.peers
-            for item in leg.sends.get(peer, ())
-            for column in self._columns
-        ]
-        sizes = [self._num_words(leg.sends.get(peer, ())) for peer in leg.peers]
-        if not words:
+        parts: list[torch.Tensor] = []
+        for peer in leg.peers:
+            for item in leg.sends.get(peer, ()):
+                if item in self._arrived:
+                    buffer, start = self._arrived[item]
+                    parts.append(buffer[start : start + self._num_words[item]])
+                else:
+                    parts += [self._to_words(item, column) for column in self._columns]
+        sizes = self._sizes(leg, leg.sends)
+        if not parts:
             return torch.empty(0, dtype=torch.int32, device=self._cache.device), sizes
-        return torch.cat(words), sizes
+        return torch.cat(parts), sizes
 
     def take(self, leg: Leg, incoming: torch.Tensor) -> None:
         """Note what has arrived. Local."""
-        items = [item for peer in leg.peers for item in leg.receives.get(peer, ())]
-        places = [(item, column) for item in items for column in self._columns]
-        sizes = [_words_of(c, self._parcels[item].num_tokens) for item, c in places]
-        for (item, column), words in zip(places, torch.split(incoming, sizes), strict=True):
-            values = words.view(column.dtype)
-            if column.dtype.itemsize < WORD_BYTES:
-                values = values[: self._parcels[item].num_tokens * column.width]
-            assert item not in self._arrived or column.name not in self._arrived[item], item
-            self._arrived.setdefault(item, {})[column.name] = values
+        start = 0
+        for peer in leg.peers:
+            for item in leg.receives.get(peer, ()):
+                assert item not in self._arrived, f"sample {item} arrives twice"
+                self._arrived[item] = _Arrived(incoming, start)
+                start += self._num_words[item]
+        assert start == incoming.numel(), f"{incoming.numel()} words arrived, {start} expected"
 
     def read(self, item: int, column: Column) -> torch.Tensor:
         """[tokens x width] of a sample that this rank had or received. Do not write to it."""
-        if item in self._arrived:
-            return self._arrived[item][column.name]
         parcel = self._parcels[item]
-        return self._cache.read(column, parcel.key, parcel.version)
+        if item not in self._arrived:
+            return self._cache.read(column, parcel.key, parcel.version)
+        buffer, start = self._arrived[item]
+        start += num_words(self._columns[: self._columns.index(column)], parcel.num_tokens)
+        words = buffer[start : start + column.num_words(parcel.num_tokens)]
+        return words.view(column.dtype)[: parcel.num_tokens * column.width]
 
     def keep(self) -> None:
         """Put what has arrived into the cache. Local."""
-        for item, tensors in self._arrived.items():
+        for item, (words, start) in self._arrived.items():
             parcel = self._parcels[item]
             for column in self._columns:
-                self._cache.put_one(column, parcel.key, parcel.version, tensors[column.name])
+                self._cache.put_words(
+                    column, parcel.key, parcel.version, words, start, parcel.num_tokens
+                )
+                start += column.num_words(parcel.num_tokens)
         self._arrived = {}
 
     def _to_words(self, item: int, column: Column) -> torch.Tensor:
-        values = self.read(item, column)
         parcel = self._parcels[item]
+        values = self._cache.read(column, parcel.key, parcel.version)
         if values.numel() != parcel.num_tokens * column.width:
             raise RuntimeError(
                 f"{column.name!r} of sample {parcel.key.number} of step {parcel.key.step} has "
@@ -167,19 +171,28 @@ class Redistribution:
             )
         if column.dtype.itemsize == WORD_BYTES:
             return values.view(torch.int32)
-        total = _words_of(column, parcel.num_tokens) * WORD_BYTES
+        total = column.num_words(parcel.num_tokens) * WORD_BYTES
         padded = torch.zeros(total, dtype=torch.uint8, device=values.device)
         padded[: column.num_bytes(parcel.num_tokens)] = values.view(torch.uint8)
         return padded.view(torch.int32)
 
-    def _num_words(self, items: Sequence[int]) -> int:
-        return sum(num_words(self._columns, self._parcels[item].num_tokens) for item in items)
+    def _sizes(self, leg: Leg, items: Mapping[int, Sequence[int]]) -> list[int]:
+        """Words of the message of each peer."""
+        return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in leg.peers]
 
 
-def _words_of(column: Column, num_tokens: int) -> int:
-    return -(-column.num_bytes(num_tokens) // WORD_BYTES)
+class _Arrived(NamedTuple):
+    """A sample within what came on a leg: its columns follow each other.
+
+    Attributes:
+        words: [all of the leg] int32.
+        start: of the sample.
+    """
+
+    words: torch.Tensor
+    start: int
 
 
 def num_words(columns: Sequence[Column], num_tokens: int) -> int:
     """32-bit words of a sample on the wire. Pure."""
-    return sum(_words_of(column, num_tokens) for column in columns)
+    return sum(column.num_words(num_tokens) for column in columns)

@@ -7,21 +7,25 @@ ranks that made them until a plan moves them. Prompt tokens never travel: every 
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.types import Rollout
 
-# prompt index, tokens, trained tokens, stopped, weights version, group of ranks, times seen
-_INTEGERS = 7
+# prompt index, tokens, trained tokens, stopped, weights version, group of ranks, times seen,
+# checksum, sum of the checksums of all copies
+_INTEGERS = 9
+_SEEN, _CHECKSUM, _COPIES = 6, 7, 8
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class SampleKey:
-    """The name of a sample for as long as it lives.
+class SampleKey(NamedTuple):
+    """The name of a sample for as long as it lives: a tuple, which is hashed in C.
 
     Attributes:
         step: that sampled it.
@@ -75,6 +79,9 @@ def exchange_table(
     key_of: SampleKey,
     verdicts: Mapping[int, Sequence[float]] | None = None,
     num_verdicts: int = 0,
+    *,
+    copies: Sequence[Rollout] = (),
+    num_copies: int = 1,
 ) -> list[Sample]:
     """The table of ``num_samples`` samples on every rank, by sample id. Collective: the world.
 
@@ -89,9 +96,12 @@ def exchange_table(
         key_of: of the sample 0; numbers of the others follow.
         verdicts: further numbers of each of ``rollouts``, by sample id.
         num_verdicts: how many numbers those are, equal on all ranks.
+        copies: the same rollouts, where another rank speaks for them.
+        num_copies: ranks of an engine that have each sample.
 
     Raises:
-        RuntimeError: a sample is missing or there twice.
+        RuntimeError: a sample is missing or there twice, or the ranks of an engine have different
+            tokens or log-probs for it.
     """
     width = _INTEGERS + 1 + len(part_names) + num_verdicts
     rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
@@ -105,12 +115,23 @@ def exchange_table(
         # ids that cannot be are counted in a row of their own, for the message below
         ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
         rows.index_add_(0, torch.tensor(ids), mine)
+    if copies:
+        sums = torch.tensor([_checksum(r) for r in copies])
+        rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
     dist.all_reduce(rows)
-    seen = rows[:, _INTEGERS - 1].tolist()
+    seen = rows[:, _SEEN].tolist()
     if seen != [1] * num_samples + [0]:
         missing = [i for i, times in enumerate(seen[:-1]) if not times]
         raise RuntimeError(
             f"rollouts of this step: {sum(seen)} arrived, {num_samples} expected; missing {missing}"
+        )
+    differing = (rows[:, _CHECKSUM] * num_copies != rows[:, _COPIES]).nonzero().flatten().tolist()
+    if differing:
+        group = int(rows[differing[0], 5])
+        raise RuntimeError(
+            f"samples {differing[:8]}: the {num_copies} ranks of engine {group} have different "
+            "tokens or log-probs for them, so tensor-parallel ranks would train on different data; "
+            "the engine's sampler is not deterministic across its ranks"
         )
     floats = rows[:-1, _INTEGERS:].to(torch.int32).view(torch.float32).tolist()
     end = 1 + len(part_names)
@@ -142,7 +163,16 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
         done.weights_version,
         group,
         1,
+        _checksum(rollout),
+        _checksum(rollout),
     ]
+
+
+def _checksum(rollout: Rollout) -> int:
+    """Of the bits of tokens and log-probs; 32 bits, so that sums over ranks stay exact."""
+    done = rollout.completion
+    of_tokens = zlib.crc32(array("q", done.token_ids).tobytes())
+    return zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)
 
 
 def _scores(rollout: Rollout, part_names: Sequence[str]) -> list[float]:

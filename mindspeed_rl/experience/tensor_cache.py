@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_rl.experience.samples import SampleKey
+
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,39 @@ class Column:
         """Of a sample of so many tokens."""
         return num_tokens * self.width * self.dtype.itemsize
 
+    def num_words(self, num_tokens: int) -> int:
+        """32-bit words that hold them."""
+        return -(-self.num_bytes(num_tokens) // WORD_BYTES)
+
 
 #: ids of the response; ``~t`` for a token ``t`` that an environment wrote, which is negative
 TOKENS = Column("tokens", torch.int32)
 #: the engine's log-prob of each token
 LOGPROBS = Column("logprobs", torch.float32)
+
+
+class _Part(NamedTuple):
+    """The tensor of one sample within one that holds those of several.
+
+    Views are made when they are read: there are many more samples than readers.
+
+    Attributes:
+        buffer: flat; of the column's type, or 32-bit words of it.
+        start: first element in it.
+        num_tokens: of the sample.
+    """
+
+    buffer: torch.Tensor
+    start: int
+    num_tokens: int
+
+    def of(self, column: Column) -> torch.Tensor:
+        """A view."""
+        size = self.num_tokens * column.width
+        if self.buffer.dtype is column.dtype:
+            return self.buffer[self.start : self.start + size]
+        words = self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
+        return words.view(column.dtype)[:size]
 
 
 class TensorCache:
@@ -53,13 +84,10 @@ class TensorCache:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.step = 0
-        self._entries: dict[tuple[str, SampleKey], dict[int, torch.Tensor]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all entries."""
-        versions = (tensor for entry in self._entries.values() for tensor in entry.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in versions)
+        #: bytes of all entries
+        self.num_bytes = 0
+        self._columns: dict[str, Column] = {}
+        self._entries: dict[str, dict[SampleKey, dict[int, _Part]]] = {}
 
     def begin_step(self, step: int, keep: Collection[SampleKey] = ()) -> None:
         """Drop everything but the samples in ``keep``, which are carried over.
@@ -72,12 +100,14 @@ class TensorCache:
         if step <= self.step:
             raise RuntimeError(f"step {step} cannot begin after step {self.step}")
         kept = set(keep)
-        # a view would keep the tensors of all samples that came with it
-        self._entries = {
-            (name, key): {version: tensor.clone() for version, tensor in entry.items()}
-            for (name, key), entry in self._entries.items()
-            if key in kept
-        }
+        self.num_bytes = 0
+        for name, entries in self._entries.items():
+            column = self._columns[name]
+            self._entries[name] = {
+                key: {version: self._alone(column, part) for version, part in parts.items()}
+                for key, parts in entries.items()
+                if key in kept
+            }
         self.step = step
 
     def put(
@@ -101,25 +131,46 @@ class TensorCache:
             RuntimeError: a sample has this tensor already, or is of a step that is over.
         """
         moved = values.to(self.device, column.dtype)
-        parts = torch.split(moved, [n * column.width for n in lengths])
-        for key, version, part in zip(keys, versions, parts, strict=True):
-            self.put_one(column, key, version, part)
+        start = 0
+        for key, version, length in zip(keys, versions, lengths, strict=True):
+            self._add(column, key, version, _Part(moved, start, length))
+            start += length * column.width
+        assert start == moved.numel(), f"{column.name}: {moved.numel()} elements, {start} expected"
 
-    def put_one(self, column: Column, key: SampleKey, version: int, values: torch.Tensor) -> None:
-        """Store a tensor that is on the device already; see :meth:`put`."""
-        assert values.dtype is column.dtype and values.device.type == self.device.type, column
+    def put_words(
+        self,
+        column: Column,
+        key: SampleKey,
+        version: int,
+        words: torch.Tensor,
+        start: int,
+        num_tokens: int,
+    ) -> None:
+        """Store what is on the device as 32-bit words, from ``start`` on; see :meth:`put`."""
+        assert words.dtype is torch.int32, column
+        self._add(column, key, version, _Part(words, start, num_tokens))
+
+    def _add(self, column: Column, key: SampleKey, version: int, part: _Part) -> None:
+        known = self._columns.setdefault(column.name, column)
+        assert known is column or known == column, "two columns of one name"
         if key.step > self.step:
             raise RuntimeError(f"{_name(column, key)}: step {key.step} has not begun")
-        entry = self._entries.setdefault((column.name, key), {})
+        entry = self._entries.setdefault(column.name, {}).setdefault(key, {})
         if version in entry:
             raise RuntimeError(
                 f"{_name(column, key)} of version {version} is written twice: entries never change"
             )
-        entry[version] = values
+        entry[version] = part
+        self.num_bytes += column.num_bytes(part.num_tokens)
+
+    def _alone(self, column: Column, part: _Part) -> _Part:
+        """A copy: the tensors that came with it can be freed."""
+        self.num_bytes += column.num_bytes(part.num_tokens)
+        return _Part(part.of(column).clone(), 0, part.num_tokens)
 
     def has(self, column: Column, key: SampleKey, version: int) -> bool:
         """Whether this rank has it."""
-        return version in self._entries.get((column.name, key), ())
+        return version in self._entries.get(column.name, {}).get(key, {})
 
     def read(self, column: Column, key: SampleKey, version: int) -> torch.Tensor:
         """[tokens x width] of one sample. Do not write to it.
@@ -127,9 +178,9 @@ class TensorCache:
         Raises:
             RuntimeError: it is not here: of a step that is over, of other weights, of other ranks.
         """
-        entry = self._entries.get((column.name, key), {})
+        entry = self._entries.get(column.name, {}).get(key, {})
         if version in entry:
-            return entry[version]
+            return entry[version].of(column)
         if entry:
             why = f"the cache has version {', '.join(map(str, sorted(entry)))}"
         elif key.step < self.step:

@@ -26,8 +26,8 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("quantization_config"):
         raise ValueError(
             "config.json: quantization_config: the weights are quantised; convert the checkpoint "
-            "to bfloat16 first (DeepSeek: inference/fp8_cast_bf16.py of the model's repository) "
-            "and remove the key"
+            "to bfloat16 first: python tools/convert_checkpoint.py --load-model-type hf "
+            "--save-model-type hf --load-dir DIR --save-dir NEW"
         )
     heads = int(config["num_attention_heads"])
     return {

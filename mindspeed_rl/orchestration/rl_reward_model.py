@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,9 @@ from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.orchestration.rl_batch import StepBatches
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_samples import Placed, pack_placed
+from mindspeed_rl.orchestration.rl_samples import pack_placed
 from mindspeed_rl.orchestration.rl_step import Collected
+from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
@@ -34,7 +36,10 @@ def add_scores(run: RLJob, collected: Collected, batches: StepBatches) -> Collec
         return collected
     assert batches.placed is not None, "batches that were not made of samples"
     with run.phases.resident(Owner.REWARD_MODEL):
-        scores = last_token_values(run, run.reward_model, batches.placed)
+        # where the policy trains on them (R11)
+        packed = pack_placed(run, batches.placed, run.reward_model, at_the_end=True)
+        ids = [s.sample_id for s in collected.samples]
+        scores = last_token_values(run, run.reward_model, ids, packed)
     pairs = list(zip(collected.samples, scores, strict=True))
     if bad := [s.sample_id for s, v in pairs if not math.isfinite(v)]:
         raise FloatingPointError(
@@ -55,14 +60,24 @@ def add_scores(run: RLJob, collected: Collected, batches: StepBatches) -> Collec
     )
 
 
-def last_token_values(run: RLJob, engine: TrainEngine, placed: Placed) -> list[float]:
+def last_token_values(
+    run: RLJob,
+    engine: TrainEngine,
+    sample_ids: Sequence[int],
+    updates: Sequence[Sequence[PreparedBatch]],
+) -> list[float]:
     """The value at the last token of each whole sequence, on all ranks. Collective: the world.
 
-    The samples are where the policy trains on them (R11): one pass for each optimizer step.
+    Args:
+        run: the run.
+        engine: that gives values.
+        sample_ids: of all samples, in the order of the result.
+        updates: the micro-batches of this rank, one pass for each list, with the one place of
+            interest behind the last token of each sequence.
     """
-    index = {s.sample_id: i for i, s in enumerate(placed.samples)}
-    scores = torch.zeros(len(placed.samples), device=run.job.platform.device)
-    for batches in pack_placed(run, placed, engine, at_the_end=True):
+    index = {sample_id: i for i, sample_id in enumerate(sample_ids)}
+    scores = torch.zeros(len(sample_ids), device=run.job.platform.device)
+    for batches in updates:
         for prepared, values in zip(batches, engine.values(batches), strict=True):
             if values is not None and engine.reports:
                 batch = prepared.batch

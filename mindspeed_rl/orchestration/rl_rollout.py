@@ -84,9 +84,16 @@ def rollouts_of(
             first,
             verdicts,
             NUM_VERDICTS if judge else 0,
+            copies=() if run.leads_engine else mirrored,
+            num_copies=num_copies(run),
         )
     metrics = metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
     return Drawn(samples, rollouts if run.leads_engine else mirrored, metrics)
+
+
+def num_copies(run: RLJob) -> int:
+    """Ranks that have each sample: a conversation is known to the rank that holds it alone."""
+    return run.plan.engine.tp if run.environment is None else 1
 
 
 def _speak(

@@ -16,6 +16,7 @@ from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_rollout import num_copies
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -94,7 +95,7 @@ def holders_of(run: RLJob, samples: Sequence[Sample]) -> Holders:
     """
     engine = run.plan.engine
     first = [s.group * engine.tp * engine.pp for s in samples]
-    return Holders(first, engine.tp if run.environment is None else 1)
+    return Holders(first, num_copies(run))
 
 
 @dataclass(frozen=True, slots=True)

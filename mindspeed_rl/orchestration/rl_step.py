@@ -300,8 +300,12 @@ def probe(run: RLJob) -> float:
     )
     with run.phase("probe"):
         mine = generate(run, prompts, step=0, settings=settings)
-        group, known = run.plan.engine.group_of(run.rank), mine if run.leads_engine else []
-        samples = exchange_table(known, group, (), engines, UNCACHED)
+        engine = run.plan.engine
+        known, copies = (mine, []) if run.leads_engine else ([], mine)
+        samples = exchange_table(
+            known, engine.group_of(run.rank), (), engines, UNCACHED,
+            copies=copies, num_copies=engine.tp,
+        )  # fmt: skip
         cache = TensorCache(run.job.platform.device)
         rl_samples.store(cache, mine, samples)
     run.phases.to_train()

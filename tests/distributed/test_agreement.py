@@ -12,7 +12,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Row = tuple[int, int, int, bool, int, int, float]
 

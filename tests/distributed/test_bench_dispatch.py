@@ -16,7 +16,7 @@ if TOOLS not in sys.path:
 
 from bench.dispatch_ways import AGREE, MOVE, Batch, Worker  # noqa: E402
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _hand_over(world: World) -> bool:

@@ -22,7 +22,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config.training import CheckpointConfig
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 FLAGS = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16",
          "--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2",

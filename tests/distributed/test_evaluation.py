@@ -8,7 +8,7 @@ import pytest
 from support.answering_run import evaluation_world
 from support.spawn import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SIZES = (1, 7, 8, 9)
 

@@ -9,7 +9,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def writers(world: World, shared: str, private: str) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from support.group_use import used_groups_world
 from support.share import slow_but
 from support.spawn import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LAYOUTS = {
     "tied stages": (

@@ -15,7 +15,7 @@ from support.training_worlds import make_job, make_samples
 
 from mindspeed_rl.bootstrap import World
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 MTP = {

@@ -16,7 +16,7 @@ from support.spawn import run_ranks
 if TYPE_CHECKING:
     from support.memory_worlds import Measured
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
 
 # Owners are exact. Largest moment of a step; measured: within 5 %.
 IN_STEP_TOLERANCE = 0.10

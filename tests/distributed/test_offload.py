@@ -14,7 +14,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.memory.owners import OffloadMode
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
 
 SHARDED = "--use-distributed-optimizer"
 WORLDS = {

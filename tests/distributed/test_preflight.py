@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 LIMIT_S = 2.0
 
 

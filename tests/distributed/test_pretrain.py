@@ -13,7 +13,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.indexed_corpus import PretrainResult, pretrain_world, write_corpus
 from support.spawn import RankError, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SEQ_LENGTH = 30  # no multiple of the chunks of two context-parallel ranks
 FLAGS = (

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.distributed
 
 def exchange_world(world: World) -> tuple[int, int]:
     """Rank function: all layouts of this world; how many cases, and the bytes that moved."""
+    import torch
     import torch.distributed as dist
     from support.sample_world import COLUMNS, Case, layout_of
 
@@ -27,7 +28,9 @@ def exchange_world(world: World) -> tuple[int, int]:
 
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     draw = random.Random(world.size)
-    count = moved = 0
+    moved = 0
+    parts: list[tuple[Case, Redistribution]] = []
+    held: list[dict[tuple[int, str], torch.Tensor]] = []
     divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
     grids = [g for g in product(divisors, repeat=3) if world.size % (g[0] * g[1] * g[2]) == 0]
     for (tp, pp, cp), engine_tp, mirrored in product(grids, divisors, (True, False)):
@@ -47,26 +50,33 @@ def exchange_world(world: World) -> tuple[int, int]:
             groups[ranks] = dist.new_group(list(ranks))
         mine = {leg.axis: groups[leg.peers] for leg in legs[world.rank]}
         wire = GroupWire(mine.__getitem__)
-        part = Redistribution(case.cache(world.rank), case.parcels, COLUMNS, legs[world.rank])
+        cache = case.cache(world.rank)
+        part = Redistribution(cache, case.parcels, COLUMNS, legs[world.rank])
         part.run(wire)
+        moved += wire.sent_bytes
         sent = [i for leg in legs[world.rank] for items in leg.sends.values() for i in items]
         assert wire.sent_bytes == 4 * case.words(sent)
         assert wire.num_collectives == len(legs[world.rank]) <= len(AXES)
-        everyone: list[dict[tuple[int, str], object]] = [{}] * world.size
-        held = {
-            (i, c.name): case.cache(world.rank).read(c, p.key, p.version)
-            for i, p in enumerate(case.parcels)
-            for c in COLUMNS
-            if case.holds(world.rank, i)
-        }
-        dist.all_gather_object(everyone, held)
-        gathered = {key: tensor for part_of in everyone for key, tensor in part_of.items()}
-        for i in range(size):
+        parts.append((case, part))
+        held.append(
+            {
+                (i, c.name): cache.read(c, p.key, p.version)
+                for i, p in enumerate(case.parcels)
+                for c in COLUMNS
+                if case.holds(world.rank, i)
+            }
+        )
+    everyone: list[list[dict[tuple[int, str], torch.Tensor]]] = [[]] * world.size
+    dist.all_gather_object(
+        everyone, held
+    )  # the reference: everything everywhere, take what is yours
+    for (case, part), *of_ranks in zip(parts, *everyone, strict=True):
+        gathered = {key: tensor for of_rank in of_ranks for key, tensor in of_rank.items()}
+        for i in range(len(case.lengths)):
             for column in COLUMNS if case.needs(world.rank, i) else ():
                 found, expected = part.read(i, column), gathered[i, column.name]
                 assert found.dtype is expected.dtype and found.equal(expected), (case, i)
-        count, moved = count + 1, moved + wire.sent_bytes
-    return count, moved
+    return len(parts), moved
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.trainer.prepared import PreparedBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
 
 SHARDED = ("--use-distributed-optimizer",)
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -65,6 +65,7 @@ class Facts:
 
 def value_world(world: World, flags: Sequence[str], model: str, scorer: str, save: str) -> Facts:
     """Rank function."""
+    from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
     from mindspeed_rl.memory.prediction import predict
     from mindspeed_rl.orchestration import checkpoints, training
@@ -90,7 +91,10 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     assert scores_by is not None
     batches = training.local_batches(job, policy, samples)
     values = _by_sample(critic, batches)
-    scores = last_token_values(cast(Any, SimpleNamespace(job=job)), scores_by, samples)
+    at_the_end = [TrainSample(s.sample_id, s.token_ids, s.length, token_after=0) for s in samples]
+    rows = training.local_batches(job, scores_by, at_the_end)
+    ids = [s.sample_id for s in samples]
+    scores = last_token_values(cast(Any, SimpleNamespace(job=job)), scores_by, ids, [rows])
 
     groups = trainer_memory(policy, None, critic, scores_by)
     prediction = predict(job.config, job.plan)

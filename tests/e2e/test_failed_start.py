@@ -12,7 +12,7 @@ from support.jobs import TorchrunJob, free_port
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LIMIT_S = 60.0  # the process group alone would wait an hour
 FLAGS = ["--hf-checkpoint", "model", "--platform", "cpu", "--train-iters", "2",

@@ -15,7 +15,7 @@ from support.jobs import TorchrunJob, free_port
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LIMIT_S = 300.0
 REWARD = """

@@ -20,7 +20,7 @@ from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.observability.timers import PhaseUse, StepTimes
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
 
 # Of an untrained model: the share of digits among the characters, so that groups differ in reward.
 REWARD = """

@@ -18,6 +18,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
 from mindspeed_rl.config.npu import check_npu
+from mindspeed_rl.conversion.options import parse_options
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import Facts
 from mindspeed_rl.diagnosis.rows import Status
@@ -112,13 +113,13 @@ def test_a_start_keeps_its_exit_code_log_and_timeouts(recipe: str, tmp_path: Pat
         flags = words[module + 1 :]
     else:  # Ray starts the ranks
         module, ranks, nodes = 1, "--ray-ranks-per-node", "--ray-num-nodes"
-        assert words[2:6] == ["--orchestrator", "ray", "--ray-address", "auto"]
-        flags = words[words.index(ranks) + 2 :]
+        flags = words[2:]
     assert words[module] == "mindspeed_rl.train_rl"
     config = parse(RLRunConfig, flags, "test").config
     assert config.train.train_iters == 3, "what the user appends wins"
     started_ranks = int(words[words.index(ranks) + 1]) * int(words[words.index(nodes) + 1])
-    assert started_ranks == config.dry_run.rl_world_size or ranks.startswith("--ray")
+    assert started_ranks == config.dry_run.rl_world_size
+    assert config.launch.orchestrator == ("ray" if module == 1 else "torchrun")
     assert config.parallel.distributed_timeout_minutes * 60 >= config.logging.phase_timeout_s
     npu = config.parallel.platform != "cuda"
     assert npu == ("HCCL_EXEC_TIMEOUT" in environ)
@@ -141,6 +142,20 @@ def test_the_doctor_looks_at_the_layout_of_a_recipe(tmp_path: Path) -> None:
     assert parse(
         RLRunConfig, words[module + 1 :], "test"
     ).config.parallel.distributed_timeout_minutes
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in SCRIPTS.glob("ckpt_convert_*.sh")))
+def test_conversion_scripts_speak_the_tools_language(script: str, tmp_path: Path) -> None:
+    places = {name: str(tmp_path / name) for name in ("HF_DIR", "MCORE_DIR", "HF_CFG_DIR")}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script), "--workers", "3"],
+        env={"PATH": os.environ["PATH"], "PYTHON": "echo", **places},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    tool, *flags = done.stdout.split()
+    assert Path(tool) == SCRIPTS.parent / "tools" / "convert_checkpoint.py"
+    options = parse_options(flags)
+    assert options.workers == 3 and options.verify
 
 
 def test_a_machine_that_is_none_is_told() -> None:

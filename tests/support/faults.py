@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.faults_algorithms import ALGORITHM_MUTATIONS
 from support.faults_ascend import ASCEND_MUTATIONS
 from support.faults_ascend_engine import ASCEND_ENGINE_MUTATIONS
+from support.faults_conversion import CONVERSION_MUTATIONS
 from support.faults_layouts import LAYOUT_MUTATIONS
 from support.faults_memory import MEMORY_MUTATIONS
 from support.faults_models import MODEL_MUTATIONS
@@ -339,6 +340,7 @@ MUTATIONS = (
         _PARITY + "test_selection_equals_full_softmax_on_one_rank",
     ),
     *LAYOUT_MUTATIONS,
+    *CONVERSION_MUTATIONS,
     *RL_MUTATIONS,
     *TOOL_MUTATIONS,
     *ASCEND_ENGINE_MUTATIONS,

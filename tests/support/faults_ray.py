@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.mutation import Mutation
 
 _CONTROL = "tests/unit/test_ray_control.py::"
+_HOSTS = "tests/unit/test_environment_hosts.py::"
 
 RAY_MUTATIONS = (
     Mutation(
@@ -83,5 +84,21 @@ RAY_MUTATIONS = (
         "per_engine += config.rewards.reward_num_workers",
         "per_engine += 0",
         _CONTROL + "test_a_local_ray_has_a_place_for_every_actor",
+    ),
+    Mutation(
+        "conversation-wanders-between-actors",
+        "environments/hosts.py",
+        "for number, what in asked.items():\n"
+        "            shares[number % len(shares)][number] = what",
+        "for i, (number, what) in enumerate(asked.items()):\n"
+        "            shares[i % len(shares)][number] = what",
+        _HOSTS + "test_a_conversation_stays_with_its_actor",
+    ),
+    Mutation(
+        "lost-environment-actor-is-not-replaced",
+        "environments/hosts.py",
+        "                self._actors[position] = self._start()\n",
+        "",
+        _HOSTS + "test_a_lost_actor_costs_its_conversations_and_is_replaced",
     ),
 )

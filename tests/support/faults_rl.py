@@ -103,6 +103,13 @@ RL_MUTATIONS = (
         _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
     ),
     Mutation(
+        "ranks-of-an-engine-may-differ",
+        "experience/samples.py",
+        "    if differing:\n",
+        "    if len(differing) > num_samples:\n",
+        _TABLE + "test_ranks_of_an_engine_that_differ_stop_the_step",
+    ),
+    Mutation(
         "an-entry-is-overwritten",
         "experience/tensor_cache.py",
         "        if version in entry:\n            raise",
@@ -126,8 +133,8 @@ RL_MUTATIONS = (
     Mutation(
         "what-is-carried-over-holds-its-batch",
         "experience/tensor_cache.py",
-        "tensor.clone()",
-        "tensor",
+        "part.of(column).clone()",
+        "part.of(column)",
         _CACHE + "test_a_new_step_drops_all_but_what_is_carried_over",
     ),
     Mutation(
@@ -147,8 +154,8 @@ RL_MUTATIONS = (
     Mutation(
         "messages-in-the-order-of-arrival",
         "experience/redistribute.py",
-        "items = [item for peer in leg.peers for item in leg.receives.get(peer, ())]",
-        "items = sorted(i for items in leg.receives.values() for i in items)",
+        "for peer in leg.peers:\n            for item in leg.receives",
+        "for peer in reversed(leg.peers):\n            for item in leg.receives",
         _MOVES + "test_every_rank_gets_what_it_trains_on_bit_for_bit",
     ),
     Mutation(

@@ -31,14 +31,15 @@ def slow_but(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 def unit_of(item: pytest.Item) -> str:
     """What is run or left out together, for the worlds that tests share.
 
-    The file, where all of it is slow; else all tests with the same parameters.
+    The file, where all of it is slow, unless it says ``slow("each")``; else all tests of the file
+    with the same parameters.
     """
     module = item.getparent(pytest.Module)
     assert module is not None
-    if any(mark.name == "slow" for mark in module.own_markers):
+    if any(mark.name == "slow" and not mark.args for mark in module.own_markers):
         return module.nodeid
     parameters = getattr(item, "callspec", None)
-    return str(parameters.id) if parameters else item.nodeid
+    return f"{module.nodeid}[{parameters.id}]" if parameters else item.nodeid
 
 
 def parse_share(flag: str, text: str) -> Share:

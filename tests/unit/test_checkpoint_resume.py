@@ -127,3 +127,12 @@ def test_record_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_import_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import mindspeed_rl.checkpoint.resume"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00/model_optim_rng.pt", "metadata.json"])
+def test_a_checkpoint_of_another_tool_is_not_saved_over(tmp_path: Path, file: str) -> None:
+    place = tmp_path / "iter_0000001" / file
+    place.parent.mkdir(parents=True)
+    place.write_text("precious")
+    with pytest.raises(ValueError, match="holds iter_0000001, which another tool wrote; choose an"):
+        resume.refuse_other_run(tmp_path, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.conversions import (
     assert_equal,
     config_of,
     convert,
+    file_bytes,
     hf_tensors,
     hf_to_mg,
     mg_to_hf,
@@ -19,6 +21,8 @@ from support.conversions import (
     states_of,
     write_model,
 )
+
+from mindspeed_rl.conversion import source, stored, target
 
 EIGHT = {"num_hidden_layers": 8}
 LAYOUTS = {
@@ -135,6 +139,20 @@ def test_mtp_is_dropped_or_kept(tmp_path: Path) -> None:
     assert config_of(tmp_path / "kept")["num_nextn_predict_layers"] == 1
 
 
+def test_mtp_that_the_config_does_not_know_is_dropped(tmp_path: Path) -> None:
+    """The config of a bf16 checkpoint may know of none, the files of a run may have some."""
+    model = write_model("deepseek", tmp_path / "model")
+    without = hf_tensors(model)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_bytes((model / "config.json").read_bytes())
+    add_mtp(model)
+    hf_to_mg(model, tmp_path / "mg", Classic(tp=2, pp=2, mtp=1).flags())
+    said = mg_to_hf(tmp_path / "mg", plain, tmp_path / "back")
+    assert_equal(hf_tensors(tmp_path / "back"), without)
+    assert any("tensors of multi-token prediction" in line for line in said)
+
+
 def test_types_are_cast_but_for_declared_ones(tmp_path: Path) -> None:
     model = write_model("deepseek", tmp_path / "model")
     hf_to_mg(model, tmp_path / "mg", ["--params-dtype", "fp32"])
@@ -192,3 +210,29 @@ def test_one_rank_of_a_stage_holds_padding_only(tmp_path: Path) -> None:
     assert not last["output_layer.weight"].any() and last["output_layer.weight"].shape[0] == 40
     mg_to_hf(tmp_path / "mg", model, tmp_path / "back")
     assert_equal(hf_tensors(tmp_path / "back"), hf_tensors(model))
+
+
+@pytest.mark.parametrize("flags", [Classic(tp=2, ep=2, pp=2, grouped=True, split=True).flags(),
+                                   ["--ckpt-format", "torch_dist"]])  # fmt: skip
+def test_the_size_of_blocks_changes_no_byte(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is bounded by working on a few rows at a time: here on a few hundred bytes."""
+    model = write_model("deepseek", tmp_path / "model")
+    quantise(model, tmp_path / "fp8")
+    hf_to_mg(tmp_path / "fp8", tmp_path / "whole", flags)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(stored, "_MAPPED_BYTES", 100)
+    largest: list[int] = []
+    fill = target.OutputTensor.fill
+
+    def noted(self: target.OutputTensor, *args: Any) -> None:
+        fill(self, *args)
+        values = args[-1]
+        largest.append(values.nbytes if values.shape[0] > 1 else 0)
+
+    monkeypatch.setattr(target.OutputTensor, "fill", noted)
+    hf_to_mg(tmp_path / "fp8", tmp_path / "blocks", flags)
+    assert 0 < max(largest) <= 300 and len(largest) > 300
+    assert file_bytes(tmp_path / "blocks") == file_bytes(tmp_path / "whole")
+    mg_to_hf(tmp_path / "blocks", model, tmp_path / "hf", "--verify")

@@ -119,7 +119,7 @@ def test_everything_comes_to_one_rank() -> None:
 
 def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     case = Case(layout_of(2), 1, True, (4,), (0,), (1,))
-    parcels = [replace(p, num_tokens=5) for p in case.parcels]
+    parcels = [p._replace(num_tokens=5) for p in case.parcels]
     (leg,) = case.legs(0)
     part = Redistribution(case.cache(0), parcels, COLUMNS, [leg])
     with pytest.raises(

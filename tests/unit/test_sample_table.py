@@ -110,3 +110,20 @@ def test_a_sample_that_is_lost_or_doubled_stops_the_step(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         table_of(*ids)
+
+
+@pytest.mark.parametrize("changed", ["token", "logprob", "missing"])
+def test_ranks_of_an_engine_that_differ_stop_the_step(changed: str) -> None:
+    """Each would train on its own copy; here both ranks are one."""
+    mine = [rollout_of(i) for i in range(3)]
+    copies = list(mine)
+    assert len(exchange_table(mine, 4, (), 3, FIRST, copies=copies, num_copies=2)) == 3
+    if changed == "missing":
+        copies = copies[:2]
+    else:
+        ids, logprobs = ((2,), (-1.0000001,)) if changed == "logprob" else ((3,), (-1.0,))
+        copies[2] = Rollout(2, copies[2].prompt, Completion(ids, logprobs, "stop", 0), 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"samples \[2\]: the 2 ranks of engine 4 have different"
+    ):
+        exchange_table(mine, 4, (), 3, FIRST, copies=copies, num_copies=2)

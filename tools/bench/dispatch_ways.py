@@ -87,6 +87,7 @@ class Worker:
         self.rank, self.world = rank, world
         self._cache = TensorCache(torch.device("cpu"))
         self._made: Payload = {}
+        self._made_of = (0, 0)
         self._taken: dict[str, list[torch.Tensor]] = {}
         self._layout = ParallelLayout.build(world=world, stages=even_stages(1, 1))
 
@@ -102,7 +103,9 @@ class Worker:
 
     def make(self, batch: Batch) -> None:
         """The samples of a stage, in the cache and beside it."""
-        self._made = batch.tensors(self.rank)
+        if self._made_of != (batch.workers, batch.megabytes):
+            self._made_of = (batch.workers, batch.megabytes)
+            self._made = batch.tensors(self.rank)
         mine = batch.of_worker(self.rank)
         keys = [SampleKey(batch.step, i) for i in mine]
         lengths = [batch.lengths[i] for i in mine]
