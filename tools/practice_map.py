@@ -90,9 +90,10 @@ PRACTICES: tuple[Practice, ...] = (
              _U + "redistribution.py::test_nothing_moves_where_source_and_destination_agree"),
     Practice(DATA, "copies of a hard prompt on different data-parallel ranks (Qwen3)",
              "-25 % end to end; 92 -> 186 tokens/s at batch 128 -> 256",
-             "samples of a group are dealt over engines; training rows by work: imbalance below "
-             "1 %, `--max-tokens-per-micro-batch`", "data/balance.py",
-             _U + "balance.py::test_a_large_step_is_even_and_full"),
+             "samples are dealt to engines by the lengths of earlier responses: "
+             "`--rollout-balance`; training rows by work: imbalance below 1 %, "
+             "`--max-tokens-per-micro-batch`", "data/lengths.py",
+             _U + "lengths.py::test_siblings_of_a_hard_prompt_are_spread"),
     Practice(MEMORY, "gradients released after the update, cache allocated last, weights of the "
              "trainer kept until the reshard", "offload 5.5 s (real weights)",
              "states with that order, undone on errors, one pinned pool: `--rl-offload`, "
@@ -150,6 +151,12 @@ PRACTICES: tuple[Practice, ...] = (
     Practice(ROLLOUT, "garbage collector off while decoding, processes bound to cores",
              "137.6 -> 124.7 ms per token", "not set by this project; vLLM-Ascend's own binding "
              "is switched off for shared cards", "", "", Grade.ABSENT),
+    Practice(ROLLOUT, "requests move between data-parallel ranks with their cache "
+             "(rollout rebalance)",
+             "2861 -> 2291 s (DeepSeek, 32K); 7841 -> 6102 s (Qwen3-235B)",
+             "requests move as tokens, with log-probs, limits and random streams; a cost model "
+             "decides: `--rollout-rebalance`", "rollout/rebalance.py",
+             _S + "rebalance.py::test_nothing_is_lost_doubled_or_changed"),
     Practice(ROLLOUT, "max_num_batched_tokens 1024 against out-of-memory with real weights", "",
              "`--rl-dry-run-expert-imbalance` predicts it before the run",
              "memory/engine.py", _S + "dry_run.py::"
