@@ -161,6 +161,10 @@ PRACTICES: tuple[Practice, ...] = (
              "`--rl-dry-run-expert-imbalance` predicts it before the run",
              "memory/engine.py", _S + "dry_run.py::"
              "test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024"),
+    Practice(ROLLOUT, "rollout rebalance: requests move between engines in the long tail",
+             "2861 -> 2291 s (DeepSeek, 32K); 7841 -> 6102 s (Qwen3-235B)",
+             "not built; `--rollout-graph-sizes auto` is the other part of that report's gain", "",
+             "", Grade.ABSENT),
     Practice(ROLLOUT, "SAM speculative decoding (Qwen3-32B)",
              "+8 to 11 %, with graphs 29 to 33 %", "refused: `--vllm-speculative-config`; only the "
              "policy itself samples", "config/vllm_options.py", "", Grade.ABSENT),

@@ -36,6 +36,13 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     turns: int = 0
     reward: float | None = None
+    num_told: int = 0
+
+    def tell(self) -> tuple[int, ...]:
+        """What was said since the last call: the ranks of its engine have the rest."""
+        new = tuple(self.token_ids[self.num_told :])
+        self.num_told = len(self.token_ids)
+        return new
 
     def say(self, completion: Completion) -> None:
         """A turn of the model."""
@@ -122,8 +129,7 @@ class Conversations:
             self._end(episode, "length")
             return
         episode.hear(observation.token_ids)
-        context = (*episode.prompt.token_ids, *episode.token_ids)
-        self._next.append(Continuation(episode.sample_id, room, context))
+        self._next.append(Continuation(episode.sample_id, room, episode.tell()))
 
     def _end(self, episode: Episode, reason: str) -> None:
         self._scorer.add(episode.rollout(reason, self._run.version), episode.reward)
@@ -193,19 +199,21 @@ def converse(
             talks.advance(finished)
             scorer.poll()
 
+    contexts = {i: prompts[i].token_ids for i in share}
     for turn in itertools.count():
         going_on = exchange_continuations(talks.take_next() if talks is not None else [])
         if not going_on:
             break
+        mine = [c for c in going_on if c.sample_id in contexts]
+        contexts |= {c.sample_id: contexts[c.sample_id] + c.token_ids for c in mine}
         requests = [
             GenerationRequest(
                 c.sample_id,
-                c.token_ids,
+                contexts[c.sample_id],
                 request_seed(run.config.train.seed, step, c.sample_id, attempt, turn),
                 c.max_tokens,
             )
-            for c in going_on
-            if c.sample_id in share
+            for c in mine
         ]
         run.engine.generate(requests, settings, run.version, on_step)
     if talks is None:

@@ -14,12 +14,13 @@ All ways hand over the same 1024 ragged samples of an id and a log-prob per toke
 lengths), and what has arrived is compared bit by bit. ``agree``: the next stage wants samples where
 they were made; ``move``: all of them on the next worker. Seconds: from the first order until the
 last worker has its samples in its own memory. Start skew: from the first worker that has them to
-the last. Medians. ``bare``: one all-to-all of the same bytes.
+the last. Of seconds the best of the repeats is taken (what else runs on the machine only adds), of
+start skews the median. ``bare``: one all-to-all of the same bytes.
 
-The plane seconds = a + b B + c W is fitted to the medians (and to those of the start skew), B in MB
-(2^20 bytes) of all samples together, with 95 % intervals. Predicted seconds are the plane's, far
-outside of what was measured: for one host that serialises, and for workers with a core each. The
-last line is RESULT and a JSON object. Needs the extra ray.
+The plane seconds = a + b B + c W is fitted to these (and to the start skews), B in MB (2^20 bytes)
+of all samples together, with 95 % intervals. Predicted seconds are the plane's, far outside of what
+was measured: for one host that serialises, and for workers with a core each. The last line is
+RESULT and a JSON object. Needs the extra ray.
 """
 
 from __future__ import annotations
@@ -69,13 +70,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="W (2 4)")
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4], help="W (2 4)")
     parser.add_argument(
         "--megabytes", type=int, nargs="+", default=[16, 64], help="B, of all samples (16 64)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed hand-overs of each (3)")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="outputs of runs with other --workers, to be fitted with this one, if any",
+    )
     args = parser.parse_args(argv)
-    if min(args.workers) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
+    if min(args.workers, default=2) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
         parser.error("at least 2 workers, 1 MB and 1 repeat")
     return args
 
@@ -86,7 +94,7 @@ def main() -> None:
     from bench.dispatch_ways import memcpy_bytes_per_s
 
     memcpy = memcpy_bytes_per_s(max(args.megabytes))
-    measured: list[Measured] = []
+    measured = [m for file in args.add for m in measured_in(file)]
     for workers in args.workers:
         measured += in_ray(workers, args)
         measured += in_spmd(workers, args)
@@ -94,13 +102,13 @@ def main() -> None:
     seconds: dict[str, list[Point]] = {}
     skews: dict[str, list[Point]] = {}
     for m in measured:
-        for found, values in ((seconds, m.seconds), (skews, m.skew_s)):
-            point = Point(m.workers, m.megabytes, statistics.median(values))
-            found.setdefault(m.way, []).append(point)
+        typical = ((seconds, min(m.seconds)), (skews, statistics.median(m.skew_s)))
+        for found, value in typical:
+            found.setdefault(m.way, []).append(Point(m.workers, m.megabytes, value))
     seconds["controller"], skews["controller"] = faster(seconds, skews)
     print("\n".join(table(seconds, skews, memcpy)))
     planes: dict[str, dict[str, Plane]] = {}
-    if len(args.workers) > 1 and len(args.megabytes) > 1:
+    if all(len({of(m) for m in measured}) > 1 for of in (_workers, _megabytes)):
         for name, points in (("seconds", seconds), ("start skew", skews)):
             planes[name] = {way: fit(found) for way, found in points.items()}
             print("\n".join(["", *fits(name, planes[name])]))
@@ -116,6 +124,24 @@ def main() -> None:
         },
     }
     print("RESULT", json.dumps(result))
+
+
+def _workers(measured: Measured) -> int:
+    return measured.workers
+
+
+def _megabytes(measured: Measured) -> int:
+    return measured.megabytes
+
+
+def measured_in(file: Path) -> list[Measured]:
+    """What the last line of an earlier run's output holds."""
+    lines = [line for line in file.read_text().splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"--add {file}: no line begins with RESULT; the run has not ended")
+    return [
+        Measured(**entry) for entry in json.loads(lines[-1].removeprefix("RESULT "))["measured"]
+    ]
 
 
 def faster(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,9 @@ class Batch:
         return replace(self, step=step)
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> Sequence[int]:
         """Tokens of each sample: log-normal, so that workers have unequal shares."""
-        drawn = np.random.default_rng(self.megabytes).lognormal(0.0, 0.8, NUM_SAMPLES)
-        tokens = self.megabytes * 2**20 / TOKEN_BYTES
-        return [max(1, int(n)) for n in drawn * tokens / drawn.sum()]
+        return _drawn(self.megabytes)
 
     def of_worker(self, worker: int) -> list[int]:
         """The samples that a worker makes."""
@@ -69,9 +68,17 @@ class Batch:
         """What a worker makes: one sample after the other."""
         lengths = self.lengths
         mine = self.of_worker(worker)
-        ids = [(np.arange(lengths[i]) + 7919 * i) % VOCAB for i in mine]
-        tokens = np.concatenate(ids).astype(np.int32)
+        vocabulary = np.arange(VOCAB, dtype=np.int32)
+        ids = [np.resize(np.roll(vocabulary, 7919 * i), lengths[i]) for i in mine]
+        tokens = np.concatenate(ids)
         return {"tokens": tokens, "logprobs": -tokens.astype(np.float32) / VOCAB}
+
+
+@cache
+def _drawn(megabytes: int) -> tuple[int, ...]:
+    drawn = np.random.default_rng(megabytes).lognormal(0.0, 0.8, NUM_SAMPLES)
+    tokens = megabytes * 2**20 / TOKEN_BYTES
+    return tuple(max(1, int(n)) for n in drawn * tokens / drawn.sum())
 
 
 class Worker:
