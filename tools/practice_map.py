@@ -90,8 +90,9 @@ PRACTICES: tuple[Practice, ...] = (
              _U + "redistribution.py::test_nothing_moves_where_source_and_destination_agree"),
     Practice(DATA, "copies of a hard prompt on different data-parallel ranks (Qwen3)",
              "-25 % end to end; 92 -> 186 tokens/s at batch 128 -> 256",
-             "`--rollout-balance history` deals samples to engines by expected length; training "
-             "rows by work, imbalance below 1 %", "data/lengths.py",
+             "samples are dealt to engines by the lengths of earlier responses: "
+             "`--rollout-balance`; training rows by work: imbalance below 1 %, "
+             "`--max-tokens-per-micro-batch`", "data/lengths.py",
              _U + "lengths.py::test_siblings_of_a_hard_prompt_are_spread"),
     Practice(MEMORY, "gradients released after the update, cache allocated last, weights of the "
              "trainer kept until the reshard", "offload 5.5 s (real weights)",
