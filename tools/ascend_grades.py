@@ -86,8 +86,12 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(START, "HCCL buffer sizes per group (`--hccl-group-buffer`)", _E,
           _BOOT + "test_hccl_buffers_are_of_the_group",
           limits="the options are built; no communicator is"),
-    Claim(START, "`--npu-deterministic`", _U,
-          limits="the variables are set (test_bootstrap.py); equal bits need a device"),
+    Claim(START, "`--npu-deterministic`: the environment is set before torch and torch_npu load, "
+          "kernels that vary are refused, the start of a run says what is in force", _E,
+          _BOOT + "test_the_adaptor_changes_nothing_for_others",
+          limits="equal bits need a device"),
+    Claim(START, "memory is counted by the driver, what torch's allocator does not know included",
+          _E, _EMULATOR + "test_the_platform_sees_what_torch_does_not_count"),
     Claim(TRAINER, "forward, backward and updates of two tensor-parallel NPUs equal the CPU's, "
           "with and without the distributed optimizer", _E,
           "tests/ascend/test_training.py::test_two_npus_train_as_the_cpu",
@@ -138,7 +142,15 @@ CLAIMS: tuple[Claim, ...] = (
           _WEIGHTS + "test_three_cycles_of_its_own_classes",
           limits="its own expert method, worker wake-up, allocator bookkeeping and latent "
           "attention; virtual memory is emulated, no engine was built, nothing was generated"),
-    Claim(ENGINE, "the same for 0.11, 0.13, 0.18 and the main branch", _S,
+    Claim(ENGINE, "models that vLLM-Ascend 0.23.0 builds itself have the names, shapes and types "
+          "of the tables, eight models of all families", _E,
+          "tests/ascend/test_built_models.py::test_names_and_shapes_are_those_of_the_table",
+          limits="one rank, before processing; not through its worker"),
+    Claim(ENGINE, "the pool of sleep mode leaves and comes back as a whole or not at all, whatever "
+          "fails; weights are not copied to the host", _S,
+          "tests/unit/test_ascend_memory.py::test_an_error_before_any_line_changes_nothing",
+          limits="a pool on host memory; errors inside CANN end the process"),
+    Claim(ENGINE, "three cycles for 0.11, 0.13, 0.18 and the main branch", _S,
           _ENGINE + "test_three_cycles_of_sleep_wake_and_sync",
           limits="fakes that do what the sources of the version say"),
     Claim(ENGINE, "our flags in the keys of 0.9.1, 0.11, 0.13, 0.18, 0.23 and main; others are "
@@ -149,10 +161,10 @@ CLAIMS: tuple[Claim, ...] = (
           limits="the arguments; no engine was built"),
     Claim(ENGINE, "models with sparse attention (SFA, DSA) are refused", _S,
           _ENGINE + "test_models_that_cannot_be_updated_are_refused"),
-    Claim(ENGINE, "one packed reduction per decode step, on the device", _S,
-          _API + "test_every_use_of_ours_is_in_the_snapshot",
-          limits="the patched function of 0.23.0 has these parameters; the reduction runs on CPU "
-          "with four ranks (tests/distributed/test_step_sync.py)"),
+    Claim(ENGINE, "one packed reduction per decode step gives what 0.23.0's own function gives", _E,
+          _WEIGHTS + "test_the_packed_reduction_says_what_its_own_says",
+          limits="its function alone; whole steps run on CPU with four ranks "
+          "(tests/distributed/test_step_sync.py)"),
     Claim(ENGINE, "every name and argument that we use of torch_npu, vLLM, vLLM-Ascend, "
           "megatron-core and MindSpeed is there in the pinned version", _S,
           _API + "test_every_use_of_ours_is_in_the_snapshot",

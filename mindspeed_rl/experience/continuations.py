@@ -16,7 +16,7 @@ class Continuation:
     Attributes:
         sample_id: position in the step.
         max_tokens: limit of the turn.
-        token_ids: all that the model reads.
+        token_ids: of its conversation, what was said since its last turn began.
     """
 
     sample_id: int

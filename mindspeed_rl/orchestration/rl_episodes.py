@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.environments import Failed, Observation
 from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.orchestration.rl_balance import my_share
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import Scorer, my_share
+from mindspeed_rl.orchestration.rl_rollout import Scorer
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.types import Completion, Prompt, Rollout
@@ -35,6 +36,13 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     turns: int = 0
     reward: float | None = None
+    num_told: int = 0
+
+    def tell(self) -> tuple[int, ...]:
+        """What was said since the last call: the ranks of its engine have the rest."""
+        new = tuple(self.token_ids[self.num_told :])
+        self.num_told = len(self.token_ids)
+        return new
 
     def say(self, completion: Completion) -> None:
         """A turn of the model."""
@@ -68,13 +76,13 @@ class Conversations:
     """
 
     def __init__(
-        self, run: RLJob, prompts: Sequence[Prompt], share: Sequence[int], scorer: Scorer
+        self, run: RLJob, prompts: Sequence[Prompt], share: Collection[int], scorer: Scorer
     ) -> None:
         self._run = run
         self._scorer = scorer
         self._limit = run.config.rollout.rollout_max_response_length
         self._max_turns = run.config.environment.rl_environment_max_turns
-        self._episodes = {i: Episode(i, prompts[i]) for i in share}
+        self._episodes = {i: Episode(i, prompts[i]) for i in sorted(share)}
         self._host = run.environments()
         self._next: list[Continuation] = []
         self._first_error = ""
@@ -121,8 +129,7 @@ class Conversations:
             self._end(episode, "length")
             return
         episode.hear(observation.token_ids)
-        context = (*episode.prompt.token_ids, *episode.token_ids)
-        self._next.append(Continuation(episode.sample_id, room, context))
+        self._next.append(Continuation(episode.sample_id, room, episode.tell()))
 
     def _end(self, episode: Episode, reason: str) -> None:
         self._scorer.add(episode.rollout(reason, self._run.version), episode.reward)
@@ -182,7 +189,7 @@ def converse(
     Raises:
         RewardError: too many environments failed.
     """
-    share = my_share(run, len(prompts))
+    share = set(my_share(run, prompts))
     talks = Conversations(run, prompts, share, scorer) if run.leads_engine else None
     if talks is not None:
         talks.begin()
@@ -192,19 +199,21 @@ def converse(
             talks.advance(finished)
             scorer.poll()
 
+    contexts = {i: prompts[i].token_ids for i in share}
     for turn in itertools.count():
         going_on = exchange_continuations(talks.take_next() if talks is not None else [])
         if not going_on:
             break
+        mine = [c for c in going_on if c.sample_id in contexts]
+        contexts |= {c.sample_id: contexts[c.sample_id] + c.token_ids for c in mine}
         requests = [
             GenerationRequest(
                 c.sample_id,
-                c.token_ids,
+                contexts[c.sample_id],
                 request_seed(run.config.train.seed, step, c.sample_id, attempt, turn),
                 c.max_tokens,
             )
-            for c in going_on
-            if c.sample_id in share
+            for c in mine
         ]
         run.engine.generate(requests, settings, run.version, on_step)
     if talks is None:

@@ -18,7 +18,7 @@ from mindspeed_rl.environments import Calculator, Observation, answer_tokens, re
 from mindspeed_rl.environments.calculator import calculate
 from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean
-from mindspeed_rl.orchestration import rl_batch, rl_step
+from mindspeed_rl.orchestration import rl_batch, rl_episodes, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
 from mindspeed_rl.rewards import RewardError
@@ -110,6 +110,26 @@ def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path
     assert len(set(seeds)) == 12, "every turn has a seed of its own (R45)"
     assert rollouts.metrics["environment/turns"] == Mean(12.0, 6.0)
     assert rollouts.metrics["environment/error_rate"] == Mean(0.0, 6.0)
+
+
+def test_between_turns_only_what_is_new_travels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts grow with every turn; ranks of an engine keep what they have read."""
+    told: dict[int, list[int]] = {}
+
+    def watched(mine: list[Continuation]) -> list[Continuation]:
+        for c in mine:
+            told.setdefault(c.sample_id, []).extend(c.token_ids)
+        return exchange_continuations(mine)
+
+    monkeypatch.setattr(rl_episodes, "exchange_continuations", watched)
+    run = conversing(tmp_path)
+    samples = collected(run).samples
+    assert told.keys() == set(range(6))
+    for s, response in zip(samples, said(run, samples), strict=True):
+        # each token once, all but those of the last turn, which nobody has to read
+        assert told[s.sample_id] == response.token_ids.tolist()[:-2]
 
 
 def test_gradient_and_denominators_leave_the_environment_out(tmp_path: Path) -> None:
