@@ -90,9 +90,10 @@ PRACTICES: tuple[Practice, ...] = (
              _U + "redistribution.py::test_nothing_moves_where_source_and_destination_agree"),
     Practice(DATA, "copies of a hard prompt on different data-parallel ranks (Qwen3)",
              "-25 % end to end; 92 -> 186 tokens/s at batch 128 -> 256",
-             "samples of a group are dealt over engines; training rows by work: imbalance below "
-             "1 %, `--max-tokens-per-micro-batch`", "data/balance.py",
-             _U + "balance.py::test_a_large_step_is_even_and_full"),
+             "samples are dealt to engines by the lengths of earlier responses: "
+             "`--rollout-balance`; training rows by work: imbalance below 1 %, "
+             "`--max-tokens-per-micro-batch`", "data/lengths.py",
+             _U + "lengths.py::test_siblings_of_a_hard_prompt_are_spread"),
     Practice(MEMORY, "gradients released after the update, cache allocated last, weights of the "
              "trainer kept until the reshard", "offload 5.5 s (real weights)",
              "states with that order, undone on errors, one pinned pool: `--rl-offload`, "
@@ -154,6 +155,11 @@ PRACTICES: tuple[Practice, ...] = (
              "`--rl-dry-run-expert-imbalance` predicts it before the run",
              "memory/engine.py", _S + "dry_run.py::"
              "test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024"),
+    Practice(ROLLOUT, "rollout rebalance: requests move between engines in the long tail",
+             "2861 -> 2291 s (DeepSeek, 32K); 7841 -> 6102 s (Qwen3-235B)",
+             "`--rollout-rebalance`: requests move as tokens through supported calls; log-probs, "
+             "streams and finish reasons go along", "rollout/rebalance_plan.py",
+             _S + "rebalance.py::test_nothing_is_lost_doubled_or_changed"),
     Practice(ROLLOUT, "SAM speculative decoding (Qwen3-32B)",
              "+8 to 11 %, with graphs 29 to 33 %", "refused: `--vllm-speculative-config`; only the "
              "policy itself samples", "config/vllm_options.py", "", Grade.ABSENT),

@@ -82,7 +82,7 @@ NATIVE_RL_PROMPTS = Group(
 )
 NATIVE_RL_STALE = Group(
     Disposition.REFUSED,
-    "a rollout is finished with the weights that began it; remove the flag",
+    "give --partial-rollout-tokens N: how far a response grows before it may go on later",
     "--rl-partial-rollouts:0",
 )
 NATIVE_RL_ENVIRONMENTS = Group(

@@ -22,6 +22,7 @@ from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
 from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.config.rl import PromptConfig, RLConfig, RolloutConfig
+from mindspeed_rl.config.rollout_balance import RolloutBalanceConfig
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
@@ -49,6 +50,7 @@ __all__ = [
     "RLConfig",
     "RLRunConfig",
     "RewardConfig",
+    "RolloutBalanceConfig",
     "RolloutConfig",
     "SamplingConfig",
     "ScoreConfig",
@@ -83,6 +85,7 @@ class RLRunConfig:
     memory: MemoryConfig
     rewards: RewardConfig
     engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
+    balance: RolloutBalanceConfig = field(default_factory=RolloutBalanceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -42,7 +42,6 @@ _READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rl_rejection_threshold": ("rl_rejection", ("k1", "k2", "k3")),
     "rl_max_resample": ("grpo_filter_groups_with_same_reward", (True,)),
     "rl_resample_exhausted": ("grpo_filter_groups_with_same_reward", (True,)),
-    "rl_resample_factor": ("grpo_filter_groups_with_same_reward", (True,)),
 }
 
 
@@ -214,6 +213,20 @@ def _check_sampling(config: RLRunConfig) -> None:
     knows_the_sampler = config.rl.old_logprob == "rollout" or (
         config.rl.old_logprob == "recompute" and weighted
     )
+    carried = config.balance.partial_rollout_tokens
+    if carried and not knows_the_sampler:
+        raise ValueError(
+            f"--partial-rollout-tokens {carried} carries tokens of older weights into the next "
+            f"step, which --old-logprob {config.rl.old_logprob} does not weigh; allowed: "
+            "--old-logprob rollout, or recompute with --rl-inference-logprobs-is-correction"
+        )
+    filtered = flags.grpo_filter_groups_with_same_reward
+    if flags.rl_resample_factor > 1 and not (filtered or carried):
+        raise ValueError(
+            f"--rl-resample-factor {flags.rl_resample_factor:g} has no effect without "
+            "--grpo-filter-groups-with-same-reward or --partial-rollout-tokens; add one of them, "
+            "or remove the flag"
+        )
     if flags.rl_resample_factor > 1 and not knows_the_sampler:
         raise ValueError(
             f"--rl-resample-factor {flags.rl_resample_factor:g} carries samples of older weights "

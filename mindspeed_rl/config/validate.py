@@ -14,6 +14,7 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.config.architecture import check_architecture, model_config, value_layout
 from mindspeed_rl.config.check_algorithms import check_algorithms
+from mindspeed_rl.config.check_balance import check_balance
 from mindspeed_rl.config.check_engine import check_engine
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
 from mindspeed_rl.config.indexed_data import check_indexed_data
@@ -104,6 +105,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     """
     rl = config.rl
     check_algorithms(config)
+    check_balance(config)
     _check_sampling(config)
     if files:
         _need_file("--prompt-data", config.prompts.prompt_data)

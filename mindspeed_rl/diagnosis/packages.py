@@ -67,7 +67,8 @@ def _fits(installed: str, specifier: str) -> bool:
         version = Version(installed)
     except InvalidVersion:
         return False
-    return SpecifierSet(specifier).contains(Version(version.public), prereleases=True)
+    # a local build, 0.23.0+empty, is its version
+    return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
 def _fix(name: str, specifier: str, platform: str, alone: bool) -> str:

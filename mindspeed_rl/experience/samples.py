@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,8 @@ class Sample:
         parts: scores of the single reward functions, NaN where one abstained.
         verdicts: further numbers that its group found out about it.
         key: under which the ranks of its group keep its tokens.
+        spans: (version, tokens) of what other passes of generation sampled, from the start of the
+            response; the rest is of ``weights_version``.
     """
 
     sample_id: int
@@ -69,6 +71,31 @@ class Sample:
     parts: tuple[float, ...] = ()
     verdicts: tuple[float, ...] = ()
     key: SampleKey = UNCACHED
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def goes_on(self, limit: int) -> bool:
+        """Whether the response neither stopped nor reached the limit of responses."""
+        return not self.stopped and self.num_tokens < limit
+
+    def num_stale(self, version: int) -> int:
+        """Tokens at the start of the response that other weights than ``version`` sampled."""
+        if self.weights_version != version:
+            return self.num_tokens
+        return sum(tokens for sampled_by, tokens in self.spans if sampled_by != version)
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of the weights that sampled each token."""
+        earlier = [version for version, tokens in self.spans for _ in range(tokens)]
+        return earlier + [self.weights_version] * (self.num_tokens - len(earlier))
+
+    def grown_from(self, before: Sample | None) -> Sample:
+        """This sample with the spans of what there was of it before its last pass."""
+        if before is None:
+            return self
+        known = sum(tokens for _, tokens in before.spans)
+        span = (before.weights_version, before.num_tokens - known)
+        return replace(self, spans=(*before.spans, span))
 
 
 def exchange_table(

@@ -22,9 +22,10 @@ class RolloutRow:
         reward: the total reward; ``None`` when the reward function abstained (R43).
         parts: each reward function's own score.
         finish_reason: ``"stop"`` or ``"length"``.
-        prompt_ids: tokens of the prompt; these three only with ``--log-rollout-tokens``.
+        prompt_ids: tokens of the prompt; these four only with ``--log-rollout-tokens``.
         response_ids: tokens of the response.
         logprobs: the engine's, of the response, in nats.
+        versions: of the weights that sampled each token, where they differ.
     """
 
     sample_id: int
@@ -37,6 +38,7 @@ class RolloutRow:
     prompt_ids: Sequence[int] | None = None
     response_ids: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
+    versions: Sequence[int] | None = None
 
 
 class RolloutDump:

@@ -94,7 +94,7 @@ def check_on_policy(run: RLJob, samples: Sequence[Sample]) -> None:
     Raises:
         RuntimeError: naming samples of other versions; their ratio would silently be taken as 1.
     """
-    stale = [s.sample_id for s in samples if s.weights_version != run.version]
+    stale = [s.sample_id for s in samples if s.num_stale(run.version)]
     if stale:
         raise RuntimeError(
             f"--old-logprob on-policy: samples {stale[:8]} were sampled by other weights than "
@@ -128,7 +128,7 @@ def annotate(run: RLJob, batches: StepBatches, samples: Sequence[Sample]) -> Ste
     if run.reference is not None:
         with run.phases.resident(Owner.REFERENCE):
             updates = [_with_reference(run.reference, batch) for batch in updates]
-    if run.config.sampling.rl_resample_factor > 1:
+    if run.config.sampling.rl_resample_factor > 1 or run.config.balance.partial_rollout_tokens:
         updates = [_with_ages(run, batch, samples) for batch in updates]
     num_reference = len(updates) if run.reference is not None else 0
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
@@ -150,8 +150,17 @@ def _with_ages(run: RLJob, batch: UpdateBatch, samples: Sequence[Sample]) -> Upd
     """Marks the tokens that the present weights sampled."""
     device = run.job.platform.device
     index = {s.sample_id: i for i, s in enumerate(samples)}
-    fresh = torch.tensor([s.weights_version == run.version for s in samples], device=device)
-    marked = [replace(m, fresh=fresh[_owners(m, index, device)]) for m in batch.micro_batches]
+    # the last position of each sequence that looks at a token of other weights
+    last = [
+        len(run.prompts[s.prompt_index].token_ids) - 2 + s.num_stale(run.version) for s in samples
+    ]
+    last_stale = torch.tensor(last, device=device)
+
+    def fresh(micro: PreparedBatch) -> torch.Tensor:
+        positions = micro.batch.positions[micro.batch.loss_mask]
+        return positions > last_stale[_owners(micro, index, device)]
+
+    marked = [replace(m, fresh=fresh(m)) for m in batch.micro_batches]
     return replace(batch, micro_batches=marked)
 
 

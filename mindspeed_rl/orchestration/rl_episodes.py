@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.environments import Failed, Observation
 from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.orchestration.rl_balance import my_share
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import Scorer, my_share
+from mindspeed_rl.orchestration.rl_rollout import Scorer
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.types import Completion, Prompt, Rollout
@@ -75,13 +76,13 @@ class Conversations:
     """
 
     def __init__(
-        self, run: RLJob, prompts: Sequence[Prompt], share: Sequence[int], scorer: Scorer
+        self, run: RLJob, prompts: Sequence[Prompt], share: Collection[int], scorer: Scorer
     ) -> None:
         self._run = run
         self._scorer = scorer
         self._limit = run.config.rollout.rollout_max_response_length
         self._max_turns = run.config.environment.rl_environment_max_turns
-        self._episodes = {i: Episode(i, prompts[i]) for i in share}
+        self._episodes = {i: Episode(i, prompts[i]) for i in sorted(share)}
         self._host = run.environments()
         self._next: list[Continuation] = []
         self._first_error = ""
@@ -188,7 +189,7 @@ def converse(
     Raises:
         RewardError: too many environments failed.
     """
-    share = my_share(run, len(prompts))
+    share = set(my_share(run, prompts))
     talks = Conversations(run, prompts, share, scorer) if run.leads_engine else None
     if talks is not None:
         talks.begin()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import (
@@ -30,6 +31,7 @@ from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.orchestration import training
+from mindspeed_rl.orchestration.rl_balance import check_rebalance
 from mindspeed_rl.orchestration.rl_phases import (
     build_phases,
     build_rollout_engine,
@@ -59,6 +61,8 @@ class RLJob:
     ``num_steps`` counts the RL steps that this process has begun to train on.
     ``kl_beta`` is the present coefficient of the KL to the reference.
     ``surplus`` are groups of samples that dynamic sampling left for the next step.
+    ``pending`` are groups with responses that go on in the next step.
+    ``lengths`` of earlier responses, by prompt; equal on all ranks.
     ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
     ``cache`` keeps the tokens of samples that this rank's engine made.
     ``rewards`` exists on the first rank of each engine only.
@@ -87,6 +91,8 @@ class RLJob:
     version: int = 0
     num_steps: int = 0
     surplus: list[Sequence[Sample]] = field(default_factory=list)
+    pending: list[Sequence[Sample]] = field(default_factory=list)
+    lengths: LengthHistory = field(default_factory=LengthHistory)
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
     environment: EnvironmentFactory | None = None
@@ -174,6 +180,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     """Build the parts in the order in which mistakes are cheapest. Collective: the world."""
+    check_rebalance(job.config, job.platform.name)
     vllm = installed_layout(job.plan.vllm, job.platform.name)
     job = replace(job, plan=replace(job.plan, vllm=vllm))
     config, plan, rank = job.config, job.plan, job.world.rank

@@ -210,7 +210,11 @@ class Report:
                     sample.reward,
                     "stop" if sample.stopped else "length",
                     dict(zip(run.part_names, sample.parts, strict=True)),
-                    *(_tokens(prompt, response) if run.config.logging.log_rollout_tokens else ()),
+                    *(
+                        _tokens(prompt, sample, response)
+                        if run.config.logging.log_rollout_tokens
+                        else ()
+                    ),
                 )
             )
         run.dump.write(step, rows)
@@ -219,6 +223,7 @@ class Report:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
         run, config = self._run, self._run.config
         last = config.train.train_iters
+        run.profiler.close()  # what follows is no step
         self._progress.close()
         if run.eval_sets and last not in self._evaluations:
             self._evaluate(last)
@@ -270,9 +275,16 @@ class Report:
         )
 
 
-def _tokens(prompt: Prompt, response: rl_samples.Response) -> tuple[list[Any], ...]:
-    """Prompt and response as the trainer reads them, and the engine's log-probs."""
-    return list(prompt.token_ids), response.token_ids.tolist(), response.logprobs.tolist()
+def _tokens(
+    prompt: Prompt, sample: Sample, response: rl_samples.Response
+) -> tuple[list[Any] | None, ...]:
+    """Prompt and response as the trainer reads them, the engine's log-probs, and the versions."""
+    return (
+        list(prompt.token_ids),
+        response.token_ids.tolist(),
+        response.logprobs.tolist(),
+        sample.versions if sample.spans else None,
+    )
 
 
 def worse_mismatch(worst: float, mismatch: float) -> float:

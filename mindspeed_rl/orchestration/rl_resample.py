@@ -20,6 +20,8 @@ from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_samples import Response, holders_of, store_responses
 
 Group = Sequence[Sample]
+Draw = Callable[[int, int, int], list[Group]]
+"""(groups that are missing, prompts to sample, round) -> complete groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Filled:
 def fill(
     num_groups: int,
     surplus: Sequence[Group],
-    draw: Callable[[int, int], list[Group]],
+    draw: Draw,
     *,
     max_resample: int,
     exhausted: str,
@@ -55,7 +57,7 @@ def fill(
     Args:
         num_groups: of a step.
         surplus: accepted groups of earlier steps; they come first.
-        draw: (number of prompts, round) -> their groups.
+        draw: see :data:`Draw`.
         max_resample: further rounds after the first.
         exhausted: ``train-on-partial``, ``keep-zero-std`` or ``stop``.
         factor: prompts of a round over the groups that are missing.
@@ -67,7 +69,7 @@ def fill(
     rounds = 0
     while len(accepted) < num_groups and rounds <= max_resample:
         missing = num_groups - len(accepted)
-        groups = draw(math.ceil(missing * factor), rounds)
+        groups = draw(missing, math.ceil(missing * factor), rounds)
         drawn += groups
         useful = _useful(groups)
         accepted += [g for g, u in zip(groups, useful, strict=True) if u]
@@ -110,7 +112,7 @@ def _metrics(drawn: Sequence[Group], rounds: int, missing: int, num_left: int) -
     )
 
 
-def fill_step(run: RLJob, draw: Callable[[int, int], list[Group]]) -> Filled:
+def fill_step(run: RLJob, draw: Draw) -> Filled:
     """:func:`fill` as the flags say; the surplus stays with the run."""
     flags = run.config.sampling
     filled = fill(
@@ -123,6 +125,19 @@ def fill_step(run: RLJob, draw: Callable[[int, int], list[Group]]) -> Filled:
     )
     run.surplus = filled.surplus
     return filled
+
+
+def take_complete(run: RLJob, draw: Draw) -> tuple[list[Group], list[Group]]:
+    """The groups of a step of partial rollouts, and those that it completed.
+
+    What is complete beyond the need of the step starts the next one.
+    """
+    num_groups, factor = run.plan.batch.prompts, run.config.sampling.rl_resample_factor
+    missing = max(0, num_groups - len(run.surplus))
+    drawn = draw(missing, math.ceil(missing * factor), 0) if missing else []
+    groups = [*run.surplus, *drawn]
+    run.surplus = groups[num_groups:]
+    return groups[:num_groups], drawn
 
 
 def numbered(groups: Sequence[Group]) -> list[Sample]:
@@ -156,6 +171,7 @@ def _plain(sample: Sample, response: Response) -> dict[str, Any]:
         "reward": sample.reward,
         "parts": list(sample.parts),
         "loss_mask": None if mask is None else mask.tolist(),
+        "spans": [list(span) for span in sample.spans],
     }
 
 
@@ -189,6 +205,7 @@ def restored_surplus(
                     reward=fields["reward"],
                     parts=tuple(fields["parts"]),
                     key=SampleKey(step, number),
+                    spans=tuple((version, tokens) for version, tokens in fields["spans"]),
                 )
             )
             number += 1
@@ -205,9 +222,23 @@ def _response(fields: Mapping[str, Any]) -> Response:
     )
 
 
-def keep_surplus(run: RLJob, groups: Sequence[Group], responses: Sequence[Response]) -> None:
-    """Take restored groups over, each rank the tokens that it is to hold. Local."""
-    run.surplus = list(groups)
+def keep_surplus(
+    run: RLJob, groups: Sequence[Group], responses: Sequence[Response], num_pending: int = 0
+) -> None:
+    """Take restored groups over, each rank the tokens that it is to hold. Local.
+
+    The last ``num_pending`` have responses that go on.
+
+    Raises:
+        ValueError: there are some, but the run lets none go on.
+    """
+    if num_pending and not run.config.balance.partial_rollout_tokens:
+        raise ValueError(
+            f"--load: {num_pending} groups of the checkpoint have responses that go on; give "
+            "--partial-rollout-tokens as in the run that saved it"
+        )
+    border = len(groups) - num_pending
+    run.surplus, run.pending = list(groups[:border]), list(groups[border:])
     samples = [s for group in groups for s in group]
     holders = holders_of(run, samples)
     mine = [i for i, first in enumerate(holders.first) if 0 <= run.rank - first < holders.count]

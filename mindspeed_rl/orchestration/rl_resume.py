@@ -37,7 +37,9 @@ def start(run: RLJob) -> Report:
     if run.sampler.fingerprint == loaded.extra["sampler"]["fingerprint"]:
         num_groups = run.plan.engine.num_groups
         run.cache.begin_step(loaded.step)
-        keep_surplus(run, *restored_surplus(loaded.extra["surplus"], loaded.step, num_groups))
+        carried = restored_surplus(loaded.extra["surplus"], loaded.step, num_groups)
+        keep_surplus(run, *carried, loaded.extra["num_pending"])
+        run.lengths.load_state_dict(loaded.extra["lengths"])
     return Report(run, loaded.step, loaded.extra["report"])
 
 
@@ -45,12 +47,15 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
     """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
     if not checkpoints.save_is_due(run.job, step):
         return
-    responses = rl_samples.fetch(run, [s for group in run.surplus for s in group])
+    carried = [*run.surplus, *run.pending]
+    responses = rl_samples.fetch(run, [s for group in carried for s in group])
     extra: dict[str, Any] = {
         "sampler": run.sampler.state_dict(),
         "version": run.version,
         "kl_beta": run.kl_beta,
-        "surplus": surplus_state(run.surplus if run.rank == 0 else [], responses),
+        "surplus": surplus_state(carried if run.rank == 0 else [], responses),
+        "num_pending": len(run.pending),
+        "lengths": run.lengths.state_dict(),
         "report": report.state_dict(),
     }
     run.phases.require(Phase.TRAIN, "save")

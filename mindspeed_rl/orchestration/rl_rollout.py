@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
+from mindspeed_rl.orchestration.rl_balance import balance_metrics, make_rebalancer, my_share
 from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_partial import continued
 from mindspeed_rl.rewards import RewardRequest, Scoring
 from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
@@ -47,6 +50,8 @@ def rollouts_of(
     first: SampleKey = UNCACHED,
     judge: Callable[[Rollout], Sequence[float]] | None = None,
     phase: Callable[[str], AbstractContextManager[None]] | None = None,
+    lengths: LengthHistory | None = None,
+    begun: Sequence[Sample | None] = (),
 ) -> Drawn:
     """One scored response to each of ``prompts``. Collective: the world.
 
@@ -61,12 +66,15 @@ def rollouts_of(
         first: key of sample 0, for samples that will be kept.
         judge: gives :data:`NUM_VERDICTS` numbers that all ranks shall know of a sample.
         phase: names the parts for timer and watchdog; the run's, if it is not given.
+        lengths: of earlier responses to the prompts.
+        begun: in partial rollouts, what there is of each response; the pass lets it grow by
+            ``--partial-rollout-tokens`` at most, and what goes on after it has no reward.
     """
     phase = phase or run.phase
     take_stats(run)
     with scorer_of(run) as scorer:
         with phase("generate"):
-            mirrored, found = _speak(run, prompts, step, settings, attempt, scorer)
+            mirrored, found = _speak(run, prompts, step, settings, attempt, scorer, lengths, begun)
         stats = take_stats(run)
         if run.rank == 0:
             record_history(run, stats)
@@ -88,6 +96,7 @@ def rollouts_of(
             num_copies=num_copies(run),
         )
     metrics = metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
+    metrics = metrics.merge(balance_metrics(run, stats))
     return Drawn(samples, rollouts if run.leads_engine else mirrored, metrics)
 
 
@@ -103,20 +112,16 @@ def _speak(
     settings: SamplingSettings,
     attempt: int,
     scorer: Scorer,
+    lengths: LengthHistory | None,
+    begun: Sequence[Sample | None],
 ) -> tuple[list[Rollout], MetricSet]:
     """The samples that every rank of this engine has, and metrics."""
     if run.environment is not None:
         from mindspeed_rl.orchestration.rl_episodes import converse
 
         return [], converse(run, prompts, step, settings, attempt, scorer)
-    return generate(run, prompts, step, settings, attempt, scorer), MetricSet()
-
-
-def my_share(run: RLJob, num_samples: int) -> range:
-    """The sample ids that this rank's engine generates: contiguous, sizes differ by at most 1."""
-    engine = run.plan.engine
-    replica, count = engine.group_of(run.rank), engine.num_groups
-    return range(num_samples * replica // count, num_samples * (replica + 1) // count)
+    rollouts = generate(run, prompts, step, settings, attempt, scorer, lengths, begun)
+    return rollouts, MetricSet()
 
 
 class Scorer:
@@ -186,27 +191,45 @@ def generate(
     settings: SamplingSettings,
     attempt: int = 0,
     scorer: Scorer | None = None,
+    lengths: LengthHistory | None = None,
+    begun: Sequence[Sample | None] = (),
 ) -> list[Rollout]:
-    """Complete this engine's share of ``prompts``; position in the list is the sample id.
+    """Complete ``prompts``; position in the list is the sample id.
 
     ``attempt`` makes other seeds for the same step. Finished samples are handed to ``scorer`` while
-    others are generated. Collective: the ranks of each engine.
+    others are generated. ``lengths`` are those of earlier responses to the prompts, ``begun`` what
+    there is of these. Collective: the ranks of each engine; the world where requests may move.
+
+    Returns:
+        The samples that ended on this rank's engine, by sample id.
     """
     seed = run.config.train.seed
-    share = my_share(run, len(prompts))
+    share = my_share(run, prompts, lengths, begun)
     requests = [
-        GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt))
+        continued(
+            run,
+            GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt)),
+            begun[i] if begun else None,
+        )
         for i in share
     ]
+    limit = settings.max_response_tokens
 
     def on_step(finished: Mapping[int, Completion]) -> None:
-        if scorer is not None:
-            for i, completion in finished.items():
-                scorer.add(Rollout(i, prompts[i], completion))
-            scorer.poll()
+        if scorer is None:
+            return
+        for i, completion in finished.items():
+            goes_on = begun and completion.truncated and len(completion.token_ids) < limit
+            (scorer.drop if goes_on else scorer.add)(Rollout(i, prompts[i], completion))
+        scorer.poll()
 
-    completions = run.engine.generate(requests, settings, run.version, on_step)
-    return [Rollout(i, prompts[i], c) for i, c in zip(share, completions, strict=True)]
+    rebalancer = make_rebalancer(run, prompts, settings, lengths, begun)
+    if rebalancer is None:
+        answers = run.engine.generate(requests, settings, run.version, on_step)
+        done = dict(zip(share, answers, strict=True))
+    else:
+        done = run.engine.generate_shared(requests, settings, run.version, on_step, rebalancer)
+    return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
 
 
 def response_text(run: RLJob, completion: Completion) -> str:

@@ -25,6 +25,7 @@ from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.orchestration import rl_critic, rl_samples
+from mindspeed_rl.orchestration.rl_balance import observe_lengths
 from mindspeed_rl.orchestration.rl_batch import (
     StepBatches,
     UpdateBatch,
@@ -32,12 +33,14 @@ from mindspeed_rl.orchestration.rl_batch import (
     select_tokens,
 )
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered
+from mindspeed_rl.orchestration.rl_partial import draw_complete
+from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered, take_complete
 from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
 from mindspeed_rl.orchestration.step_peak import watch_update
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.trainer.routing_replay import AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
+from mindspeed_rl.types import Prompt
 
 RATIO = "policy/ratio_max_deviation"
 # Of the first optimizer step of a rollout alone: 0 where old log-probs are those of the weights
@@ -66,27 +69,48 @@ class Collected:
 def collect(run: RLJob, step: int) -> Collected:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
     metrics, num_drawn = run.phases.sync_metrics, 0
-    run.cache.begin_step(step, [s.key for group in run.surplus for s in group])
+    carried = (*run.surplus, *run.pending)
+    run.cache.begin_step(step, [s.key for group in carried for s in group])
+    partial, size = run.config.balance.partial_rollout_tokens > 0, run.plan.batch.group_size
 
-    def draw(num_prompts: int, attempt: int) -> list[Group]:
-        """New prompts, all siblings of each."""
+    def sample(
+        prompts: Sequence[Prompt], attempt: int, begun: Sequence[Sample | None] = ()
+    ) -> list[Sample]:
+        """One response to each, or more of one that has begun."""
         nonlocal metrics, num_drawn
-        size, indices = run.plan.batch.group_size, run.sampler.next(num_prompts)
-        prompts = [p for i in indices for p in [run.prompts[i]] * size]
         settings = run.sampling(run.config.rl.rl_default_temperature)
         first = SampleKey(step, num_drawn)
-        drawn = rollouts_of(run, prompts, step, settings, attempt, first=first)
+        drawn = rollouts_of(
+            run, prompts, step, settings, attempt, first=first, lengths=run.lengths, begun=begun
+        )
         rl_samples.store(run.cache, drawn.rollouts, drawn.samples)
         num_drawn += len(prompts)
-        metrics, samples = metrics.merge(drawn.metrics), drawn.samples
+        metrics = metrics.merge(drawn.metrics)
+        return drawn.samples
+
+    def one_pass(prompts: Sequence[Prompt], begun: Sequence[Sample | None]) -> list[Sample]:
+        """The seeds of each pass of a step are its own."""
+        return sample(prompts, num_drawn, begun)
+
+    def draw(needed: int, in_flight: int, attempt: int) -> list[Group]:
+        """Complete groups: of new prompts, or in partial rollouts of all that are in flight."""
+        nonlocal metrics
+        if partial:
+            found, about = draw_complete(run, needed, in_flight, one_pass)
+            metrics = metrics.merge(about)
+            return found
+        indices = run.sampler.next(in_flight)
+        samples = sample([p for i in indices for p in [run.prompts[i]] * size], attempt)
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
     if run.config.sampling.grpo_filter_groups_with_same_reward:
         filled = fill_step(run, draw)
         groups, drawn = filled.groups, filled.drawn
         metrics = metrics.merge(filled.metrics)
+    elif partial:
+        groups, drawn = take_complete(run, draw)
     else:
-        groups = drawn = draw(run.plan.batch.prompts, 0)
+        groups = drawn = draw(run.plan.batch.prompts, run.plan.batch.prompts, 0)
     greedy = None
     if advantage_estimator(run.config).needs_greedy:
         prompts = [run.prompts[group[0].prompt_index] for group in groups]
@@ -94,7 +118,9 @@ def collect(run: RLJob, step: int) -> Collected:
         # shaped as the samples are, else a long greedy response would be a baseline too high
         greedy = [s.reward + length_penalty(run, s) for s in answers.samples]
         metrics = metrics.merge(answers.metrics)
-    return Collected(numbered(groups), numbered(drawn), metrics, greedy)
+    everything = numbered(drawn)
+    observe_lengths(run, everything)
+    return Collected(numbered(groups), everything, metrics, greedy)
 
 
 def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:

@@ -49,13 +49,17 @@ class GenerationRequest:
         sample_id: of the completion.
         token_ids: what the model reads first.
         seed: of its own random stream.
-        max_tokens: limit of this one where it is not that of the settings.
+        max_tokens: limit of this response where it is not that of the settings.
+        begun: tokens that there are of the response; the answer has them as well.
+        begun_logprobs: of those, by the engines that sampled them.
     """
 
     sample_id: int
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int | None = None
+    begun: tuple[int, ...] = ()
+    begun_logprobs: tuple[float, ...] = ()
 
 
 OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
@@ -87,7 +91,7 @@ def requests_digest(
     """16 bytes that are equal when two ranks are about to generate the same thing (R28)."""
     state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
     for request in requests:
-        ids = request.token_ids
+        ids = (*request.token_ids, *request.begun)
         limit = -1 if request.max_tokens is None else request.max_tokens
         state.update(struct.pack("<4q", request.sample_id, request.seed, limit, len(ids)))
         state.update(struct.pack(f"<{len(ids)}q", *ids))

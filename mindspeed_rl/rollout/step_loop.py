@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mindspeed_rl.rollout.graph_sizes import decode_batches
-
 
 class RankAgreement(Protocol):
     """What the ranks of an engine tell each other in the reduction of a step.
@@ -52,6 +50,10 @@ class StepStats:
         seconds: of all of them.
         sync_seconds: of them, waiting for the other ranks to agree; 0 where it is not our code.
         reductions: of that agreement; 0 where it is not our code.
+        settlements: looks at all engines, to move requests between them.
+        settle_seconds: of those, waiting for the other engines included.
+        moved: requests that left this rank for another engine.
+        moved_tokens: tokens that other engines read again for them, prompts included.
         prompt_steps: in which a rank of the engine read a prompt; 0 where it is not our code.
         running: sequences in a decode step, of the fullest rank where ranks agree -> steps.
     """
@@ -61,6 +63,10 @@ class StepStats:
     seconds: float = 0.0
     sync_seconds: float = 0.0
     reductions: int = 0
+    settlements: int = 0
+    settle_seconds: float = 0.0
+    moved: int = 0
+    moved_tokens: int = 0
     prompt_steps: int = 0
     running: Counter[int] = field(default_factory=Counter)
 
@@ -74,25 +80,28 @@ def run_steps(
     engine: Any,
     agreement: RankAgreement | None,
     interval: int,
-    max_num_seqs: int,
     stats: StepStats,
-) -> Iterator[dict[int, Any]]:
+    max_steps: int | None = None,
+    follows: bool = True,
+) -> Iterator[list[Any]]:
     """Step until no rank of the engine has a request. Collective: the ranks of the engine.
 
     Args:
         engine: vLLM's ``LLMEngine`` with its requests.
         agreement: our packed reduction; ``None`` leaves it to the engine.
         interval: with ``agreement``, steps between looks at who is done.
-        max_num_seqs: sequences that run at once on a rank.
         stats: what was run is added to it; without the time that the caller spends between steps.
+        max_steps: end after so many in any case.
+        follows: requests tell of themselves at every token, else at their end alone; decode steps
+            are counted by what they tell.
 
     Yields:
-        What each step has finished, by the number of the request.
+        The outputs of each step: of every request that got a token, or of those that have ended.
     """
-    steps, lengths = 0, dict[int, int]()
+    steps = 0
     waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
     ran = agreement.running.copy() if agreement else Counter[int]()
-    while True:
+    while max_steps is None or steps < max_steps:
         start = time.perf_counter()
         mine = engine.get_num_unfinished_requests()
         if agreement is None:
@@ -101,20 +110,21 @@ def run_steps(
         else:
             agreement.offer(mine)
             engine.should_execute_dummy_batch = not mine
-        finished = {int(o.request_id): o for o in engine.step() if o.finished}
+        outputs = engine.step()
         steps += 1
         stats.dummy_steps += not mine
         stats.prompt_steps += agreement is not None and agreement.reads_prompts
-        lengths |= {key: len(o.outputs[0].token_ids) for key, o in finished.items()}
+        if follows and agreement is None:
+            # the first token of a response comes from reading its prompt
+            stats.running[sum(len(o.outputs[0].token_ids) > 1 for o in outputs)] += 1
         done = agreement is not None and steps % interval == 0 and agreement.finished()
         stats.seconds += time.perf_counter() - start
-        yield finished
+        yield outputs
         if done:
             break
     stats.steps += steps
+    stats.running.pop(0, None)
     if agreement is not None:
         stats.sync_seconds += agreement.seconds - waited
         stats.reductions += agreement.reductions - reduced
         stats.running += agreement.running - ran
-    else:
-        stats.running += decode_batches([lengths[key] for key in sorted(lengths)], max_num_seqs)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.agreement import check_agreement
 from mindspeed_rl.rollout.backend import Backend, make_backend
 from mindspeed_rl.rollout.engine import (
     EngineState,
@@ -27,10 +27,14 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
     requests_digest,
 )
+from mindspeed_rl.rollout.graph_sizes import decode_batches
+from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, RequestPort
+from mindspeed_rl.rollout.patches import sampling_stream
 from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
+from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
-from mindspeed_rl.rollout.vllm_requests import completion, sampling_params, token_scores
+from mindspeed_rl.rollout.vllm_requests import VllmPort, token_scores
 from mindspeed_rl.types import Completion
 
 
@@ -279,20 +283,67 @@ class VllmEngine:
             RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
                 ranks of the engine were given different requests, or vLLM gave a request up.
         """
+        done = self.generate_shared(requests, settings, trainer_version, on_step)
+        return [done[request.sample_id] for request in requests]
+
+    def generate_shared(
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        trainer_version: int,
+        on_step: OnStep | None = None,
+        rebalancer: Rebalancer | None = None,
+    ) -> dict[int, Completion]:
+        """:meth:`generate` with requests that may end on other engines, and theirs here.
+
+        Collective: the ranks of this engine; with ``rebalancer`` the world.
+
+        Returns:
+            The completions that ended on this rank, by sample id.
+
+        Raises:
+            RuntimeError: as :meth:`generate`.
+        """
         self._require("generate", trainer_version)
-        self._check_agreement(requests_digest(requests, settings, trainer_version))
+        check_agreement(
+            requests_digest(requests, settings, trainer_version), self._layout.engine, self._rank
+        )
+        if rebalancer is not None and rebalancer.rules.running:
+            sampling_stream.apply()
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
-            self._add(requests, settings)
-            for outputs in self._steps():
-                finished = {
-                    key: completion(output.outputs[0], key, trainer_version)
-                    for key, output in outputs.items()
-                }
+            port = self._port(settings, rebalancer is not None)
+            self._open = OpenRequests(port, settings.max_response_tokens)
+            self._open.add(Parcel(r, r.begun, r.begun_logprobs) for r in requests)
+            for outputs in self._shared_steps(rebalancer):
+                self._open.note(outputs)
+                ended = {int(o.request_id): o for o in outputs if o.finished}
+                finished = self._open.finish(ended, trainer_version)
                 done |= finished
                 if on_step is not None:
                     on_step(finished)
-        return [done[request.sample_id] for request in requests]
+        if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
+            lengths = [len(done[sample_id].token_ids) for sample_id in sorted(done)]
+            self.stats.running += decode_batches(lengths, self.max_num_seqs)
+        return done
+
+    def _port(self, settings: SamplingSettings, follow: bool) -> RequestPort:
+        return VllmPort(self._engine, settings, follow)
+
+    def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
+        """The steps of a generation; with ``rebalancer``, those of the whole world together."""
+        if rebalancer is None:
+            yield from self._steps()
+            return
+        going_on = True
+        while going_on:
+            yield from self._steps(rebalancer.steps)
+            going_on = rebalancer.settle(self._open, self.stats)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once on this rank."""
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def _require(self, call: str, trainer_version: int) -> None:
         """Only weights that are known are computed with (R3)."""
@@ -301,18 +352,6 @@ class VllmEngine:
                 f"{call}: the engine is {self._state.value} with weights of version "
                 f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
             )
-
-    def _add(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> None:
-        from vllm.inputs.engine import tokens_input
-
-        base = sampling_params(settings)
-        for request in requests:
-            prompt = tokens_input(prompt_token_ids=list(request.token_ids))
-            params = copy.copy(base)
-            params.seed = request.seed
-            if request.max_tokens is not None:
-                params.max_tokens = request.max_tokens
-            self._engine.add_request(str(request.sample_id), prompt, params)
 
     def score(
         self,
@@ -344,35 +383,19 @@ class VllmEngine:
             for number, ids in enumerate(sequences):
                 prompt = tokens_input(prompt_token_ids=list(ids))
                 self._engine.add_request(str(number), prompt, copy.copy(params))
-            outputs = {key: o for finished in self._steps() for key, o in finished.items()}
+            outputs = {int(o.request_id): o for step in self._steps() for o in step if o.finished}
         return [
             token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
             for number, ids in enumerate(sequences)
         ]
 
-    def _steps(self) -> Iterator[dict[int, Any]]:
+    def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
         """The step loop: ours, so that other work can be put between the steps of the engine.
 
-        Yields what each step finished. Ranks without requests of their own keep stepping while
+        Yields the outputs of each step. Ranks without requests of their own keep stepping while
         others of their engine have some.
         """
-        capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
-        return run_steps(self._engine, self._agreement, self._interval, capacity, self.stats)
-
-    def _check_agreement(self, digest: bytes) -> None:
-        """All ranks of the engine must be about to generate the same thing (R28)."""
-        if self._layout.engine.tp == 1:
-            return
-        from vllm.distributed.parallel_state import get_tp_group
-
-        group = get_tp_group().cpu_group
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self._layout.engine.tp)]
-        dist.all_gather(everyone, mine, group=group)
-        different = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-        if different:
-            raise RuntimeError(
-                f"generate: ranks {different} of engine "
-                f"{self._layout.engine.replica_of(self._rank)} were given other prompts, sampling "
-                "settings or weights than its first rank"
-            )
+        follows = max_steps is not None
+        return run_steps(
+            self._engine, self._agreement, self._interval, self.stats, max_steps, follows
+        )

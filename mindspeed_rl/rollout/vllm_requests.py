@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.patches.sampling_stream import STREAM, stream_of
 from mindspeed_rl.types import FINISH_REASONS, Completion
 
 
@@ -36,11 +38,15 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
     return settings
 
 
-def sampling_params(settings: SamplingSettings) -> Any:
-    """Every field that shapes the distribution is set, whatever generation_config.json says."""
+def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
+    """Every field that shapes the distribution is set, whatever generation_config.json says.
+
+    With ``follow`` each step tells of unfinished requests, too, which takes time.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    kind = RequestOutputKind.CUMULATIVE if follow else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         n=1,
         temperature=settings.temperature,
@@ -55,9 +61,43 @@ def sampling_params(settings: SamplingSettings) -> Any:
         ignore_eos=False,
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,  # nobody reads what is not finished
+        output_kind=kind,
         skip_clone=True,  # a deep copy per request costs more than sampling a short response
     )
+
+
+class VllmPort:
+    """Requests of vLLM's ``LLMEngine`` with equal settings; ``follow``: while they run, too."""
+
+    def __init__(self, engine: Any, settings: SamplingSettings, follow: bool) -> None:
+        self._engine = engine
+        self._base = sampling_params(settings, follow)
+
+    def add(
+        self,
+        key: str,
+        token_ids: list[int],
+        seed: int,
+        max_tokens: int,
+        stream: torch.Tensor | None,
+    ) -> str:
+        """See :class:`~mindspeed_rl.rollout.open_requests.RequestPort`."""
+        from vllm.inputs.engine import tokens_input
+
+        params = copy.copy(self._base)
+        params.seed, params.max_tokens = seed, max_tokens
+        if stream is not None:
+            params.extra_args = {STREAM: stream}
+        name = self._engine.add_request(key, tokens_input(prompt_token_ids=token_ids), params)
+        return str(name or key)  # older versions return nothing and keep the key
+
+    def abort(self, keys: list[str]) -> None:
+        """See :class:`~mindspeed_rl.rollout.open_requests.RequestPort`."""
+        self._engine.abort_request(keys)
+
+    def stream(self, name: str) -> torch.Tensor | None:
+        """See :class:`~mindspeed_rl.rollout.open_requests.RequestPort`."""
+        return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
 
 
 def token_scores(

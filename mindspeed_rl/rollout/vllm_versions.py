@@ -28,6 +28,8 @@ class EngineCapabilities:
         packed_sync: data-parallel ranks may agree through our reduction.
         transposed_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
         sleep_tags: its sleep mode discards weights and cache one by one and keeps addresses.
+        streams: a request's random stream may go on in another engine; see
+            :mod:`~mindspeed_rl.rollout.patches.sampling_stream`.
         expert_module: path of the module with the experts of a layer, below the layer.
     """
 
@@ -40,10 +42,13 @@ class EngineCapabilities:
     packed_sync: bool = False
     transposed_experts: bool = False
     sleep_tags: bool = False
+    streams: bool = False
     expert_module: str = EXPERT_MODULE
 
 
-def _ascend(version: str, *, packed_sync: bool = False) -> EngineCapabilities:
+def _ascend(
+    version: str, *, packed_sync: bool = False, streams: bool = False
+) -> EngineCapabilities:
     """vLLM under vLLM-Ascend; how its weights are written is in ``rollout/ascend/behaviour.py``."""
     return EngineCapabilities(
         version,
@@ -53,6 +58,7 @@ def _ascend(version: str, *, packed_sync: bool = False) -> EngineCapabilities:
         expert_multiple=1,
         whole_shared_experts=False,
         packed_sync=packed_sync,
+        streams=streams,
         transposed_experts=True,
         expert_module="mlp.experts",
     )
@@ -67,11 +73,12 @@ CAPABILITIES = (
         expert_multiple=32,
         whole_shared_experts=True,
         packed_sync=True,
+        streams=True,
     ),
     _ascend("0.11."),
-    _ascend("0.13."),
-    _ascend("0.18."),
-    _ascend("0.23.", packed_sync=True),
+    _ascend("0.13.", streams=True),
+    _ascend("0.18.", streams=True),
+    _ascend("0.23.", packed_sync=True, streams=True),
 )
 
 

@@ -102,7 +102,10 @@ def check_times(file: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
-    """With all the state a run can have: an adapted coefficient, groups left over (R44)."""
+    """With all the state a run can have: an adapted coefficient, groups left over (R44), lengths.
+
+    Responses grow in passes, and requests move between the two engines.
+    """
     flags = [
         "--prompt-data", "train.jsonl", "--eval-prompt-data", "heldout.jsonl",
         "--eval-interval", "1", "--reward-function", "reward.py:digits",
@@ -112,7 +115,8 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
         "--log-rollouts", "2", "--rl-max-logprob-diff", "0", "--old-logprob", "recompute",
         "--grpo-kl-beta", "0.01", "--rl-kl-target", "0.001", "--rl-kl-horizon", "100",
         "--grpo-filter-groups-with-same-reward", "--rl-resample-factor", "1.6",
-        "--rl-inference-logprobs-is-correction",
+        "--rl-inference-logprobs-is-correction", "--partial-rollout-tokens", "4",
+        "--rollout-rebalance", "all", "--rollout-rebalance-interval", "2",
     ]  # fmt: skip
     whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     assert whole.returncode == 0, whole.stdout
@@ -142,7 +146,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert before["eval_prompts"] == 4 and before["steps"] == 4
     states = [(world / run / "save/iter_0000004/checkpoint.json") for run in ("rl", "rl-cut")]
     first, second = (json.loads(path.read_text())["extra"] for path in states)
-    kept = ("sampler", "kl_beta", "surplus", "version")
+    kept = ("sampler", "kl_beta", "surplus", "num_pending", "lengths", "version")
     assert {n: first[n] for n in kept} == {n: second[n] for n in kept}
     assert first["sampler"]["fingerprint"] and first["kl_beta"] != 0.01
     middle = json.loads((world / "rl/save/iter_0000002/checkpoint.json").read_text())["extra"]

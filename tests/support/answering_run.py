@@ -14,6 +14,7 @@ from support.scoring import InlinePool
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import MetricSet
@@ -117,8 +118,8 @@ def make_run(
         engine=Answers(answers, clock), tokenizer=Letters(),
         sampling=lambda temperature: SETTINGS,
         sampler=SimpleNamespace(next=lambda count: list(range(count))),
-        prompts=prompts, eval_sets={"": prompts},
-        environment=None, rewards=InlinePool(rewards), surplus=[],
+        prompts=prompts, eval_sets={"": prompts}, lengths=LengthHistory(),
+        environment=None, rewards=InlinePool(rewards), surplus=[], pending=[],
         cache=TensorCache(torch.device("cpu")),
         reward_names=tuple(r.partition("=")[0] for r in rewards),
         part_names=tuple(r.partition("=")[0] for r in rewards),

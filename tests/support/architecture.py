@@ -50,6 +50,8 @@ LAYER_0 = (
     "rollout.ascend_versions",
     "rollout.expert_map",
     "rollout.graph_sizes",
+    "rollout.rebalance_plan",
+    "rollout.rebalance_sim",
     "platforms.allocator_settings",
     "platforms.installed",
 )

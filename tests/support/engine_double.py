@@ -6,7 +6,7 @@ weights. Like vLLM it caches what it computed for a prompt until its prefix cach
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.backend import EngineParts
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.host_backend import parts_by_storage
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -94,6 +94,25 @@ class ToyBackend:
         return parts_by_storage(llm)
 
 
+class ToyPort:
+    """Notes the prompts that are asked for."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, tuple[int, ...]] = {}
+
+    def add(
+        self, key: str, token_ids: list[int], seed: int, max_tokens: int, stream: object
+    ) -> str:
+        self.prompts[key] = tuple(token_ids)
+        return key
+
+    def abort(self, keys: list[str]) -> None:
+        raise NotImplementedError
+
+    def stream(self, name: str) -> None:
+        raise NotImplementedError
+
+
 class EngineDouble(VllmEngine):
     """One rank of an engine of one rank.
 
@@ -129,15 +148,20 @@ class EngineDouble(VllmEngine):
         self.toy = ToyLLM(ToyModel(shapes))
         return self.toy
 
-    def _add(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> None:
-        self._asked = list(requests)
+    @property
+    def max_num_seqs(self) -> int:
+        return 4
 
-    def _steps(self) -> Iterator[dict[int, Any]]:
+    def _port(self, settings: SamplingSettings, follow: bool) -> ToyPort:
+        self._asked = ToyPort()
+        return self._asked
+
+    def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
         """One step per request, the last one first."""
-        for r in reversed(self._asked):
+        for key, prompt in reversed(self._asked.prompts.items()):
             output = SimpleNamespace(
                 token_ids=[7],
-                logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(r.token_ids))}],
-                finish_reason=self.finish_reasons.get(r.sample_id, "stop"),
+                logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(prompt))}],
+                finish_reason=self.finish_reasons.get(int(key), "stop"),
             )
-            yield {r.sample_id: SimpleNamespace(outputs=[output])}
+            yield [SimpleNamespace(request_id=key, finished=True, outputs=[output])]

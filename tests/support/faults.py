@@ -12,6 +12,7 @@ from support.faults_models import MODEL_MUTATIONS
 from support.faults_ray import RAY_MUTATIONS
 from support.faults_rewards import REWARD_MUTATIONS
 from support.faults_rl import RL_MUTATIONS
+from support.faults_rollout import ROLLOUT_MUTATIONS
 from support.faults_tools import TOOL_MUTATIONS
 from support.mutation import Mutation
 
@@ -342,6 +343,7 @@ MUTATIONS = (
     *LAYOUT_MUTATIONS,
     *CONVERSION_MUTATIONS,
     *RL_MUTATIONS,
+    *ROLLOUT_MUTATIONS,
     *TOOL_MUTATIONS,
     *ASCEND_ENGINE_MUTATIONS,
     *ALGORITHM_MUTATIONS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from mindspeed_rl.data.published import BOXED, PUBLISHED, prepare
 from mindspeed_rl.rewards import RewardRequest, resolve_reward
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import prepare_data  # noqa: E402
 
 GSM8K = [
     {"question": f"Tom has {i} apples and buys 1000. How many?",
@@ -109,8 +105,11 @@ def test_another_file_is_refused_with_its_line(
 
 
 def test_the_command_writes_what_a_run_reads_and_the_math_reward_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import prepare_data
+
     file = write(tmp_path, "gsm8k", GSM8K, ".jsonl")
     target = tmp_path / "out"
     argv = ["--dataset", "gsm8k", "--input", str(file), "--output", str(target)]

@@ -55,7 +55,7 @@ def filled(rows: list[Sequence[float]], num_groups: int, **changes: Any) -> Fill
     options: dict[str, Any] = {"max_resample": 2, "exhausted": "train-on-partial", "factor": 1.0}
     surplus = changes.pop("surplus", [])
 
-    def draw(count: int, attempt: int) -> list[Group]:
+    def draw(missing: int, count: int, attempt: int) -> list[Group]:
         return [next(supply) for _ in range(count)]
 
     return fill(num_groups, surplus, draw, **(options | changes))

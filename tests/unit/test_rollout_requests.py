@@ -7,12 +7,10 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.config import RolloutBalanceConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import generate, my_share
+from mindspeed_rl.orchestration.rl_rollout import generate
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt
@@ -46,7 +44,11 @@ def rank_of(layout: EngineLayout, rank: int) -> RLJob:
         SimpleNamespace(
             plan=SimpleNamespace(engine=layout),
             rank=rank,
-            config=SimpleNamespace(train=TrainConfig(seed=99)),
+            config=SimpleNamespace(
+                train=TrainConfig(seed=99),
+                balance=RolloutBalanceConfig(),
+                rollout=RolloutConfig(),
+            ),
             engine=Recorder(),
             version=6,
         ),
@@ -77,12 +79,3 @@ def test_requests_do_not_depend_on_the_layout(world: int, tp: int) -> None:
 def test_ranks_of_an_engine_make_the_same_requests() -> None:
     layout = EngineLayout(8, 4)
     assert requests_of(layout, 4) == requests_of(layout, 7)
-
-
-@given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 50))
-@settings(deadline=None)
-def test_shares_are_contiguous_and_even(num_replicas: int, tp: int, num_samples: int) -> None:
-    layout = EngineLayout(num_replicas * tp, tp)
-    shares = [my_share(rank_of(layout, rank), num_samples) for rank in range(0, layout.world, tp)]
-    assert [i for share in shares for i in share] == list(range(num_samples))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1

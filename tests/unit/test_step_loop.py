@@ -64,15 +64,13 @@ def all_steps(
     engine: Engine,
     sync: StepSync | None,
     interval: int,
-    capacity: int,
     stats: StepStats | None = None,
-) -> tuple[dict[int, Any], StepStats]:
+    max_steps: int | None = None,
+) -> tuple[list[int], StepStats]:
+    """Numbers of the requests as they finished."""
     stats = stats or StepStats()
-    finished: dict[int, Any] = {}
-    for step in run_steps(engine, sync, interval, capacity, stats):
-        assert not finished.keys() & step.keys()
-        finished |= step
-    return finished, stats
+    steps = run_steps(engine, sync, interval, stats, max_steps)
+    return [int(o.request_id) for step in steps for o in step if o.finished], stats
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +85,7 @@ def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
     """At the first look after a step that nobody needed: all ranks see it in the same step."""
     sync = StepSync()
     engine = Engine(LENGTHS, sync)
-    finished, stats = all_steps(engine, sync, interval, 8)
+    finished, stats = all_steps(engine, sync, interval)
     assert sorted(finished) == [0, 1, 2]
     needed = max(LENGTHS)
     expected = -(-(needed + 1) // interval) * interval
@@ -101,7 +99,7 @@ def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
 
 def test_the_engine_s_own_agreement_stays() -> None:
     engine = Engine(LENGTHS, None)
-    finished, stats = all_steps(engine, None, 1, 2)
+    finished, stats = all_steps(engine, None, 1)
     assert sorted(finished) == [0, 1, 2] and stats.steps == max(LENGTHS)
     assert stats.reductions == 0 and stats.sync_seconds == 0
     assert stats.ms_per_step == pytest.approx(1e3 * stats.seconds / stats.steps)
@@ -111,7 +109,7 @@ def test_a_step_without_its_reduction_is_an_error() -> None:
     """An engine that forgot it would let its peers hang."""
     sync = StepSync()
     with pytest.raises(AssertionError, match="passed without its reduction"):
-        all_steps(Engine(LENGTHS, None), sync, 1, 8)
+        all_steps(Engine(LENGTHS, None), sync, 1)
 
 
 def test_batches_are_those_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +136,17 @@ def test_stats_add_up() -> None:
     total, engine = StepStats(), Engine((2, 2), None)
     for _ in range(2):
         engine._left = {"0": [2, 0], "1": [2, 0]}
-        all_steps(engine, None, 1, 8, total)
+        all_steps(engine, None, 1, total)
     assert total.steps == 4 and total.running == {2: 2}
     assert StepStats().ms_per_step == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_loop_that_is_left_goes_on_where_it_was(packed: bool) -> None:
+    """Settling points cut a rollout; what is stepped and finished is that of one call."""
+    sync = StepSync() if packed else None
+    engine, stats = Engine(LENGTHS, sync), StepStats()
+    parts = [all_steps(engine, sync, 1, stats, max_steps=2)[0] for _ in range(3)]
+    assert parts == [[1], [2], [0]]
+    assert stats.steps == max(LENGTHS) + packed, "with ours one more, which sees that all is done"
+    assert stats.running == {3: 1, 2: 2, 1: 1}

@@ -1,0 +1,38 @@
+"""Checks of the flags of who samples what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mindspeed_rl.config import RLRunConfig
+
+
+def check_balance(config: RLRunConfig) -> None:
+    """Refuse what contradicts each other or has no effect.
+
+    Raises:
+        ValueError: naming the flags, their values, what is allowed and the fix.
+    """
+    flags, environment = config.balance, config.environment.rl_environment
+    if environment:
+        for name, given in (
+            ("--partial-rollout-tokens", flags.partial_rollout_tokens or None),
+            (
+                "--rollout-rebalance",
+                None if flags.rollout_rebalance == "off" else flags.rollout_rebalance,
+            ),
+        ):
+            if given is not None:
+                raise ValueError(
+                    f"{name} {given}: not with --rl-environment {environment}, whose conversations "
+                    "stay on the engine that holds them; remove one of the two"
+                )
+    if flags.rollout_rebalance != "off":
+        return
+    for field in dataclasses.fields(flags):
+        tuning = field.name.startswith("rollout_rebalance_") or field.name == "rollout_ridge_tokens"
+        if tuning and getattr(flags, field.name) != field.default:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')} {getattr(flags, field.name)} has no effect with "
+                "--rollout-rebalance off; set that to waiting or all, or remove the flag"
+            )

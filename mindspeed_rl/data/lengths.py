@@ -1,0 +1,145 @@
+"""How long responses will be, from how long they were.
+
+Three facts are kept: the mean length of the last step; how the responses of each prompt compare
+with the mean of their step, which outlives the drift of lengths in training; and how lengths spread
+around what was foretold. All ranks know the lengths of all samples, so all keep the same history
+without a message.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from mindspeed_rl.data.balance import partition
+
+# Weight of the newest step in the relative length of a prompt.
+_NEWEST = 0.5
+# A prompt starts as if it had had so many responses of mean length: a few siblings say little.
+_PRIOR = 1.0
+_DIGITS = 4
+
+
+@dataclass(slots=True)
+class Spread:
+    """Lengths over what was foretold for them, sorted."""
+
+    ratios: list[float] = field(default_factory=list)
+    _sums: list[float] = field(default_factory=lambda: [0.0])
+
+    def replace(self, ratios: Sequence[float]) -> None:
+        """Those of a new step."""
+        self.ratios, self._sums = sorted(ratios), [0.0]
+        for ratio in self.ratios:
+            self._sums.append(self._sums[-1] + ratio)
+
+    def mean_beyond(self, ratio: float) -> float | None:
+        """The mean of those above ``ratio``; ``None`` where none is."""
+        place = bisect_right(self.ratios, ratio)
+        above = len(self.ratios) - place
+        return (self._sums[-1] - self._sums[place]) / above if above else None
+
+
+class LengthHistory:
+    """Lengths of earlier responses; nothing is known before the first step."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._relative: dict[int, float] = {}
+        self._known, self._new = Spread(), Spread()
+
+    def __bool__(self) -> bool:
+        return self._mean > 0
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that were sampled so far."""
+        return len(self._relative)
+
+    def observe(self, lengths: Mapping[int, Sequence[int]]) -> None:
+        """The finished responses of a step, in tokens, by prompt."""
+        count = sum(map(len, lengths.values()))
+        if not count:
+            return
+        self._mean = max(1.0, sum(map(sum, lengths.values())) / count)
+        ratios: dict[bool, list[float]] = {True: [], False: []}
+        for prompt, found in lengths.items():
+            if not found:
+                continue
+            before = self._relative.get(prompt)
+            scale = self._mean * (1.0 if before is None else before)
+            ratios[before is not None] += [round(n / scale, _DIGITS) for n in found]
+            total = sum(found) / self._mean
+            if before is None:
+                now = (total + _PRIOR) / (len(found) + _PRIOR)
+            else:
+                now = _NEWEST * total / len(found) + (1 - _NEWEST) * before
+            self._relative[prompt] = max(round(now, _DIGITS), 10**-_DIGITS)
+        for spread, new in ((self._known, ratios[True]), (self._new, ratios[False])):
+            if new:
+                spread.replace(new)
+
+    def expected(self, prompt: int, generated: int, limit: int) -> int:
+        """Expected length of a response that has ``generated`` tokens and goes on.
+
+        The mean of what was longer than that, as the spread of the last lengths has it; half way to
+        ``limit`` where nothing was.
+
+        Args:
+            prompt: index in the data set.
+            generated: tokens so far.
+            limit: of a response.
+
+        Returns:
+            Tokens, above ``generated`` and at most ``limit``.
+        """
+        scale = self._mean * self._relative.get(prompt, 1.0)
+        known = prompt in self._relative and self._known.ratios
+        spread = self._known if known else self._new
+        beyond = spread.mean_beyond(generated / scale) if scale else None
+        guess = (generated + limit) / 2 if beyond is None else scale * beyond
+        return max(generated + 1, min(limit, round(guess)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "mean": self._mean,
+            "relative": [[prompt, value] for prompt, value in self._relative.items()],
+            "known": list(self._known.ratios),
+            "new": list(self._new.ratios),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` gave."""
+        self._mean = float(state["mean"])
+        self._relative = {int(prompt): float(value) for prompt, value in state["relative"]}
+        self._known.replace(state["known"])
+        self._new.replace(state["new"])
+
+
+def deal_samples(
+    prompts: Sequence[int], num_groups: int, history: LengthHistory | None, limit: int
+) -> list[list[int]]:
+    """The samples of a step for each group of ranks that generates: equal numbers, equal work.
+
+    With a history they are dealt by expected length (:func:`~mindspeed_rl.data.balance.partition`),
+    so that the siblings of a hard prompt are spread; without one, in order: neighbours share the
+    prefix of their prompt in the cache.
+
+    Args:
+        prompts: index of the prompt of each sample.
+        num_groups: groups that generate.
+        history: of lengths; ``None`` or empty: nothing is known.
+        limit: tokens of a response.
+
+    Returns:
+        [num_groups] sample ids, ascending; every sample once.
+    """
+    count = len(prompts)
+    if not history or num_groups == 1:
+        borders = [count * i // num_groups for i in range(num_groups + 1)]
+        return [list(range(a, b)) for a, b in pairwise(borders)]
+    return partition([history.expected(p, 0, limit) for p in prompts], num_groups)

@@ -1,0 +1,386 @@
+"""Requests that move between engines of one process: nothing is lost, doubled or changed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.rollout.engine import GenerationRequest
+from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, Progress
+from mindspeed_rl.rollout.rebalance import (
+    Rebalancer,
+    Rules,
+    pack_parcels,
+    pack_progress,
+    unpack_parcels,
+    unpack_progress,
+)
+from mindspeed_rl.rollout.rebalance_plan import (
+    Load,
+    Move,
+    Replica,
+    StepCost,
+    next_steps,
+    plan_moves,
+    run_segment,
+)
+from mindspeed_rl.rollout.rebalance_sim import Policy, Response, simulate
+from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.types import Completion
+
+VERSION = 3
+COST = StepCost(ridge_tokens=64)
+
+
+class StreamEngine:
+    """An engine whose next token follows from all tokens before it and from a random stream.
+
+    It has a request's stream where vLLM has it: in a generator that is seeded when it starts.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._requests: dict[str, SimpleNamespace] = {}
+
+    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int, stream: Any) -> str:
+        assert key not in self._requests, "a request is here twice"
+        generator = torch.Generator().manual_seed(seed)
+        if stream is not None:
+            generator.set_state(stream)
+        self._requests[key] = SimpleNamespace(
+            ids=list(token_ids), new=[], logprobs=[], left=max_tokens, generator=generator
+        )
+        return key
+
+    def abort(self, keys: list[str]) -> None:
+        for key in keys:
+            del self._requests[key]
+
+    def stream(self, name: str) -> torch.Tensor:
+        return self._requests[name].generator.get_state()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for key, r in list(self._requests.items())[: self._capacity]:
+            noise = int(torch.randint(0, 1000, (1,), generator=r.generator))
+            token = (sum(r.ids) * 31 + noise) % 997
+            r.ids.append(token)
+            r.new.append(token)
+            r.logprobs.append({token: SimpleNamespace(logprob=-noise / 7)})
+            r.left -= 1
+            stopped = token % 97 == 0
+            finished = stopped or not r.left
+            reason = ("stop" if stopped else "length") if finished else None
+            output = SimpleNamespace(
+                token_ids=list(r.new), logprobs=list(r.logprobs), finish_reason=reason
+            )
+            outputs.append(SimpleNamespace(request_id=key, finished=finished, outputs=[output]))
+            if finished:
+                del self._requests[key]
+        return outputs
+
+
+class World:
+    """Engines of one process that settle through the product's messages.
+
+    Args:
+        shares: what each begins with.
+        rules: of all.
+        whims: moves requests at random instead of by plan.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Sequence[GenerationRequest]],
+        rules: Rules,
+        whims: random.Random | None = None,
+    ) -> None:
+        self.whims = whims
+        self.engines = [StreamEngine(rules.capacity) for _ in shares]
+        self.open = [OpenRequests(engine, 1) for engine in self.engines]
+        self.stats = [StepStats() for _ in shares]
+        self.sides = [Rebalancer(rules, i, True, lambda _, done: 2 * done + 4)
+                      for i in range(len(shares))]  # fmt: skip
+        for requests, share in zip(self.open, shares, strict=True):
+            requests.add(Parcel(request) for request in share)
+
+    def run(self) -> dict[int, Completion]:
+        """All completions; one that is there twice is an error."""
+        done: dict[int, Completion] = {}
+        while any(map(len, self.open)):
+            for engine, requests, stats, side in zip(
+                self.engines, self.open, self.stats, self.sides, strict=True
+            ):
+                for outputs in run_steps(engine, None, 1, stats, side.steps):
+                    requests.note(outputs)
+                    ended = {int(o.request_id): o for o in outputs if o.finished}
+                    found = requests.finish(ended, VERSION)
+                    assert not found.keys() & done.keys()
+                    done |= found
+            self.settle()
+        return done
+
+    def random_moves(
+        self, groups: Sequence[Sequence[Progress]], whims: random.Random
+    ) -> list[Move]:
+        found = []
+        for source, progress in enumerate(groups):
+            targets = [i for i in range(len(groups)) if i != source]
+            for one in progress:
+                if whims.random() < 0.4:
+                    found.append(Move(one.sample_id, source, whims.choice(targets)))
+        return found
+
+    def settle(self) -> None:
+        groups = [unpack_progress(pack_progress(r.progress())) for r in self.open]
+        plans = [side.plan(groups) for side in self.sides]
+        assert all(plan == plans[0] for plan in plans)
+        moves = plans[0].moves if self.whims is None else self.random_moves(groups, self.whims)
+        for side in self.sides:
+            side.steps = side.steps_after(plans[0])
+        messages = [
+            pack_parcels(side.take(requests, moves, stats))
+            for side, requests, stats in zip(self.sides, self.open, self.stats, strict=True)
+        ]
+        arrived = [parcel for message in messages for parcel in unpack_parcels(*message)]
+        for side, requests in zip(self.sides, self.open, strict=True):
+            side.deliver(requests, arrived, moves)
+
+
+def shares_of(counts: Sequence[int], seed: int) -> list[list[GenerationRequest]]:
+    """Requests with limits of their own; those of the first engine are the longest."""
+    draw, number, shares = random.Random(seed), 0, []
+    for engine, count in enumerate(counts):
+        share = []
+        for _ in range(count):
+            limit = draw.randint(1, 12 if engine else 60)
+            prompt = tuple(draw.randint(0, 9) for _ in range(draw.randint(1, 4)))
+            share.append(GenerationRequest(number, prompt, draw.getrandbits(62), limit))
+            number += 1
+        shares.append(share)
+    return shares
+
+
+def rules(interval: int, *, running: bool = True, capacity: int = 3) -> Rules:
+    return Rules(interval, 1, running, 0.01, COST, capacity, 10**6)
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=2, max_size=4),
+    st.integers(1, 9),
+    st.sampled_from(["planned", "random"]),
+    st.integers(0, 10**6),
+)
+@settings(deadline=None, max_examples=60)
+@example([6, 5], 3, "random", 1)
+def test_nothing_is_lost_doubled_or_changed(
+    counts: list[int], interval: int, moves: str, seed: int
+) -> None:
+    """Tokens, log-probs and finish reasons are those of engines that are left alone.
+
+    Whatever moves, begun or not, as often as it likes.
+    """
+    shares = shares_of(counts, seed)
+    still = World(shares, rules(10**9))
+    wanted = still.run()
+    whims = random.Random(seed) if moves == "random" else None
+    moved = World(shares, rules(interval), whims)
+    found = moved.run()
+    assert set(found) == set(range(sum(counts)))
+    for sample_id, completion in wanted.items():
+        other = found[sample_id]
+        assert other.token_ids == completion.token_ids
+        assert other.logprobs == pytest.approx(completion.logprobs, rel=1e-6)  # travel as fp32
+        assert other.finish_reason == completion.finish_reason
+    assert not any(s.moved for s in still.stats)
+
+
+def test_a_skewed_set_takes_fewer_steps() -> None:
+    """All long requests begin on the first of three engines."""
+    shares = shares_of([12, 2, 2], 5)
+    steps, moved = {}, {}
+    for name, world_rules in (
+        ("off", rules(10**9)),
+        ("waiting", rules(4, running=False)),
+        ("all", rules(4)),
+    ):
+        world = World(shares, world_rules)
+        world.run()
+        steps[name] = max(s.steps for s in world.stats)
+        moved[name] = sum(s.moved for s in world.stats)
+    assert moved["off"] == 0 < moved["waiting"] <= moved["all"]
+    assert steps["all"] <= steps["waiting"] < 0.6 * steps["off"], steps
+
+
+def test_a_parcel_that_does_not_arrive_is_named() -> None:
+    world = World(shares_of([4, 0], 1), rules(2))
+    moves = [Move(2, 0, 1)]
+    with pytest.raises(RuntimeError, match=r"samples \[2\] did not arrive"):
+        world.sides[1].deliver(world.open[1], [], moves)
+
+
+def test_messages_keep_every_bit() -> None:
+    """Streams of any length, none at all, limits and none."""
+    stream = torch.Generator().manual_seed(5).get_state()
+    parcels = [
+        Parcel(GenerationRequest(3, (1, 2), 2**63 - 1, 9), (7, 8), (-0.1, -2.5), stream),
+        Parcel(GenerationRequest(4, (5,), 0)),
+        Parcel(GenerationRequest(5, (5,), 1, 1), (), (), stream[:13]),
+    ]
+    found = unpack_parcels(*pack_parcels(parcels))
+    for one, other in zip(parcels, found, strict=True):
+        assert one.request == other.request and one.token_ids == other.token_ids
+        assert torch.tensor(one.logprobs).equal(torch.tensor(other.logprobs))
+        assert (one.stream is None) == (other.stream is None)
+        assert one.stream is None or (other.stream is not None and one.stream.equal(other.stream))
+    assert unpack_parcels(*pack_parcels([])) == []
+
+
+# --- the plan ----------------------------------------------------------------------------------
+
+
+def load(number: int, remaining: int, *, context: int = 10, computed: bool = True) -> Load:
+    return Load(number, context, remaining, computed)
+
+
+def test_a_segment_by_hand() -> None:
+    """Two places: 3 and 5 tokens run, 4 more start after 3; contexts are read in every step."""
+    cost = StepCost(ridge_tokens=10, context_tokens=1000)
+    loads = (load(0, 3), load(1, 5), load(2, 4, context=20, computed=False))
+    whole = run_segment(Replica(loads, 2, 10**6), cost)
+    assert whole.steps == 7 and whole.rest == ()
+    contexts = [20, 22, 24, 13 + 20, 14 + 21, 22, 23]  # of what runs in each step
+    assert whole.time == pytest.approx(7 + 20 / 10 + sum(contexts) / 1000)
+    part = run_segment(Replica(loads, 2, 10**6), cost, 4)
+    assert part.rest == (load(1, 1, context=14), load(2, 3, context=21))
+    rest = run_segment(Replica(part.rest, 2, 10**6), cost)
+    assert part.time + rest.time == pytest.approx(whole.time) and part.steps + rest.steps == 7
+
+
+def test_a_cache_that_is_full_lets_requests_wait() -> None:
+    loads = (load(0, 5), load(1, 5), load(2, 5))
+    assert run_segment(Replica(loads, 3, 10**6), COST).steps == 5
+    assert run_segment(Replica(loads, 3, 30), COST).steps == 10
+    assert run_segment(Replica(loads, 3, 1), COST).steps == 15, "one always runs"
+
+
+def test_padding_and_width_cost_time() -> None:
+    cost = StepCost(ridge_tokens=8, sizes=(4, 16))
+    assert [cost.decode(n) for n in (1, 4, 5, 16, 32)] == [1.0, 1.0, 2.0, 2.0, 4.0]
+    assert cost.prefill(24) == 3.0
+
+
+def test_a_move_must_gain_more_than_its_prefill_costs() -> None:
+    """Half of 8 sequences would leave a replica at its ridge: 100 steps each save half."""
+    cost = StepCost(ridge_tokens=4)
+    slow = [load(i, 100, context=20) for i in range(8)]
+    cheap = [Replica(tuple(slow), 8, 10**9), Replica((), 8, 10**9)]
+    moves = plan_moves(cheap, cost, min_gain=0.05, running=True).moves
+    assert len(moves) == 4 and {(m.source, m.target) for m in moves} == {(0, 1)}
+    dear = [Replica(tuple(load(i, 100, context=400) for i in range(8)), 8, 10**9), cheap[1]]
+    assert plan_moves(dear, cost, min_gain=0.05, running=True).moves == []
+    assert plan_moves(cheap, cost, min_gain=0.05, running=False).moves == []
+
+
+def test_nothing_moves_between_equals() -> None:
+    replicas = [Replica((load(i, 50), load(i + 9, 70, computed=False)), 1, 10**9) for i in range(3)]
+    assert plan_moves(replicas, COST, min_gain=0.01, running=True).moves == []
+    assert plan_moves([Replica((), 1, 1)] * 2, COST, min_gain=0.01, running=True).moves == []
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 300), max_size=12), min_size=2, max_size=6),
+    st.integers(1, 8),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=80)
+def test_a_plan_never_makes_it_slower(
+    lengths: list[list[int]], capacity: int, running: bool
+) -> None:
+    """By its own model; each request moves at most once, from where it is to somewhere else."""
+    number, replicas = 0, []
+    for row in lengths:
+        loads = []
+        for position, remaining in enumerate(row):
+            loads.append(load(number, remaining, computed=position < capacity))
+            number += 1
+        replicas.append(Replica(tuple(loads), capacity, 10**9))
+    moves = plan_moves(replicas, COST, min_gain=0.02, running=running).moves
+    where = {one.sample_id: (i, one) for i, r in enumerate(replicas) for one in r.loads}
+    assert len({m.sample_id for m in moves}) == len(moves)
+    after = [{one.sample_id: one for one in r.loads} for r in replicas]
+    for move in moves:
+        source, taken = where[move.sample_id]
+        assert move.source == source != move.target
+        assert running or not taken.computed
+        del after[source][move.sample_id]
+        after[move.target][move.sample_id] = load(
+            move.sample_id, taken.remaining, context=taken.context, computed=False
+        )
+    times = [run_segment(r, COST).time for r in replicas]
+    moved = [
+        run_segment(Replica(tuple(loads.values()), capacity, 10**9), COST).time for loads in after
+    ]
+    assert max(moved) <= max(times)
+
+
+def test_engines_settle_at_the_same_time() -> None:
+    """The slowest runs the interval; one with half of the contexts makes more steps meanwhile."""
+    cost = StepCost(ridge_tokens=1000, context_tokens=500)
+    slow, quick = (
+        Replica(tuple(load(10 * i + k, 400, context=100) for k in range(n)), 9, 10**9)
+        for i, n in enumerate((8, 4))
+    )
+    done = Replica((), 9, 10**9)
+    steps = next_steps([slow, quick, done], cost, 20)
+    assert steps[0] == 20 < steps[1] < 40 < steps[2]
+    times = [run_segment(r, cost, n).time for r, n in zip((slow, quick), steps, strict=False)]
+    assert times[1] == pytest.approx(times[0], rel=0.05) and times[1] <= times[0]
+    assert next_steps([done], cost, 20) == [20]
+
+
+# --- the simulator -----------------------------------------------------------------------------
+
+
+def responses(lengths: Sequence[Sequence[int]]) -> list[list[Response]]:
+    numbers = itertools.count()
+    return [[Response(next(numbers), 10, n) for n in row] for row in lengths]
+
+
+def test_a_simulated_rollout_by_hand() -> None:
+    """Lengths of 5 and 3 on one engine with one place, 2 on the other: 8 steps and 2 prefills."""
+    found = simulate(responses([[5, 3], [2]]), 1, 10**6, StepCost(10.0), Policy(), lambda *_: 9)
+    assert (found.time, found.steps, found.moved) == (8 + 20 / 10, 8, 0)
+    assert found.idle == pytest.approx(1 - (10 + 3) / 20)
+
+
+def test_foreknowledge_takes_the_idle_time_away() -> None:
+    """Long responses on one engine of four; what is guessed gains less than what is known."""
+    draw = random.Random(3)
+    lengths = [[draw.randint(100, 300) if i else 900 for _ in range(16)] for i in range(4)]
+    shares = responses(lengths)
+    flat = [r.length for share in shares for r in share]
+    cost, found = StepCost(256.0, 5e3), {}
+    for name, mode, expected in (
+        ("off", "off", lambda i, _: flat[i]),
+        ("guessed", "all", lambda _, done: max(done + 50, sum(flat) // len(flat))),
+        ("known", "all", lambda i, _: flat[i]),
+    ):
+        found[name] = simulate(shares, 8, 10**6, cost, Policy(mode, interval=16), expected)
+    assert found["known"].time <= found["guessed"].time < 0.8 * found["off"].time
+    assert found["known"].idle < 0.1 < found["off"].idle
+    assert found["off"].moved == 0 < found["known"].moved

@@ -1,0 +1,112 @@
+"""Engines of gloo ranks with a skewed set of requests, left alone and rebalanced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from support.training_worlds import make_job
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.rollout.open_requests import OpenRequests
+from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
+from mindspeed_rl.rollout.rebalance_plan import StepCost
+from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.types import Completion
+
+COUNTS = (20, 2)
+CAPACITY = 8
+SETTINGS = SamplingSettings(1.0, max_response_tokens=48, stop_token_ids=(1,))
+MODES = ("off", "waiting", "all")
+
+
+class Shaker:
+    """In place of a rebalancer: gives requests of this engine up and adds them again, at random.
+
+    Args:
+        streams: their random streams go on; without, they begin again.
+
+    Attributes:
+        begun: requests with tokens that were given up.
+    """
+
+    rules = SimpleNamespace(running=True)
+    steps = 3
+
+    def __init__(self, streams: bool) -> None:
+        self._streams = streams
+        self._draw = random.Random(1)
+        self.begun = 0
+
+    def settle(self, requests: OpenRequests, stats: StepStats) -> bool:
+        """Half of the requests. Local."""
+        chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
+        self.begun += sum(p.computed for p in chosen)
+        parcels = requests.take([p.sample_id for p in chosen])
+        requests.add(p if self._streams else replace(p, stream=None) for p in parcels)
+        return len(requests) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One rollout on one rank.
+
+    Attributes:
+        completions: that ended here.
+        stats: what was stepped and moved.
+        begun: requests with tokens that were given up and added again.
+    """
+
+    completions: dict[int, Completion]
+    stats: StepStats
+    begun: int = 0
+
+
+def requests_of(group: int) -> list[GenerationRequest]:
+    """Ragged prompts and limits; most, and the longest, begin on the first engine."""
+    first = sum(COUNTS[:group])
+    result = []
+    for i in range(first, first + COUNTS[group]):
+        limit = 48 if i % 3 == 0 and not group else 6 + i % 5
+        prompt = tuple(5 + (7 * i + k) % 300 for k in range(2 + i % 6))
+        result.append(GenerationRequest(i, prompt, request_seed(3, 1, i), limit))
+    return result
+
+
+def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str, Run]:
+    """Rank function: the same requests in every mode."""
+    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.orchestration.rl_phases import build_rollout_engine
+    from mindspeed_rl.rollout.vllm_versions import installed_layout
+
+    job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
+    vllm = installed_layout(job.plan.vllm, job.platform.name)
+    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    engine = build_rollout_engine(job)
+    engine.begin_update()
+    training.load_weights(job, vllm, engine.weight_views())
+    engine.finish_update(0)
+    layout = job.plan.engine
+    group = layout.group_of(world.rank)
+    runs = {}
+    for mode in MODES:
+        rules = Rules(
+            4, layout.dp, mode == "all", 0.02, StepCost(1000.0, 100.0), engine.max_num_seqs, 10**6
+        )
+        rebalancer = Rebalancer(
+            rules, group, layout.tp_rank(world.rank) == 0, lambda _, done: done + 16
+        )
+        engine.stats = StepStats()
+        done = engine.generate_shared(
+            requests_of(group), SETTINGS, 0, None, None if mode == "off" else rebalancer
+        )
+        runs[mode] = Run(done, engine.stats)
+    for name, streams in (("shaken", True), ("shaken without streams", False)):
+        shaker = Shaker(streams)
+        done = engine.generate_shared(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
+        runs[name] = Run(done, engine.stats, shaker.begun)
+    return runs

@@ -1,0 +1,295 @@
+"""Partial rollouts of a run whose model is a table: nothing is lost, versions are per token."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.rl_run import TableRewards, make_run
+from support.table_engine import STOP, TableEngine, single_rank
+
+from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.orchestration import rl_batch, rl_samples, rl_step
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.orchestration.rl_resample import keep_surplus, restored_surplus, surplus_state
+from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.types import Completion
+
+TOKENS = 3
+LIMIT = 8  # of a response, in make_run
+FLAGS = f"--partial-rollout-tokens {TOKENS} --rl-resample-factor 4 "
+CORRECTED = "--old-logprob recompute --rl-inference-logprobs-is-correction "
+FILTER = "--grpo-filter-groups-with-same-reward "
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class Sampler(TableEngine):
+    """Samples token by token until a stop token comes or the limit of the request.
+
+    Attributes:
+        made: versions of the weights that sampled the last token of a sequence.
+        grown: most tokens that a request got in one call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        self.grown = 0
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        version: int,
+        on_step: OnStep | None = None,
+    ) -> list[Completion]:
+        """The log-probs are those of the engine's weights, which ``version`` has."""
+        assert version == self.weights_version
+        result = []
+        for r in requests:
+            draw, ids, logprobs = random.Random(r.seed), list(r.begun), list(r.begun_logprobs)
+            limit = settings.max_response_tokens if r.max_tokens is None else r.max_tokens
+            while len(ids) < limit and ids[-1:] != [STOP]:
+                ids.append(STOP if draw.random() < 0.25 else draw.randint(4, 63))
+                logprobs.append(float(self.weights[ids[-1]]))
+                self.made[(*r.token_ids, *ids)].add(version)
+            self.grown = max(self.grown, len(ids) - len(r.begun))
+            reason = "stop" if ids[-1] == STOP else "length"
+            result.append(Completion(tuple(ids), tuple(logprobs), reason, version))
+        if on_step is not None:
+            on_step({r.sample_id: c for r, c in zip(requests, result, strict=True)})
+        return result
+
+
+def partial_run(folder: Path, flags: str = FLAGS + CORRECTED) -> RLJob:
+    folder.mkdir(exist_ok=True)
+    run = make_run(folder, flags)
+    engine = Sampler()
+    run.engine = cast(Any, engine)
+    run.phases._engine = cast(Any, engine)
+    run.rewards = cast(Any, Alternating())
+    return run
+
+
+class Alternating(TableRewards):
+    """Counts what is scored; rewards differ within a group."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.scored: Counter[str] = Counter()
+
+    def score(self, requests: Any) -> Any:
+        self.rewards = {r.sample_id: float(len(r.response)) for r in requests}
+        self.scored.update(f"{r.prompt}|{r.response}|{r.finish_reason}" for r in requests)
+        return super().score(requests)
+
+
+def step_of(run: RLJob, step: int) -> tuple[rl_step.Collected, MetricSet]:
+    run.phases.to_rollout(run.version)
+    rollouts = rl_step.collect(run, step)
+    run.phases.to_train()
+    batches = rl_batch.build_batches(run, rollouts.samples)
+    batches = rl_batch.annotate(run, batches, rollouts.samples)
+    batches = rl_batch.with_advantages(run, batches, rollouts.samples, step, rollouts.greedy)
+    return rollouts, rl_step.update(run, batches).merge(rollouts.metrics)
+
+
+def said(run: RLJob, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    """Prompt and response of samples that the cache has."""
+    found = rl_samples.fetch(run, samples)
+    return [
+        (*run.prompts[s.prompt_index].token_ids, *response.token_ids.tolist())
+        for s, response in zip(samples, found, strict=True)
+    ]
+
+
+def value(metrics: MetricSet, name: str) -> float:
+    metric = metrics[name]
+    assert isinstance(metric, (Max, Mean))
+    return metric.value
+
+
+def test_every_group_is_trained_on_once_and_whole(tmp_path: Path) -> None:
+    """Two groups per step for eight steps, of the prompts in the order in which they were drawn."""
+    run = partial_run(tmp_path)
+    trained: list[int] = []
+    stale = 0
+    for step in range(1, 9):
+        rollouts, _ = step_of(run, step)
+        assert len(rollouts.samples) == 6
+        for s in rollouts.samples:
+            assert s.stopped or s.num_tokens == LIMIT, "what is trained on is complete"
+            assert not math.isnan(s.reward)
+        trained += [s.prompt_index for s in rollouts.samples[::3]]
+        stale += sum(bool(s.spans) for s in rollouts.samples)
+    assert stale, "some responses must have gone on"
+    carried = [group[0].prompt_index for group in (*run.surplus, *run.pending)]
+    drawn = Counter(type(run.sampler)(12, run.config.train.seed).next(len(trained) + len(carried)))
+    assert Counter(trained + carried) == drawn, "no prompt is lost or trained on twice"
+    assert cast(Sampler, run.engine).grown == TOKENS
+
+
+def test_every_token_knows_the_weights_that_sampled_it(tmp_path: Path) -> None:
+    run = partial_run(tmp_path)
+    engine = cast(Sampler, run.engine)
+    seen = set()
+    for step in range(1, 7):
+        version = run.version
+        run.phases.to_rollout(version)
+        rollouts = rl_step.collect(run, step)
+        for s, ids in zip(rollouts.samples, said(run, rollouts.samples), strict=True):
+            prompt = len(ids) - s.num_tokens
+            assert len(s.versions) == s.num_tokens and s.versions == sorted(s.versions)
+            for i, sampled_by in enumerate(s.versions):
+                assert sampled_by in engine.made[ids[: prompt + i + 1]]
+            assert s.num_stale(version) == sum(v != version for v in s.versions)
+            seen.add(len(set(s.versions)))
+        run.phases.to_train()
+        run.version += 1
+    assert max(seen) > 1
+
+
+def test_a_response_is_scored_once_when_it_is_whole(tmp_path: Path) -> None:
+    run = partial_run(tmp_path)
+    trained = [s for step in range(1, 6) for s in step_of(run, step)[0].samples]
+    carried = [s for group in (*run.surplus, *run.pending) for s in group]
+    whole = [s for s in (*trained, *carried) if not s.goes_on(LIMIT)]
+    scored = cast(Alternating, run.rewards).scored
+    assert scored.total() == len(whole)
+    assert all(math.isnan(s.reward) for s in carried if s.goes_on(LIMIT))
+
+
+def test_a_step_ends_when_enough_is_complete(tmp_path: Path) -> None:
+    """With more in flight than is needed, the long ones are left for the next step."""
+    run = partial_run(tmp_path)
+    _, first = step_of(run, 1)
+    assert run.pending and value(first, "partial/pending_groups") == len(run.pending)
+    assert value(first, "partial/passes") <= math.ceil(LIMIT / TOKENS)
+    assert value(first, "partial/stale_tokens") == 0
+    waiting = len(run.pending)
+    second, metrics = step_of(run, 2)
+    assert value(metrics, "partial/carried_groups") in (0, waiting)
+    stale = sum(s.num_stale(1) for s in second.drawn) / sum(s.num_tokens for s in second.drawn)
+    assert value(metrics, "partial/stale_tokens") == pytest.approx(stale)
+
+
+def test_tokens_of_older_weights_are_no_mismatch(tmp_path: Path) -> None:
+    """Tokens of the present weights have none; those of others would have, as the table moved."""
+    run = partial_run(tmp_path)
+    mixed = weighed = 0
+    for step in range(1, 7):
+        rollouts, metrics = step_of(run, step)
+        mixed += any(0 < s.num_stale(run.version - 1) < s.num_tokens for s in rollouts.samples)
+        largest = value(metrics, "mismatch/max_abs_logprob")
+        assert largest == -math.inf or largest < 1e-6
+        weight = value(metrics, "correction/weight")
+        stale = any(s.num_stale(run.version - 1) for s in rollouts.samples)
+        assert stale or abs(weight - 1.0) < 1e-6
+        weighed += abs(weight - 1.0) > 1e-6
+    assert weighed
+    assert mixed, "a response of two versions must have been trained on"
+
+
+def test_the_ratio_is_to_the_weights_that_sampled(tmp_path: Path) -> None:
+    """With the engine's log-probs as old ones, each token has those of its own version."""
+    run = partial_run(tmp_path, FLAGS + "--old-logprob rollout")
+    moved = 0  # tokens whose log-prob an update has changed since they were sampled
+    for step in range(1, 5):
+        run.phases.to_rollout(run.version)
+        rollouts = rl_step.collect(run, step)
+        run.phases.to_train()
+        batches = rl_batch.build_batches(run, rollouts.samples)
+        annotated = rl_batch.annotate(run, batches, rollouts.samples)
+        for micro in annotated.micro_batches:
+            assert micro.old_logprobs is not None
+            assert torch.equal(micro.old_logprobs, micro.batch.rollout_logprobs)
+            table = cast(Any, run.policy).table.detach()
+            present = table[micro.batch.targets[micro.batch.loss_mask]]
+            assert micro.fresh is not None
+            same = (micro.old_logprobs - present).abs() < 1e-6
+            assert same[micro.fresh].all()
+            moved += int((~same).sum())
+        batches = rl_batch.with_advantages(run, annotated, rollouts.samples, step, None)
+        rl_step.update(run, batches)
+    assert moved
+
+
+def test_a_checkpoint_takes_the_open_responses_along(tmp_path: Path) -> None:
+    """Four steps at once, and two, a restart and two: the same samples, rewards and versions."""
+    whole, first, again = (partial_run(tmp_path / name) for name in ("whole", "first", "again"))
+    wanted = [
+        (s, said(whole, s)) for s in (step_of(whole, step)[0].samples for step in range(1, 5))
+    ]
+    found = [(s, said(first, s)) for s in (step_of(first, step)[0].samples for step in (1, 2))]
+    carried = [*first.surplus, *first.pending]
+    responses = rl_samples.fetch(first, [s for group in carried for s in group])
+    state = json.loads(json.dumps(surplus_state(carried, responses)))
+    again.sampler.load_state_dict(first.sampler.state_dict())
+    again.version = first.version
+    with torch.no_grad():
+        cast(Any, again.policy).table.copy_(cast(Any, first.policy).table)
+    again.cache.begin_step(2)
+    assert first.pending
+    keep_surplus(again, *restored_surplus(state, 2, 1), len(first.pending))
+    found += [(s, said(again, s)) for s in (step_of(again, step)[0].samples for step in (3, 4))]
+    for (samples, texts), (others, same) in zip(found, wanted, strict=True):
+        assert texts == same
+        assert [(s.reward, s.versions) for s in samples] == [(s.reward, s.versions) for s in others]
+    assert torch.equal(cast(Any, again.policy).table, cast(Any, whole.policy).table)
+
+
+def test_open_responses_need_a_run_that_lets_them_go_on(tmp_path: Path) -> None:
+    run = partial_run(tmp_path, "")
+    with pytest.raises(ValueError, match=r"2 groups of the checkpoint .* --partial-rollout-tokens"):
+        keep_surplus(run, [[], [], []], [], 2)
+
+
+def test_dynamic_sampling_goes_on_with_what_is_open(tmp_path: Path) -> None:
+    """Seeds of all passes of a step differ, also over rounds of resampling."""
+    run = partial_run(tmp_path, FLAGS + CORRECTED + FILTER + "--rl-max-resample 9")
+    for step in range(1, 5):
+        rollouts, _ = step_of(run, step)
+        groups = [rollouts.samples[i : i + 3] for i in (0, 3)]
+        assert all(len({s.reward for s in group}) > 1 for group in groups)
+
+
+def test_on_policy_batches_have_no_older_tokens(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    old = Sample(4, 0, 9, 9, True, 0, 0, 1.0, spans=((-1, 2),))
+    with pytest.raises(RuntimeError, match=r"samples \[4\] were sampled by other weights"):
+        rl_batch.check_on_policy(run, [old])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--partial-rollout-tokens 3", "--partial-rollout-tokens 3 carries tokens of older"),
+        ("--rl-resample-factor 2 --old-logprob rollout", "factor 2 has no effect without"),
+        (
+            "--partial-rollout-tokens 3 --old-logprob rollout --rl-environment calculator "
+            "--reward-function environment",
+            "--partial-rollout-tokens 3: not with --rl-environment",
+        ),
+        (
+            "--rollout-rebalance all --rl-environment calculator --reward-function environment",
+            "--rollout-rebalance all: not with --rl-environment",
+        ),
+        ("--rollout-rebalance-interval 9", "no effect with --rollout-rebalance off"),
+    ],
+)
+def test_flags_that_contradict_each_other(tmp_path: Path, flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_run(tmp_path, flags)
