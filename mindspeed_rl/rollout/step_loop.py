@@ -93,7 +93,7 @@ def run_steps(
         max_steps: end after so many in any case.
 
     Yields:
-        The outputs of each step: of every request that got a token.
+        The outputs of each step: of requests that ended, or of all that got a token.
     """
     steps = 0
     waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
@@ -111,10 +111,6 @@ def run_steps(
         steps += 1
         stats.dummy_steps += not mine
         stats.prompt_steps += agreement is not None and agreement.reads_prompts
-        # the first token of a response comes from reading its prompt
-        decoding = sum(len(o.outputs[0].token_ids) > 1 for o in outputs)
-        if decoding and agreement is None:
-            stats.running[decoding] += 1
         done = agreement is not None and steps % interval == 0 and agreement.finished()
         stats.seconds += time.perf_counter() - start
         yield outputs

@@ -27,6 +27,7 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
     requests_digest,
 )
+from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, RequestPort
 from mindspeed_rl.rollout.patches import sampling_stream
 from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS
@@ -311,7 +312,9 @@ class VllmEngine:
             sampling_stream.apply()
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
-            self._open = OpenRequests(self._port(settings), settings.max_response_tokens)
+            self._open = OpenRequests(
+                self._port(settings, rebalancer is not None), settings.max_response_tokens
+            )
             self._open.add(Parcel(r, r.begun, r.begun_logprobs) for r in requests)
             for outputs in self._shared_steps(rebalancer):
                 self._open.note(outputs)
@@ -320,10 +323,12 @@ class VllmEngine:
                 done |= finished
                 if on_step is not None:
                     on_step(finished)
+        if self._agreement is None:
+            self.stats.running += decode_batches(self._open.lengths, self.max_num_seqs)
         return done
 
-    def _port(self, settings: SamplingSettings) -> RequestPort:
-        return VllmPort(self._engine, settings)
+    def _port(self, settings: SamplingSettings, partial: bool) -> RequestPort:
+        return VllmPort(self._engine, settings, partial=partial)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
         """The steps of a generation; with ``rebalancer``, those of the whole world together."""

@@ -38,8 +38,11 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
     return settings
 
 
-def sampling_params(settings: SamplingSettings) -> Any:
-    """Every field that shapes the distribution is set, whatever generation_config.json says."""
+def sampling_params(settings: SamplingSettings, *, partial: bool = False) -> Any:
+    """Every field that shapes the distribution is set, whatever generation_config.json says.
+
+    With ``partial`` every step says what there is so far: a request can be given up with it.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -57,7 +60,8 @@ def sampling_params(settings: SamplingSettings) -> Any:
         ignore_eos=False,
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,  # nobody reads what is not finished
+        # else nobody reads what is not finished
+        output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # a deep copy per request costs more than sampling a short response
     )
 
@@ -65,9 +69,9 @@ def sampling_params(settings: SamplingSettings) -> Any:
 class VllmPort:
     """Requests of vLLM's ``LLMEngine`` with equal settings."""
 
-    def __init__(self, engine: Any, settings: SamplingSettings) -> None:
+    def __init__(self, engine: Any, settings: SamplingSettings, *, partial: bool) -> None:
         self._engine = engine
-        self._base = sampling_params(settings)
+        self._base = sampling_params(settings, partial=partial)
 
     def add(
         self,

@@ -148,7 +148,9 @@ class EngineDouble(VllmEngine):
         self.toy = ToyLLM(ToyModel(shapes))
         return self.toy
 
-    def _port(self, settings: SamplingSettings) -> ToyPort:
+    max_num_seqs = 8
+
+    def _port(self, settings: SamplingSettings, partial: bool) -> ToyPort:
         self._asked = ToyPort()
         return self._asked
 
