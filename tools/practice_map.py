@@ -151,20 +151,15 @@ PRACTICES: tuple[Practice, ...] = (
     Practice(ROLLOUT, "garbage collector off while decoding, processes bound to cores",
              "137.6 -> 124.7 ms per token", "not set by this project; vLLM-Ascend's own binding "
              "is switched off for shared cards", "", "", Grade.ABSENT),
-    Practice(ROLLOUT, "requests move between data-parallel ranks with their cache "
-             "(rollout rebalance)",
-             "2861 -> 2291 s (DeepSeek, 32K); 7841 -> 6102 s (Qwen3-235B)",
-             "requests move as tokens, with log-probs, limits and random streams; a cost model "
-             "decides: `--rollout-rebalance`", "rollout/rebalance.py",
-             _S + "rebalance.py::test_nothing_is_lost_doubled_or_changed"),
     Practice(ROLLOUT, "max_num_batched_tokens 1024 against out-of-memory with real weights", "",
              "`--rl-dry-run-expert-imbalance` predicts it before the run",
              "memory/engine.py", _S + "dry_run.py::"
              "test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024"),
     Practice(ROLLOUT, "rollout rebalance: requests move between engines in the long tail",
              "2861 -> 2291 s (DeepSeek, 32K); 7841 -> 6102 s (Qwen3-235B)",
-             "not built; `--rollout-graph-sizes auto` is the other part of that report's gain", "",
-             "", Grade.ABSENT),
+             "`--rollout-rebalance`: requests move as tokens through supported calls; log-probs, "
+             "streams and finish reasons go along", "rollout/rebalance_plan.py",
+             _S + "rebalance.py::test_nothing_is_lost_doubled_or_changed"),
     Practice(ROLLOUT, "SAM speculative decoding (Qwen3-32B)",
              "+8 to 11 %, with graphs 29 to 33 %", "refused: `--vllm-speculative-config`; only the "
              "policy itself samples", "config/vllm_options.py", "", Grade.ABSENT),

@@ -223,6 +223,7 @@ class Report:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
         run, config = self._run, self._run.config
         last = config.train.train_iters
+        run.profiler.close()  # what follows is no step
         self._progress.close()
         if run.eval_sets and last not in self._evaluations:
             self._evaluate(last)

@@ -84,12 +84,6 @@ class OpenRequests:
         self._parcels: dict[int, Parcel] = {}
         self._names: dict[int, str] = {}
         self._latest: dict[int, Any] = {}
-        self._lengths: dict[int, int] = {}
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of this engine in the responses that ended here, by sample id."""
-        return [self._lengths[sample_id] for sample_id in sorted(self._lengths)]
 
     def __len__(self) -> int:
         return len(self._parcels)
@@ -125,7 +119,6 @@ class OpenRequests:
             self._names.pop(sample_id)
             self._latest.pop(sample_id, None)
             last = completion(output.outputs[0], sample_id, version)
-            self._lengths[sample_id] = len(last.token_ids)
             found[sample_id] = replace(
                 last,
                 token_ids=(*parcel.token_ids, *last.token_ids),

@@ -82,6 +82,7 @@ def run_steps(
     interval: int,
     stats: StepStats,
     max_steps: int | None = None,
+    follows: bool = True,
 ) -> Iterator[list[Any]]:
     """Step until no rank of the engine has a request. Collective: the ranks of the engine.
 
@@ -91,9 +92,11 @@ def run_steps(
         interval: with ``agreement``, steps between looks at who is done.
         stats: what was run is added to it; without the time that the caller spends between steps.
         max_steps: end after so many in any case.
+        follows: requests tell of themselves at every token, else at their end alone; decode steps
+            are counted by what they tell.
 
     Yields:
-        The outputs of each step: of requests that ended, or of all that got a token.
+        The outputs of each step: of every request that got a token, or of those that have ended.
     """
     steps = 0
     waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
@@ -111,12 +114,16 @@ def run_steps(
         steps += 1
         stats.dummy_steps += not mine
         stats.prompt_steps += agreement is not None and agreement.reads_prompts
+        if follows and agreement is None:
+            # the first token of a response comes from reading its prompt
+            stats.running[sum(len(o.outputs[0].token_ids) > 1 for o in outputs)] += 1
         done = agreement is not None and steps % interval == 0 and agreement.finished()
         stats.seconds += time.perf_counter() - start
         yield outputs
         if done:
             break
     stats.steps += steps
+    stats.running.pop(0, None)
     if agreement is not None:
         stats.sync_seconds += agreement.seconds - waited
         stats.reductions += agreement.reductions - reduced

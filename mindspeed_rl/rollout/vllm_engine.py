@@ -312,9 +312,8 @@ class VllmEngine:
             sampling_stream.apply()
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
-            self._open = OpenRequests(
-                self._port(settings, rebalancer is not None), settings.max_response_tokens
-            )
+            port = self._port(settings, rebalancer is not None)
+            self._open = OpenRequests(port, settings.max_response_tokens)
             self._open.add(Parcel(r, r.begun, r.begun_logprobs) for r in requests)
             for outputs in self._shared_steps(rebalancer):
                 self._open.note(outputs)
@@ -323,12 +322,13 @@ class VllmEngine:
                 done |= finished
                 if on_step is not None:
                     on_step(finished)
-        if self._agreement is None:
-            self.stats.running += decode_batches(self._open.lengths, self.max_num_seqs)
+        if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
+            lengths = [len(done[sample_id].token_ids) for sample_id in sorted(done)]
+            self.stats.running += decode_batches(lengths, self.max_num_seqs)
         return done
 
-    def _port(self, settings: SamplingSettings, partial: bool) -> RequestPort:
-        return VllmPort(self._engine, settings, partial=partial)
+    def _port(self, settings: SamplingSettings, follow: bool) -> RequestPort:
+        return VllmPort(self._engine, settings, follow)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
         """The steps of a generation; with ``rebalancer``, those of the whole world together."""
@@ -395,4 +395,7 @@ class VllmEngine:
         Yields the outputs of each step. Ranks without requests of their own keep stepping while
         others of their engine have some.
         """
-        return run_steps(self._engine, self._agreement, self._interval, self.stats, max_steps)
+        follows = max_steps is not None
+        return run_steps(
+            self._engine, self._agreement, self._interval, self.stats, max_steps, follows
+        )

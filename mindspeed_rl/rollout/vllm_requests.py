@@ -38,14 +38,15 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
     return settings
 
 
-def sampling_params(settings: SamplingSettings, *, partial: bool = False) -> Any:
+def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
     """Every field that shapes the distribution is set, whatever generation_config.json says.
 
-    With ``partial`` every step says what there is so far: a request can be given up with it.
+    With ``follow`` each step tells of unfinished requests, too, which takes time.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    kind = RequestOutputKind.CUMULATIVE if follow else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         n=1,
         temperature=settings.temperature,
@@ -60,18 +61,17 @@ def sampling_params(settings: SamplingSettings, *, partial: bool = False) -> Any
         ignore_eos=False,
         logprobs=0,
         detokenize=False,
-        # else nobody reads what is not finished
-        output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
+        output_kind=kind,
         skip_clone=True,  # a deep copy per request costs more than sampling a short response
     )
 
 
 class VllmPort:
-    """Requests of vLLM's ``LLMEngine`` with equal settings."""
+    """Requests of vLLM's ``LLMEngine`` with equal settings; ``follow``: while they run, too."""
 
-    def __init__(self, engine: Any, settings: SamplingSettings, *, partial: bool) -> None:
+    def __init__(self, engine: Any, settings: SamplingSettings, follow: bool) -> None:
         self._engine = engine
-        self._base = sampling_params(settings, partial=partial)
+        self._base = sampling_params(settings, follow)
 
     def add(
         self,

@@ -21,17 +21,17 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 def _hand_over(world: World) -> bool:
     worker = Worker(world.rank, world.size)
-    for step, shift in ((1, AGREE), (2, MOVE)):
-        batch = Batch(world.size, 1, step)
-        worker.make(batch)
-        began, done = worker.spmd(batch, shift)
-        assert began < done
-        worker.check(batch, shift)
-    worker.make(batch.at(3))
-    worker.redistribute(batch.at(3), MOVE)
+    for steps, shift in (((1, 2), AGREE), ((3, 4), MOVE)):
+        batches = [Batch(world.size, 1, step) for step in steps]
+        times = worker.spmd(batches, shift)
+        assert len(times) == 2 and all(began < done for began, done in times)
+        worker.check(batches[-1], shift)
+    batch = Batch(world.size, 1, 5)
+    worker.make(batch)
+    worker.redistribute(batch, MOVE)
     with pytest.raises(AssertionError):
-        worker.check(batch.at(3), AGREE)
-    began, done = worker.bare(batch)
+        worker.check(batch, AGREE)
+    ((began, done),) = worker.bare(batch, 1)
     return began < done
 
 

@@ -148,9 +148,11 @@ class EngineDouble(VllmEngine):
         self.toy = ToyLLM(ToyModel(shapes))
         return self.toy
 
-    max_num_seqs = 8
+    @property
+    def max_num_seqs(self) -> int:
+        return 4
 
-    def _port(self, settings: SamplingSettings, partial: bool) -> ToyPort:
+    def _port(self, settings: SamplingSettings, follow: bool) -> ToyPort:
         self._asked = ToyPort()
         return self._asked
 

@@ -32,7 +32,7 @@ LAYOUTS = {
     "interleaved": ("qwen3", EIGHT, Classic(pp=2, per_chunk=2)),
     "noop": ("llama-one-kv-head", {}, Classic(pp=3, noop=(2, 5))),
     "interleaved-noop": ("qwen3-moe", {"num_hidden_layers": 6, "mlp_only_layers": []},
-                         Classic(pp=2, ep=2, per_chunk=2, noop=(3, 7), grouped=True)),
+                         Classic(pp=2, ep=2, per_chunk=2, noop=(2, 7), grouped=True)),
     "experts-cut": ("qwen3-moe", {}, Classic(tp=2, ep=2)),
     "experts-cut-grouped": ("qwen3-moe", {}, Classic(tp=2, ep=2, grouped=True)),
     "experts-whole": ("qwen3-moe", {}, Classic(tp=2, ep=4, etp_one=True, grouped=True)),

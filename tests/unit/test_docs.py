@@ -21,6 +21,7 @@ from support.recipes import RECIPES, recipe_flags
 
 from mindspeed_rl.arguments import ENTRIES, own_flags, parse
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.conversion.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -174,6 +175,9 @@ def check(words: list[str], where: str) -> None:
         check_entry(words[2], words[3:], where)
     elif head == "python":
         assert (ROOT / words[1]).is_file(), f"{where}: no such file {words[1]}"
+        if words[1] == "tools/convert_checkpoint.py":
+            parse_options(words[2:])
+            return
         source = (ROOT / words[1]).read_text()
         for word in words[2:]:
             name = word.partition("=")[0]

@@ -137,7 +137,7 @@ def test_stats_add_up() -> None:
     for _ in range(2):
         engine._left = {"0": [2, 0], "1": [2, 0]}
         all_steps(engine, None, 1, total)
-    assert total.steps == 4
+    assert total.steps == 4 and total.running == {2: 2}
     assert StepStats().ms_per_step == 0
 
 
@@ -149,3 +149,4 @@ def test_a_loop_that_is_left_goes_on_where_it_was(packed: bool) -> None:
     parts = [all_steps(engine, sync, 1, stats, max_steps=2)[0] for _ in range(3)]
     assert parts == [[1], [2], [0]]
     assert stats.steps == max(LENGTHS) + packed, "with ours one more, which sees that all is done"
+    assert stats.running == {3: 1, 2: 2, 1: 1}

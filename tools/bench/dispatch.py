@@ -8,7 +8,7 @@
                      zero-copy (numpy arrays, out of band) or torch.save: the faster counts
 (b) ray with cache   the controller sends a step number; workers learn the sample table, plan and
                      move the samples among themselves (TensorCache, Redistribution)
-(c) spmd             the same workers without a controller, after a barrier
+(c) spmd             the same workers without orders, after a barrier of their own
 
 All ways hand over the same 1024 ragged samples of an id and a log-prob per token (log-normal
 lengths), and what has arrived is compared bit by bit. ``agree``: the next stage wants samples where
@@ -95,10 +95,7 @@ def main() -> None:
 
     memcpy = memcpy_bytes_per_s(max(args.megabytes))
     measured = [m for file in args.add for m in measured_in(file)]
-    for workers in args.workers:
-        measured += in_ray(workers, args)
-        measured += in_spmd(workers, args)
-        print(f"W {workers} measured", file=sys.stderr, flush=True)
+    measured += measure(args) if args.workers else []
     seconds: dict[str, list[Point]] = {}
     skews: dict[str, list[Point]] = {}
     for m in measured:
@@ -155,37 +152,65 @@ def faster(
     ]
 
 
-def in_ray(workers: int, args: argparse.Namespace) -> list[Measured]:
-    """The ways of a controller, with ``workers`` actors of a local Ray."""
-    from bench.dispatch_ways import AGREE, MOVE, Batch, Worker
+def measure(args: argparse.Namespace) -> list[Measured]:
+    """All ways at all sizes, with the actors of one local Ray."""
+    from bench.dispatch_ways import Worker
 
+    most = max(args.workers)
     found = []
-    with local_ray(workers, max(args.megabytes)) as ray, tempfile.TemporaryDirectory() as folder:
+    with local_ray(most, max(args.megabytes)) as ray, tempfile.TemporaryDirectory() as folder:
         kind = ray.remote(num_cpus=1)(Worker)
-        actors = [kind.remote(rank, workers) for rank in range(workers)]
-        ray.get([actor.join.remote(f"{folder}/store") for actor in actors])
+        actors = [kind.remote(rank, most) for rank in range(most)]
+        ray.get([actor.join.remote(f"{folder}/store", args.workers) for actor in actors])
         steps = iter(range(1, 1 << 30))
-
-        def measure(way: str, batch: Batch, shift: int, once: Callable[[Batch], Handover]) -> None:
-            runs = []
-            for repeat in range(args.repeats + 1):
-                at = batch.at(next(steps))
-                ray.get([actor.make.remote(at) for actor in actors])
-                runs.append(once(at))
-                if not repeat:  # the first is not timed
-                    ray.get([actor.check.remote(at, shift) for actor in actors])
-            found.append(as_measured(way, batch, runs[1:]))
-
-        for megabytes in args.megabytes:
-            batch = Batch(workers, megabytes)
-            for way in CONTROLLER:
-                by_torch = way.endswith("torch.save")
-                measure(way, batch, MOVE, partial(serially, ray, actors, by_torch))
-            for name, shift in (("agree", AGREE), ("move", MOVE)):
-                measure(
-                    f"ray with cache, {name}", batch, shift, partial(ordered, ray, actors, shift)
-                )
+        for workers in args.workers:
+            for megabytes in args.megabytes:
+                found += at_size(ray, actors[:workers], megabytes, args.repeats + 1, steps)
+            print(f"W {workers} measured", file=sys.stderr, flush=True)
     return found
+
+
+def at_size(
+    ray: Any, actors: Sequence[Any], megabytes: int, repeats: int, steps: Iterator[int]
+) -> list[Measured]:
+    """All ways, each ``repeats`` times; the first one of each is checked and not timed."""
+    from bench.dispatch_ways import AGREE, MOVE, Batch
+
+    size = Batch(len(actors), megabytes)
+    found = []
+
+    def on_order(way: str, shift: int, once: Callable[[Batch], Handover]) -> None:
+        runs = []
+        for repeat in range(repeats):
+            batch = size.at(next(steps))
+            ray.get([actor.make.remote(batch) for actor in actors])
+            runs.append(once(batch))
+            if not repeat:
+                ray.get([actor.check.remote(batch, shift) for actor in actors])
+        found.append(as_measured(way, size, runs[1:]))
+
+    for way in CONTROLLER:
+        on_order(way, MOVE, partial(serially, ray, actors, way.endswith("torch.save")))
+    for name, shift in (("agree", AGREE), ("move", MOVE)):
+        on_order(f"ray with cache, {name}", shift, partial(ordered, ray, actors, shift))
+    for name, shift in (("agree", AGREE), ("move", MOVE)):
+        # one order for all of them: nobody but the workers has a part in what follows
+        batches = [size.at(next(steps)) for _ in range(repeats)]
+        times = ray.get([actor.spmd.remote(batches, shift) for actor in actors])
+        ray.get([actor.check.remote(batches[-1], shift) for actor in actors])
+        found.append(as_measured(f"spmd, {name}", size, together(times)[1:]))
+    times = ray.get([actor.bare.remote(size, repeats) for actor in actors])
+    found.append(as_measured("bare", size, together(times)[1:]))
+    return found
+
+
+def together(times: Sequence[Sequence[tuple[float, float]]]) -> list[Handover]:
+    """Of hand-overs that workers began by themselves: by worker, when each began and was done."""
+    runs = []
+    for of_one in zip(*times, strict=True):
+        done = [end for _, end in of_one]
+        runs.append(Handover(max(done) - min(b for b, _ in of_one), max(done) - min(done)))
+    return runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,52 +279,6 @@ def ordered(ray: Any, actors: Sequence[Any], shift: int, batch: Batch) -> Handov
     times = ray.get([actor.redistribute.remote(batch, shift) for actor in actors])
     done = [end for _, end in times]
     return Handover(max(done) - began, max(done) - min(done))
-
-
-def in_spmd(workers: int, args: argparse.Namespace) -> list[Measured]:
-    """Without a controller: processes that start together."""
-    import torch.multiprocessing as mp
-
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_spmd_rank, args=(workers, args, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
-        ranks = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(workers)]
-    found = []
-    for entries in zip(*ranks, strict=True):
-        runs = []
-        for times in zip(*(entry["times"] for entry in entries), strict=True):
-            done = [end for _, end in times]
-            runs.append(Handover(max(done) - min(b for b, _ in times), max(done) - min(done)))
-        way, megabytes = entries[0]["way"], entries[0]["megabytes"]
-        found.append(
-            Measured(way, workers, megabytes, [r.seconds for r in runs], [r.skew_s for r in runs])
-        )
-    return found
-
-
-def _spmd_rank(rank: int, workers: int, args: argparse.Namespace, folder: str) -> None:
-    import torch.distributed as dist
-
-    from bench.dispatch_ways import AGREE, MOVE, Batch, Worker
-
-    worker = Worker(rank, workers)
-    worker.join(f"{folder}/store")
-    steps = iter(range(1, 1 << 30))
-    entries = []
-    for megabytes in args.megabytes:
-        batch = Batch(workers, megabytes)
-        for name, shift in (("agree", AGREE), ("move", MOVE)):
-            times = []
-            for _ in range(args.repeats + 1):
-                at = batch.at(next(steps))
-                worker.make(at)
-                times.append(worker.spmd(at, shift))
-            worker.check(at, shift)
-            entries.append({"way": f"spmd, {name}", "megabytes": megabytes, "times": times[1:]})
-        times = [worker.bare(batch) for _ in range(args.repeats + 1)]
-        entries.append({"way": "bare", "megabytes": megabytes, "times": times[1:]})
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(entries))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -82,24 +82,26 @@ def _drawn(megabytes: int) -> tuple[int, ...]:
 
 
 class Worker:
-    """A worker, in an actor or as an SPMD rank. Times are of the machine's monotonic clock.
+    """A worker. Times are of the machine's monotonic clock.
+
+    The first W of all workers take part in a hand-over of W.
 
     Args:
         rank: of this worker.
-        world: workers.
+        world: all workers.
     """
 
     def __init__(self, rank: int, world: int) -> None:
         torch.set_num_threads(1)
         self.rank, self.world = rank, world
+        self._groups: dict[int, dist.ProcessGroup | None] = {world: None}
         self._cache = TensorCache(torch.device("cpu"))
         self._made: Payload = {}
         self._made_of = (0, 0)
         self._taken: dict[str, list[torch.Tensor]] = {}
-        self._layout = ParallelLayout.build(world=world, stages=even_stages(1, 1))
 
-    def join(self, store: str) -> None:
-        """Meet the others. Collective."""
+    def join(self, store: str, sizes: Sequence[int]) -> None:
+        """Meet the others; ``sizes``: every W. Collective: all workers."""
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, self.world),  # type: ignore[attr-defined]
@@ -107,6 +109,10 @@ class Worker:
             world_size=self.world,
             timeout=LIMIT,
         )
+        for size in sizes:
+            if size not in self._groups:
+                group = dist.new_group(range(size))
+                self._groups[size] = group if self.rank < size else None
 
     def make(self, batch: Batch) -> None:
         """The samples of a stage, in the cache and beside it."""
@@ -147,47 +153,53 @@ class Worker:
     def redistribute(self, batch: Batch, shift: int) -> tuple[float, float]:
         """Learn the table, plan, move: when it began and when it was done. Collective."""
         began = time.monotonic()
+        group, workers = self._groups[batch.workers], batch.workers
         table = torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64)
-        dist.all_reduce(table)
+        dist.all_reduce(table, group=group)
+        makers = [i % workers for i in range(NUM_SAMPLES)]
+        destinations = [(m + shift) % workers for m in makers]
+        layout = ParallelLayout.build(world=workers, stages=even_stages(1))
+        legs = plan_legs(Holders(makers), destinations, layout, (0,), self.rank)
         lengths = batch.lengths
-        makers = [i % self.world for i in range(NUM_SAMPLES)]
-        legs = plan_legs(
-            Holders(makers), [(m + shift) % self.world for m in makers], self._layout, (0,),
-            self.rank,
-        )  # fmt: skip
         parcels = [Parcel(SampleKey(batch.step, i), VERSION, n) for i, n in enumerate(lengths)]
         moved = Redistribution(self._cache, parcels, (TOKENS, LOGPROBS), legs)
-        wire = GroupWire(lambda axis: None)
-        moved.run(wire)
-        mine = batch.of_worker((self.rank - shift) % self.world)
+        moved.run(GroupWire(lambda axis: group))
+        mine = batch.of_worker((self.rank - shift) % workers)
         self._taken = {c.name: [moved.read(i, c) for i in mine] for c in (TOKENS, LOGPROBS)}
         return began, time.monotonic()
 
-    def spmd(self, batch: Batch, shift: int) -> tuple[float, float]:
-        """The same, begun together without a controller. Collective."""
-        dist.barrier()
-        return self.redistribute(batch, shift)
+    def spmd(self, batches: Sequence[Batch], shift: int) -> list[tuple[float, float]]:
+        """One hand-over after the other, each begun together without a controller. Collective."""
+        times = []
+        for batch in batches:
+            self.make(batch)
+            dist.barrier(group=self._groups[batch.workers])
+            times.append(self.redistribute(batch, shift))
+        return times
+
+    def bare(self, batch: Batch, repeats: int) -> list[tuple[float, float]]:
+        """The all-to-all of the wire alone, on tensors of the same sizes. Collective."""
+        group, workers = self._groups[batch.workers], batch.workers
+        share = batch.megabytes * 2**20 // workers // 4
+        outgoing = torch.ones(share, dtype=torch.int32)
+        incoming = torch.empty_like(outgoing)
+        received = [share * (rank == (self.rank - 1) % workers) for rank in range(workers)]
+        sent = [share * (rank == (self.rank + 1) % workers) for rank in range(workers)]
+        times = []
+        for _ in range(repeats):
+            dist.barrier(group=group)
+            began = time.monotonic()
+            dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+            times.append((began, time.monotonic()))
+        return times
 
     def check(self, batch: Batch, shift: int) -> None:
         """Whether this worker has what the next stage wants, bit for bit."""
-        expected = batch.tensors((self.rank - shift) % self.world)
+        expected = batch.tensors((self.rank - shift) % batch.workers)
         for name, values in expected.items():
             got = torch.cat(self._taken[name]).numpy()
             assert np.array_equal(got, values), (self.rank, name, batch)
         self._taken = {}
-
-    def bare(self, batch: Batch) -> tuple[float, float]:
-        """The all-to-all of the wire alone, on tensors of the same sizes. Collective."""
-        share = batch.megabytes * 2**20 // self.world // 4
-        outgoing = torch.ones(share, dtype=torch.int32)
-        incoming = torch.empty_like(outgoing)
-        to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        received = [share * (rank == source) for rank in range(self.world)]
-        sent = [share * (rank == to) for rank in range(self.world)]
-        dist.barrier()
-        began = time.monotonic()
-        dist.all_to_all_single(incoming, outgoing, received, sent)
-        return began, time.monotonic()
 
 
 def saved(payload: Payload) -> bytes:
