@@ -124,7 +124,7 @@ CLAIMS: tuple[Claim, ...] = (
           "and `--npu-deterministic` together, as a run gives them to the adaptor: every family is "
           "built, bit-identical there and back, and takes a step", _E,
           _FAMILIES + "test_checkpoint_to_npu_and_back_is_bit_identical", True,
-          limits="run by hand on 2026-11-22, eight models; gradients were not compared with a CPU in "
+          limits="run by hand, eight models; gradients were not compared with a CPU in "
           "bf16"),
     Claim(FEATURES, "`--reuse-fp32-param`, `--recompute-norm`, `--recompute-activation-function` "
           "are refused", _S, _FLAGS + "test_what_breaks_rl_is_refused_with_the_reason",
