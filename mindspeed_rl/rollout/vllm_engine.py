@@ -305,9 +305,8 @@ class VllmEngine:
             RuntimeError: as :meth:`generate`.
         """
         self._require("generate", trainer_version)
-        check_agreement(
-            requests_digest(requests, settings, trainer_version), self._layout.engine, self._rank
-        )
+        digest = requests_digest(requests, settings, trainer_version)
+        check_agreement(digest, self._layout.engine, self._rank)
         if rebalancer is not None and rebalancer.rules.running:
             sampling_stream.apply()
         done: dict[int, Completion] = {}
@@ -323,7 +322,7 @@ class VllmEngine:
                 if on_step is not None:
                     on_step(finished)
         if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
-            lengths = [len(done[sample_id].token_ids) for sample_id in sorted(done)]
+            lengths = [len(c.token_ids) for _, c in sorted(done.items())]
             self.stats.running += decode_batches(lengths, self.max_num_seqs)
         return done
 

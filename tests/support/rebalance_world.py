@@ -106,7 +106,7 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
         )
         runs[mode] = Run(done, engine.stats)
     for name, streams in (("shaken", True), ("shaken without streams", False)):
-        shaker = Shaker(streams)
+        shaker, engine.stats = Shaker(streams), StepStats()
         done = engine.generate_shared(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
         runs[name] = Run(done, engine.stats, shaker.begun)
     return runs

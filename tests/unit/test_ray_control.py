@@ -114,6 +114,16 @@ def test_a_failure_is_told_with_its_traceback_while_others_hang() -> None:
     assert str(told.value) == trace + text and told.value.exit_code == 1
 
 
+def test_a_hang_leaves_the_ranks_the_time_to_dump_their_stacks() -> None:
+    store = dist.HashStore()
+    rank = Member(1, 0, 77)
+    FailureBoard(store, rank, 2).tell(Failure("hang", rank, "train", "exceeded the limit", rank))
+    ranks = ranks_that_answer([None, None], FailureBoard(store, rank, 2), FakeRay(never=(0, 1)))
+    with pytest.raises(RunEnded, match="rank 1 in phase train: exceeded the limit") as told:
+        ranks.go_on(TRAIN)
+    assert told.value.with_stacks and told.value.exit_code == 1
+
+
 def test_a_mistake_of_the_user_is_one_line_with_exit_code_2() -> None:
     store = dist.HashStore()
     rank = Member(0, 0, 77)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -27,10 +26,10 @@ from safetensors.torch import save_file
 
 from mindspeed_rl.conversion.command import run_conversion
 from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.observability.host_memory import PeakMemory
 
 HIDDEN, FFN, HEADS, VOCAB = 4096, 12288, 32, 32000
 COPY_BYTES = 16 << 20
-LAYOUT = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]
 
 
 def config(layers: int) -> dict[str, object]:
@@ -44,8 +43,8 @@ def config(layers: int) -> dict[str, object]:
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    found = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-    found["model.norm.weight"] = (HIDDEN,)
+    found: dict[str, tuple[int, ...]] = {"model.norm.weight": (HIDDEN,)}
+    found |= {f"{name}.weight": (VOCAB, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
     for layer in range(layers):
         at = f"model.layers.{layer}."
         rows = {"q": 4096, "k": 1024, "v": 1024}
@@ -103,20 +102,21 @@ def plain_copy(source: Path, target: Path) -> None:
 
 def child(argv: list[str]) -> None:
     """One task; its seconds and memory as JSON."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = PeakMemory()  # getrusage would count the parent's
+    before = memory.peak_bytes() or 0
     start = time.monotonic()
     if argv[0] == "copy":
         plain_copy(Path(argv[1]), Path(argv[2]))
     else:
         run_conversion(parse_options([*argv, "--no-progress"]), lambda line: None)
     seconds = time.monotonic() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "peak_mib": (peak - before) / 1024}))
+    peak = memory.peak_bytes() or 0
+    print(json.dumps({"seconds": seconds, "peak_mib": (peak - before) / 2**20}))
 
 
 def run(argv: list[str]) -> dict[str, float]:
     command = [sys.executable, __file__, "--child", *argv]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -125,7 +125,7 @@ def equal(left: Path, right: Path) -> bool:
     """The same tensors, bit for bit, whatever the files."""
 
     def tensors(folder: Path) -> dict[str, Path]:
-        found = {}
+        found: dict[str, Path] = {}
         for path in folder.glob("*.safetensors"):
             with safe_open(path, "pt") as file:
                 found |= dict.fromkeys(file.keys(), path)
@@ -150,11 +150,14 @@ def measure(folder: Path, layers: int, rounds: int, workers: int) -> None:
     print(f"checkpoint: {size / 1e9:.2f} GB; largest tensor: {largest:.0f} MiB")
     print(f"workers: {workers}")
     to = ["--workers", str(workers)]
+    halves = f"{layers // 2},{layers - layers // 2}"
+    layout = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2",
+              "--num-layer-list", halves]  # fmt: skip
     tasks = {
         "copy": (hf, copied, ["copy", str(hf), str(copied)]),
         "HF -> HF": (hf, resharded, ["--save-model-type", "hf", "--load-dir", str(hf),
                                      "--save-dir", str(resharded), *to]),
-        "HF -> mp_rank": (hf, mg, ["--load-dir", str(hf), "--save-dir", str(mg), *LAYOUT, *to]),
+        "HF -> mp_rank": (hf, mg, ["--load-dir", str(hf), "--save-dir", str(mg), *layout, *to]),
         "mp_rank -> HF": (mg, back, ["--load-model-type", "mg", "--save-model-type", "hf",
                                      "--load-dir", str(mg), "--hf-cfg-dir", str(hf),
                                      "--save-dir", str(back), *to]),
@@ -177,8 +180,8 @@ def measure(folder: Path, layers: int, rounds: int, workers: int) -> None:
         print(f"round {turn + 1}: " + ", ".join(f"{n} {r[-1]:.0f} MB/s" for n, r in rates.items()))
     base = median(rates["copy"])
     print("bit-equal: HF -> HF and HF -> mp_rank -> HF")
-    for name, found in rates.items():
-        middle = median(found)
+    for name, rounds_of in rates.items():
+        middle = median(rounds_of)
         print(f"{name:14} {middle:7.0f} MB/s {middle / base:6.2f} of the copy, "
               f"peak {peaks[name]:.0f} MiB")  # fmt: skip
 
