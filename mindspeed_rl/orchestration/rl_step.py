@@ -54,7 +54,8 @@ class Collected:
 
     Attributes:
         samples: to train on, siblings of a prompt together, numbered by their place.
-        drawn: all that were sampled in this step, for the report.
+        drawn: all that were sampled in this step, for the report; ``samples`` where earlier steps
+            sampled all that is trained on.
         metrics: of the rewards.
         greedy: reward of the greedy response to each prompt, less its penalty for length, NaN where
             it abstained; ``None`` unless the advantage estimator asks for them.
@@ -118,9 +119,9 @@ def collect(run: RLJob, step: int) -> Collected:
         # shaped as the samples are, else a long greedy response would be a baseline too high
         greedy = [s.reward + length_penalty(run, s) for s in answers.samples]
         metrics = metrics.merge(answers.metrics)
-    everything = numbered(drawn)
+    everything, trained = numbered(drawn), numbered(groups)
     observe_lengths(run, everything)
-    return Collected(numbered(groups), everything, metrics, greedy)
+    return Collected(trained, everything or trained, metrics, greedy)
 
 
 def update(run: RLJob, batches: StepBatches, *, critic_only: bool = False) -> MetricSet:

@@ -47,7 +47,7 @@ class Way:
 
 # What a run on NPUs has switched on, whole: as `npu_setup` gives it to the adaptor.
 PRODUCTION = (
-    *("--bf16", "--use-distributed-optimizer", "--moe-grouped-gemm", "--moe-permute-fusion"),
+    *("--bf16", "--use-distributed-optimizer", "--moe-grouped-gemm"),
     *("--use-fused-rotary-pos-emb", "--npu-deterministic"),
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),

@@ -43,8 +43,8 @@ def config(layers: int) -> dict[str, object]:
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    found = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-    found["model.norm.weight"] = (HIDDEN,)
+    found: dict[str, tuple[int, ...]] = {"model.norm.weight": (HIDDEN,)}
+    found |= {f"{name}.weight": (VOCAB, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
     for layer in range(layers):
         at = f"model.layers.{layer}."
         rows = {"q": 4096, "k": 1024, "v": 1024}
@@ -125,7 +125,7 @@ def equal(left: Path, right: Path) -> bool:
     """The same tensors, bit for bit, whatever the files."""
 
     def tensors(folder: Path) -> dict[str, Path]:
-        found = {}
+        found: dict[str, Path] = {}
         for path in folder.glob("*.safetensors"):
             with safe_open(path, "pt") as file:
                 found |= dict.fromkeys(file.keys(), path)
@@ -180,8 +180,8 @@ def measure(folder: Path, layers: int, rounds: int, workers: int) -> None:
         print(f"round {turn + 1}: " + ", ".join(f"{n} {r[-1]:.0f} MB/s" for n, r in rates.items()))
     base = median(rates["copy"])
     print("bit-equal: HF -> HF and HF -> mp_rank -> HF")
-    for name, found in rates.items():
-        middle = median(found)
+    for name, rounds_of in rates.items():
+        middle = median(rounds_of)
         print(f"{name:14} {middle:7.0f} MB/s {middle / base:6.2f} of the copy, "
               f"peak {peaks[name]:.0f} MiB")  # fmt: skip
 
