@@ -200,8 +200,10 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     }
     if vllm_options:
         built["vllm_options"] = vllm_options
-    ignored = tuple(_as_typed(used) for used in use.no_meaning)
-    return ParsedArguments(run_type(**built), ignored, use.checked_arch)
+    ignored = [_as_typed(used) for used in use.no_meaning]
+    ignored += _inert(use.own_argv, by_spelling)
+    ignored += built["parallel"].idle_flags
+    return ParsedArguments(run_type(**built), tuple(ignored), use.checked_arch)
 
 
 def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:
@@ -278,6 +280,12 @@ def _finite(text: str, info: FlagInfo) -> float:
 
 def _of(limits: str) -> str:
     return f" of {limits}" if limits else ""
+
+
+def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:
+    """The flags of ``argv`` that are accepted and read by nothing, each once."""
+    names = dict.fromkeys(token.partition("=")[0] for token in argv)
+    yield from (name for name in names if name in flags and flags[name].info.inert)
 
 
 def _bind(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> list[str]:

@@ -158,9 +158,13 @@ def load_examples(job: SftJob) -> SupervisedDataset:
 
 def describe(job: SftJob, source: SampleSource) -> None:
     """Say at start what will run."""
-    parallel, train = job.plan.parallel, job.config.train
+    train = job.config.train
+    layout = job.plan.parallel.describe(
+        experts=job.plan.spec.moe is not None,
+        sequence_parallel=job.config.parallel.shards_sequence,
+    )
     job.say(
-        f"layout: tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {job.platform.name}",
+        f"training layout on {job.platform.name}: {layout}",
         source.report(),
         f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}",
         *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),

@@ -127,15 +127,24 @@ ROLLOUT_ARGS=(
     --rollout-kv-cache-gb "$KV_CACHE_GB" --vllm-block-size 32 --vllm-max-num-seqs 256
 )
 
-if (( DRY_RUN )); then
-    [[ -e "$MODEL/config.json" ]] ||
-        "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
-    [[ "$ORCHESTRATOR" != ray ]] ||
-        EXTRA+=(--ray-num-nodes "$NNODES" --ray-ranks-per-node "$NPROC_PER_NODE")
-    exec "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$MODEL" \
+RAY_ARGS=()
+[[ "$ORCHESTRATOR" != ray ]] ||
+    RAY_ARGS=(--ray-num-nodes "$NNODES" --ray-ranks-per-node "$NPROC_PER_NODE")
+
+make_model() {
+    "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
+}
+predict() {
+    "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$MODEL" --rl-dry-run \
         --rl-world-size "$(( NPROC_PER_NODE * NNODES ))" --rl-dry-run-machine cpu \
         "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
-        "${ALGORITHM_ARGS[@]}" "${EXTRA[@]}"
+        "${ALGORITHM_ARGS[@]}" "${RAY_ARGS[@]}" "${EXTRA[@]}"
+}
+
+if (( DRY_RUN )); then
+    [[ -e "$MODEL/config.json" ]] || make_model
+    predict
+    exit
 fi
 
 make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
@@ -144,17 +153,18 @@ launch_rl() {
     if [[ "$ORCHESTRATOR" != ray ]]; then
         launch mindspeed_rl.train_rl "$@"
     elif [[ "$NODE_RANK" == 0 ]]; then  # Ray starts the ranks of all nodes
-        "$PYTHON" -m mindspeed_rl.train_rl --ray-num-nodes "$NNODES" \
-            --ray-ranks-per-node "$NPROC_PER_NODE" "$@"
+        "$PYTHON" -m mindspeed_rl.train_rl "${RAY_ARGS[@]}" "$@"
     fi
 }
 
-echo "== data and a tiny model"
+echo "== a tiny model and data"
+make_model
+# a wrong flag of the RL run ends the job here, not after the warm start; 3 is a doubt about memory
+predict > /dev/null || (( $? == 3 )) || exit 2
 make_data --num-rows 4000 --seed "$((1000 + SEED))" --output "$DATA/sft.jsonl"
 make_data --num-rows 16000 --seed "$((2000 + SEED))" --output "$DATA/rl.jsonl"
 make_data --num-rows 500 --seed 3000 --split heldout --output "$DATA/heldout.jsonl" \
     --disjoint-from "$DATA/sft.jsonl" "$DATA/rl.jsonl"
-"$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
 
 echo "== warm start: supervised, on right answers only"
 launch mindspeed_rl.pretrain --hf-checkpoint "$MODEL" \

@@ -247,10 +247,15 @@ PIPELINE_PLACEMENT = Group(
     Disposition.NO_MEANING,
     "where a layer runs changes speed, not results; see --num-layer-list",
     """
-    --microbatch-group-size-per-virtual-pipeline-stage:1 --pipeline-model-parallel-layout:1
+    --microbatch-group-size-per-virtual-pipeline-stage:1
     --account-for-embedding-in-pipeline-split:0 --account-for-loss-in-pipeline-split:0
     --mtp-standalone:0
     """,
+)
+PIPELINE_LAYOUT = Group(
+    Disposition.REFUSED,
+    "give the decoder layers of each stage with --num-layer-list, in the order of the layout",
+    "--pipeline-model-parallel-layout:1",
 )
 RECOMPUTE = Group(
     Disposition.HONOURED,
@@ -357,6 +362,7 @@ GROUPS = (
     COMMUNICATION,
     PROCESS_GROUPS,
     PIPELINE_PLACEMENT,
+    PIPELINE_LAYOUT,
     RECOMPUTE,
     OLD_RECOMPUTE,
     OFFLOAD,

@@ -162,7 +162,7 @@ REFUSED_FEATURE_KNOBS = Group(
 )
 TRAINING_STAGE = Group(
     Disposition.REFUSED,
-    "this entry runs RL: remove --stage and choose the algorithm with --rl-algorithm",
+    "this entry runs RL: remove --stage; see --rl-advantage-estimator and --rl-policy-loss",
     "--stage:1=sft",
 )
 LORA = Group(

@@ -19,6 +19,7 @@ class FlagInfo:
         maximum: largest allowed number; ``None`` for any.
         below: the number must be smaller than this; ``None`` for any.
         nargs: ``"*"`` for lists.
+        inert: accepted for scripts that have it; a run that is given it says so at its start.
     """
 
     help: str
@@ -28,6 +29,7 @@ class FlagInfo:
     maximum: float | None = None
     below: float | None = None
     nargs: str | None = None
+    inert: bool = False
 
     def allows(self, value: float) -> bool:
         """Whether a number is within the limits."""
@@ -54,9 +56,10 @@ def flag(
     maximum: float | None = None,
     below: float | None = None,
     nargs: str | None = None,
+    inert: bool = False,
 ) -> Any:
     """A dataclass field that is a flag; its canonical spelling is the field name with dashes."""
-    info = FlagInfo(help, tuple(names), tuple(choices), minimum, maximum, below, nargs)
+    info = FlagInfo(help, tuple(names), tuple(choices), minimum, maximum, below, nargs, inert)
     return dataclasses.field(default=default, metadata={"flag": info})
 
 

@@ -33,7 +33,7 @@ class ModelConfig:
     hidden_size: int | None = flag(None, "Checked against the model's hidden_size.")
     ffn_hidden_size: int | None = flag(None, "Checked against the model's intermediate_size.")
     num_attention_heads: int | None = flag(None, "Checked against the model's num_attention_heads.")
-    group_query_attention: bool = flag(False, "Accepted; the model's config decides.")
+    group_query_attention: bool = flag(False, "Accepted; the model's config decides.", inert=True)
     num_query_groups: int | None = flag(None, "Checked against the model's num_key_value_heads.")
     kv_channels: int | None = flag(None, "Checked against the model's head_dim.")
     vocab_size: int | None = flag(None, "Checked against the model's vocab_size.")
@@ -44,7 +44,9 @@ class ModelConfig:
         minimum=1,
     )
     max_position_embeddings: int | None = flag(
-        None, "Longest sequence of the model, in tokens; accepted, the model's config decides."
+        None,
+        "Longest sequence that the script allows, in tokens; at most the model's "
+        "max_position_embeddings, which decides.",
     )
     position_embedding_type: str = flag(
         "rope", "Position embedding of the model.", choices=("rope",)
@@ -56,12 +58,12 @@ class ModelConfig:
         "Checked against the model's rms_norm_eps.",
         names=("--norm-epsilon", "--layernorm-epsilon"),
     )
-    swiglu: bool = flag(False, "Accepted; the model's config decides.")
+    swiglu: bool = flag(False, "Accepted; the model's config decides.", inert=True)
     untie_embeddings_and_output_weights: bool = flag(
         False, "When given, the model must have untied embeddings."
     )
     add_qkv_bias: bool = flag(False, "When given, the model must have q/k/v biases.")
-    disable_bias_linear: bool = flag(False, "Accepted; the model's config decides.")
+    disable_bias_linear: bool = flag(False, "Accepted; the model's config decides.", inert=True)
     transformer_impl: str = flag(
         "auto",
         "Modules of the trainer's layers. transformer_engine: Transformer Engine's on CUDA, "
@@ -131,7 +133,8 @@ class ParallelConfig:
     )
     sequence_parallel: bool = flag(
         False,
-        "Shard activations along the sequence within a tensor-parallel group; needs one above 1.",
+        "Shard activations along the sequence within a tensor-parallel group; without effect where "
+        "--tensor-model-parallel-size is 1.",
     )
     expert_model_parallel_size: int = flag(
         1, "Ranks that share the experts in training; must divide the experts.", minimum=1
@@ -161,3 +164,9 @@ class ParallelConfig:
     def shards_sequence(self) -> bool:
         """Whether sequence parallelism is on; with one tensor-parallel rank it is a no-op."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    @property
+    def idle_flags(self) -> tuple[str, ...]:
+        """Flags that were given and do nothing with the others."""
+        idle = self.sequence_parallel and not self.shards_sequence
+        return ("--sequence-parallel (needs --tensor-model-parallel-size above 1)",) * idle

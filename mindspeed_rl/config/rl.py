@@ -24,7 +24,12 @@ class RLConfig:
     """
 
     perform_rl_step: bool = flag(False, "Accepted: train_rl always performs RL steps.")
-    rl_algorithm: str = flag("grpo", "Advantage estimator and loss.", choices=("grpo",))
+    rl_algorithm: str = flag(
+        "grpo",
+        "Accepted; see --rl-advantage-estimator and --rl-policy-loss.",
+        choices=("grpo",),
+        inert=True,
+    )
     grpo_prompts_per_step: int = flag(32, "Prompts of one RL step, over all ranks.", minimum=1)
     grpo_group_size: int = flag(
         8,

@@ -33,18 +33,13 @@ def lines(found: Findings) -> Iterator[str]:
 def _arithmetic(found: Findings) -> Iterator[str]:
     plan, work = found.plan, found.prediction.workload
     parallel = plan.parallel
-    yield (
-        f"layout: {parallel.world} ranks = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} "
-        f"x dp {parallel.dp}; experts: ep {parallel.ep} x etp {parallel.etp} x dp "
-        f"{parallel.expert_dp}"
-        if plan.spec.moe
-        else f"layout: {parallel.world} ranks = tp {parallel.tp} x cp {parallel.cp} x pp "
-        f"{parallel.pp} x dp {parallel.dp}"
-    )
+    experts = plan.spec.moe is not None
+    sharded = found.config.parallel.shards_sequence
+    layout = parallel.describe(experts=experts, sequence_parallel=sharded)
+    yield f"layout: {parallel.world} ranks = {layout}"
     if isinstance(plan, RLPlan):
-        engine = plan.engine
-        yield f"engines: {engine.num_replicas} x (tp {engine.tp} x dp {engine.dp}), ep {engine.ep}"
-        yield from plan.batch.lines(parallel.dp, engine.num_replicas)
+        yield f"engines: {plan.engine.describe(experts=experts)}"
+        yield from plan.batch.lines(parallel.dp, plan.engine.num_replicas)
     yield (
         f"training: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
         "optimizer step"

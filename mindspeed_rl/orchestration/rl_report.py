@@ -42,13 +42,14 @@ from mindspeed_rl.types import Prompt
 def describe(run: RLJob) -> None:
     """Say at start what will run: data, layouts, batch arithmetic, verdict, ignored flags."""
     parallel, plan = run.plan.parallel, run.plan
+    experts = plan.spec.moe is not None
     held_out = [dataset.report() for dataset in run.eval_sets.values()]
     run.job.say(
         run.prompts.report(),
         *held_out,
-        f"training layout: tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on "
-        f"{run.job.platform.name}; rollout layout: tp {plan.engine.tp} x "
-        f"{plan.engine.num_replicas} replicas",
+        f"training layout on {run.job.platform.name}: "
+        + parallel.describe(experts=experts, sequence_parallel=run.config.parallel.shards_sequence),
+        f"rollout layout: {plan.engine.describe(experts=experts)}",
         *plan.batch.lines(parallel.dp, plan.engine.num_replicas),
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
         f"{run.config.policy_loss.rl_policy_loss}, aggregated by "
@@ -113,7 +114,7 @@ class Report:
         self._progress = RunProgress(
             config.train.train_iters,
             start,
-            config.rl.rl_algorithm,
+            config.advantages.rl_advantage_estimator,
             self._writer,
             log_interval=config.logging.log_interval,
         )

@@ -108,6 +108,19 @@ class ParallelLayout:
         """Ranks of one pipeline stage."""
         return self.world // self.pp
 
+    def describe(self, *, experts: bool, sequence_parallel: bool) -> str:
+        """The layout in words, for the start of a run.
+
+        Args:
+            experts: the model has some.
+            sequence_parallel: activations are sharded along the sequence.
+        """
+        sizes = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
+        parts = [f"{sizes} with sequence parallelism" if sequence_parallel else sizes]
+        if experts:
+            parts.append(f"experts: etp {self.etp} x ep {self.ep} x dp {self.expert_dp}")
+        return "; ".join(filter(None, [*parts, self.stages.describe()]))
+
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is not in a world of {self.world}")
@@ -221,6 +234,12 @@ class EngineLayout:
     def expert_rank(self, rank: int) -> int:
         """Position among the ranks of an engine that share the experts of a layer."""
         return rank // (self.tp * self.pp) % self.dp * self.tp + self.tp_rank(rank)
+
+    def describe(self, *, experts: bool) -> str:
+        """The layout in words, for the start of a run; ``experts``: the model has some."""
+        stages = f" x pp {self.pp}" if self.pp > 1 else ""
+        engines = f"{self.num_replicas} replicas of tp {self.tp}{stages} x dp {self.dp}"
+        return engines + (f"; experts: tp {self.expert_tp} x ep {self.ep}" if experts else "")
 
     @property
     def num_groups(self) -> int:

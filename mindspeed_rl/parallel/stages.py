@@ -42,6 +42,15 @@ class StageLayout:
         """Whether all chunks have the same number of layers."""
         return len(set(self.layers_per_chunk)) == 1
 
+    def describe(self) -> str:
+        """What a reader cannot tell from the number of stages: uneven ones, chunks; else empty."""
+        if self.is_even and self.vpp == 1:
+            return ""
+        counts = ",".join(map(str, self.layers_per_chunk))
+        if self.vpp == 1:
+            return f"layers per stage {counts}"
+        return f"vpp {self.vpp}, layers per chunk {counts}"
+
     def place_of(self, layer: int) -> Place:
         """Where a global layer lives."""
         first = 0

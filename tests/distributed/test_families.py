@@ -63,6 +63,8 @@ LAYOUTS = {
         sharded=True,
     ),
     "uneven-pp2": FamilyLayout(2, (*_PP2, "--num-layer-list", "1,3")),
+    "tp2-pp2": FamilyLayout(4, (*_TP2, *_PP2), sharded=True),
+    "pp2-ep2": FamilyLayout(4, (*_PP2, *_EP2), experts_only=True, sharded=True),
     "vpp2": FamilyLayout(2, (*_PP2, "--num-virtual-stages-per-pipeline-rank", "2")),
     "cp2": FamilyLayout(2, ("--context-parallel-size", "2"), sharded=True),
     "cp2-tp2": FamilyLayout(4, ("--context-parallel-size", "2", *_TP2), sharded=True),

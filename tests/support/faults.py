@@ -306,6 +306,20 @@ MUTATIONS = (
         "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
     ),
     Mutation(
+        "longer-positions-than-the-model-accepted",
+        "config/architecture.py",
+        "longest > spec.max_position_embeddings:",
+        "longest > 2 * spec.max_position_embeddings:",
+        "tests/unit/test_config_validate.py::test_a_contradicting_architecture_flag_is_refused",
+    ),
+    Mutation(
+        "inert-flags-not-listed",
+        "arguments.py",
+        "if name in flags and flags[name].info.inert",
+        "if name in flags and not flags[name].info.help",
+        "tests/unit/test_flag_use.py::test_flags_that_do_nothing_are_listed",
+    ),
+    Mutation(
         "torch-imported-by-the-layouts",
         "resharding/boxes.py",
         "from math import prod\n",

@@ -301,3 +301,9 @@ def test_every_token_is_sorted_once_and_in_order(parts):
     for kind in (use.no_meaning, use.checked_arch, use.refused):
         names = pairs(kind)
         assert names == [item for item in foreign if item in names]
+
+
+def test_a_pipeline_layout_is_refused_with_the_flag_to_use():
+    """It was to decide which stage holds which layer; ignored, memory would not be as planned."""
+    (found,) = classify(["--pipeline-model-parallel-layout", "Et*3|(tt|)*2L"], OWN).refused
+    assert "--num-layer-list" in found.reason

@@ -280,6 +280,11 @@ def test_a_wrong_run_is_refused(
         check_rl(build(**sections), WORLD)
 
 
+def test_a_script_may_allow_fewer_positions_than_the_model(build: Build) -> None:
+    check_rl(build(model={"max_position_embeddings": 128}), WORLD)
+    check_rl(build(model={"max_position_embeddings": 256}), WORLD)
+
+
 @pytest.mark.parametrize("top_k", [-1, 0])
 def test_both_spellings_of_untruncated_sampling(build: Build, top_k: int) -> None:
     for top_p in (0.0, 1.0):
@@ -299,6 +304,10 @@ def test_both_spellings_of_untruncated_sampling(build: Build, top_k: int) -> Non
         ({"padded_vocab_size": 384}, "--padded-vocab-size 384 but the model has 512"),
         ({"rotary_base": 1e6}, "--rotary-base 1000000.0 but the model has 10000.0"),
         ({"norm_epsilon": 1e-5}, "--norm-epsilon 1e-05 but the model has 1e-06"),
+        (
+            {"max_position_embeddings": 257},
+            "--max-position-embeddings 257 but the model has 256; remove the flags",
+        ),
     ],
 )
 def test_a_contradicting_architecture_flag_is_refused(
