@@ -148,6 +148,7 @@ def load_examples(job: SftJob) -> SupervisedDataset:
         sft.sft_data,
         training.load_tokenizer(job.config),
         job.config.train.seq_length or job.plan.spec.max_position_embeddings,
+        vocab_size=job.plan.spec.vocab_size,
         prompt_key=sft.prompt_key,
         solution_key=sft.solution_key,
         answer_key=sft.answer_key,

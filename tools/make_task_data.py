@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
+from typing import Any
 
+from mindspeed_rl.data.rows import read_rows
 from mindspeed_rl.data.tasks import TASK_NAMES, generate_task, write_jsonl
 
 
 def prompts_of(path: str) -> set[str]:
-    """The user messages of a file."""
-    with open(path) as lines:
-        return {json.dumps(json.loads(line)["prompt"]) for line in lines}
+    """The user messages of a file.
+
+    Raises:
+        ValueError: there is no such file, or a row of it is broken or has no prompt.
+    """
+    found = set()
+    for row in read_rows(path):
+        if "prompt" not in row.values:
+            raise ValueError(f"{row.where}: no column 'prompt', only {sorted(row.values)}")
+        found.add(json.dumps(row.values["prompt"]))
+    return found
+
+
+def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows to write, after a look at the files that may share no prompt with them.
+
+    Raises:
+        ValueError: naming the argument or the file at fault.
+    """
+    rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
+    mine = {json.dumps(row["prompt"]) for row in rows}
+    for other in args.disjoint_from:
+        if common := mine & prompts_of(other):
+            raise ValueError(f"{len(common)} prompts of {args.output} are also in {other}")
+    return rows
 
 
 def main() -> None:
@@ -28,13 +50,13 @@ def main() -> None:
         "--disjoint-from", nargs="*", default=[], help="Files that may share no prompt with it."
     )
     args = parser.parse_args()
-    rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
-    mine = {json.dumps(row["prompt"]) for row in rows}
-    for other in args.disjoint_from:
-        if common := mine & prompts_of(other):
-            sys.exit(f"{len(common)} prompts of {args.output} are also in {other}")
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    count = write_jsonl(args.output, rows, num_rows=len(rows))
+    if args.num_rows < 1:
+        parser.error(f"--num-rows {args.num_rows}: must be at least 1")
+    try:
+        rows = make_rows(args)
+        count = write_jsonl(args.output, rows, num_rows=len(rows))
+    except (ValueError, OSError) as error:  # OSError: --output cannot be written
+        parser.error(str(error))
     print(f"{args.output}: {count} rows of {args.task} ({args.split})")
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mindspeed_rl.checkpoint.names import DEQUANTIZE, INDEX, check_names, read_index
+from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
+from mindspeed_rl.models.hf_files import INDEX, find_weights
 from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
-SINGLE = "model.safetensors"
 # Element types, as safetensors spells them, whose numbers are the weights.
 _PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
 
@@ -24,26 +24,11 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
     Raises:
         ValueError: no safetensors weights, a broken index, a missing shard, or an unreadable one.
     """
-    root = Path(directory)
-    index = root / INDEX
-    if index.is_file():
-        mapping = read_index(index)
-        missing = sorted({f for f in mapping.values() if not (root / f).is_file()})
-        if missing:
-            total = len(set(mapping.values()))
-            raise ValueError(
-                f"--hf-checkpoint {root}: {len(missing)} of the {total} files that {INDEX} names "
-                f"are missing, first {missing[0]}; copy or download the checkpoint again"
-            )
-        return {name: root / file for name, file in mapping.items()}
-    single = root / SINGLE
-    if not single.is_file():
-        raise ValueError(
-            f"--hf-checkpoint {root}: neither {INDEX} nor {SINGLE} is there; give a directory with "
-            "safetensors weights"
-        )
-    with _open(single) as file:
-        return {name: single for name in file.keys()}  # noqa: SIM118 - not a dict
+    found = find_weights(directory)
+    if isinstance(found, dict):
+        return found
+    with _open(found) as file:
+        return {name: found for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 @contextmanager

@@ -15,23 +15,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mindspeed_rl.checkpoint.hf import SINGLE
-from mindspeed_rl.checkpoint.names import INDEX
 from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
+from mindspeed_rl.models.hf_files import INDEX, SINGLE, VOCABULARY_FILES
 
 # Files of a checkpoint directory that describe the model rather than hold weights.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
+    *VOCABULARY_FILES,
 )
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mindspeed_rl.checkpoint.names import BUFFERS, INDEX, mtp_tensors, read_index
+from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
+from mindspeed_rl.models.hf_files import INDEX, read_index
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.models.tensors import (
     TensorGroup,

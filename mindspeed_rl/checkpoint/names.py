@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
 from mindspeed_rl.models.spec import ModelSpec
 
-INDEX = "model.safetensors.index.json"
 # Buffers that old versions of transformers wrote; every model computes them.
 BUFFERS = ("rotary_emb.inv_freq",)
 # Companions of the weights in quantised checkpoints.
@@ -87,16 +84,3 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """HF tensor name -> file name, of an index of safetensors files.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        mapping: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{index}: no index of safetensors files: {error!r}") from error
-    return mapping

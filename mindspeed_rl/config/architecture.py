@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed_rl.config import ModelConfig, RLRunConfig
 from mindspeed_rl.config.layouts import layer_numbers, training_layout
 from mindspeed_rl.config.modules import module_names
+from mindspeed_rl.models.hf_files import find_weights
 from mindspeed_rl.models.registry import value_spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -36,13 +37,16 @@ def value_layout(
         files: whether weights are read later.
 
     Raises:
-        ValueError: the model cannot be cut like the policy, or has another vocabulary.
+        ValueError: the model cannot be cut like the policy, has another vocabulary, or lacks
+            its weights.
     """
     checkpoint, flag = source
     model = config.model
     spec = value_spec_from_hf_config(
         model_config(checkpoint or model.hf_checkpoint, flag, files=files)
     )
+    if files and checkpoint:
+        find_weights(checkpoint, flag)
     if spec.vocab_size < policy.vocab_size:
         raise ValueError(
             f"{flag} {checkpoint}: a vocabulary of {spec.vocab_size}, the policy has "

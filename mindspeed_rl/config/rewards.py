@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rl.config.flag import flag
+from mindspeed_rl.config.reward_spec import (
+    BUILT_IN_REWARDS,
+    RewardSpec,
+    check_name,
+    check_python_file,
+    check_specs,
+)
 
 REMOTE_BACKOFF_S = 0.2  # the first pause before --reward-url is asked again; it doubles
 
@@ -112,19 +120,27 @@ class RewardConfig:
     )
 
 
-def check_rewards(flags: RewardConfig, phase_timeout_s: float, environment: str) -> None:
-    """Limits that contain each other, and rewards that need another flag.
+def check_rewards(
+    flags: RewardConfig, phase_timeout_s: float, environment: str, *, files: bool = True
+) -> None:
+    """Names and weights, limits that contain each other, and rewards that need another flag.
+
+    Args:
+        flags: of the rewards.
+        phase_timeout_s: limit of all rewards of a step.
+        environment: ``--rl-environment``.
+        files: whether the user's files must be there.
 
     Raises:
         ValueError: naming the flag, its value and the fix.
     """
+    names = _check_functions(flags.reward_function, files)
     sample_s = flags.reward_timeout_s
     if sample_s > phase_timeout_s:
         raise ValueError(
             f"--reward-timeout-s {sample_s:g} exceeds --phase-timeout-s {phase_timeout_s:g}, the "
             "limit of all rewards of a step; lower the former or raise the latter"
         )
-    names = {text.partition("=")[0].partition(":")[0].strip() for text in flags.reward_function}
     inner = {
         "code": ("--reward-code-time-limit-s", flags.reward_code_time_limit_s),
         "remote": ("--reward-url-timeout-s", flags.reward_url_timeout_s),
@@ -150,3 +166,15 @@ def check_rewards(flags: RewardConfig, phase_timeout_s: float, environment: str)
         raise ValueError(
             "--reward-function environment needs --rl-environment: a name or FILE.py:NAME"
         )
+
+
+def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
+    """The names of the rewards of the run."""
+    specs = [RewardSpec.parse(text) for text in texts]
+    check_specs(specs)
+    for spec in specs:
+        if not spec.file:
+            check_name(spec.name, BUILT_IN_REWARDS)
+        elif files:
+            check_python_file(Path(spec.file), f"--reward-function {spec.name}")
+    return {spec.name for spec in specs}

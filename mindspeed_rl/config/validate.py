@@ -25,6 +25,7 @@ from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
+from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
@@ -122,9 +123,11 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_dropout(config.model)
     _check_steps(config.train)
     environment = config.environment.rl_environment
-    check_rewards(config.rewards, config.logging.phase_timeout_s, environment)
+    check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
     check_environment_workers(config.environment, config.launch)
     base = check_layout(config.model, config.parallel, config.train, world, files)
+    if files:
+        _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if rl.rl_routing_replay != "none" and not base.spec.moe:
         raise ValueError(
@@ -244,6 +247,8 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
     base = check_layout(config.model, config.parallel, config.train, world, files)
+    if files and config.sft.stage == "sft":
+        _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:
         raise ValueError(
@@ -265,6 +270,13 @@ def _check_sft_data(config: PretrainRunConfig) -> None:
             "one of the two"
         )
     _need_file("--sft-data", config.sft.sft_data)
+
+
+def _check_tokenizer(model: ModelConfig) -> None:
+    if model.tokenizer_name_or_path:
+        check_tokenizer_files(model.tokenizer_name_or_path, "--tokenizer-name-or-path")
+    else:
+        check_tokenizer_files(model.hf_checkpoint, "--hf-checkpoint")
 
 
 def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec) -> None:
@@ -343,7 +355,7 @@ def check_layout(
     world: int,
     files: bool = True,
 ) -> RunPlan:
-    """Spec and training layout of a model on ``world`` ranks.
+    """Spec and training layout of a model on ``world`` ranks; ``files``: its weights are there.
 
     Raises:
         ValueError: naming the flag, its value, what is allowed and the fix.
@@ -358,6 +370,8 @@ def check_layout(
     check_recompute(train)
     checkpoint = model.hf_checkpoint
     spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
+    if files:
+        find_weights(checkpoint)
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     layout = training_layout(model, parallel, spec, world)
     modules = module_names(model, parallel.platform)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mindspeed_rl.checkpoint.hf import SINGLE
-from mindspeed_rl.checkpoint.names import INDEX
 from mindspeed_rl.conversion.source import Shape
 from mindspeed_rl.conversion.target import OutputTensor, Target, safetensors_file
+from mindspeed_rl.models.hf_files import INDEX, SINGLE
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.layouts.base import Piece
 

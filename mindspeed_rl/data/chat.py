@@ -115,6 +115,30 @@ def encode_texts(
     return encoded
 
 
+def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse what the model has no embedding for. Local.
+
+    Args:
+        where: the row, for messages.
+        token_ids: of its prompt, or of what follows it, which has an end token at least.
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: no token at all, or an id that is not below ``vocab_size``.
+    """
+    if not token_ids:
+        raise ValueError(
+            f"{where}: the tokenizer makes 0 tokens of the prompt; give the model's own tokenizer "
+            "as --tokenizer-name-or-path, or remove the row"
+        )
+    if max(token_ids) >= vocab_size:
+        raise ValueError(
+            f"{where}: token id {max(token_ids)} is outside the model's vocabulary of "
+            f"{vocab_size}, so the tokenizer is another model's; give the model's own as "
+            "--tokenizer-name-or-path"
+        )
+
+
 def _parse_messages(value: Sequence[Any], where: str) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
     for position, message in enumerate(value):

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from mindspeed_rl.data.chat import PromptEncoder
+from mindspeed_rl.data.chat import PromptEncoder, check_token_ids
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
 from mindspeed_rl.types import Prompt
 
@@ -99,6 +99,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int,
+    vocab_size: int,
     prompt_key: str = "prompt",
     answer_key: str = "answer",
     metadata_key: str = "metadata",
@@ -114,6 +115,7 @@ def load_prompts(
         path: ``.jsonl``, ``.json`` or ``.parquet``.
         tokenizer: a ``transformers`` tokenizer; a fast one uses all cores.
         max_prompt_length: longest prompt kept, in tokens, chat template included.
+        vocab_size: of the model; the ids of all rows must be below it.
         prompt_key: column with a list of ``{"role", "content"}`` messages or a string.
         answer_key: column with the reference answer, a string or number.
         metadata_key: column with an object. ``Prompt.metadata`` is its content on top of all
@@ -125,7 +127,8 @@ def load_prompts(
 
     Raises:
         ValueError: the file is missing or broken, a row lacks its prompt or answer (the message
-            names file, line and key), or no prompt is left.
+            names file, line and key), or has no token or one outside the vocabulary, or no prompt
+            is left.
     """
     if max_prompt_length < 1:
         raise ValueError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
@@ -134,7 +137,10 @@ def load_prompts(
     )
     kept = _Kept()
     num_filtered_long = 0
-    for question, token_ids in _encoded_rows(path, encoder, answer_key, metadata_key, progress):
+    for where, question, token_ids in _encoded_rows(
+        path, encoder, answer_key, metadata_key, progress
+    ):
+        check_token_ids(where, token_ids, vocab_size)
         if len(token_ids) > max_prompt_length:
             num_filtered_long += 1
         else:
@@ -178,7 +184,7 @@ class _Kept:
 
 def _encoded_rows(
     path: str | Path, encoder: PromptEncoder, answer_key: str, metadata_key: str, progress: bool
-) -> Iterator[tuple[Question, list[int]]]:
+) -> Iterator[tuple[str, Question, list[int]]]:
     from tqdm import tqdm
 
     with tqdm(desc="prompts", unit="row", delay=1, disable=None if progress else True) as bar:
@@ -192,7 +198,8 @@ def _encoded_rows(
                 )
                 for row, prompt in zip(rows, prompts, strict=True)
             ]
-            yield from zip(questions, encoder.encode(prompts), strict=True)
+            places = [row.where for row in rows]
+            yield from zip(places, questions, encoder.encode(prompts), strict=True)
             bar.update(len(rows))
 
 

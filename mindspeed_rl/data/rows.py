@@ -72,18 +72,15 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
     Raises:
         ValueError: there is no such file, its suffix is not known, or (while iterating) a line
-            or row is broken; the message names the file and the line.
+            or row is broken, which the message names, or there is none.
     """
     file = Path(path)
     if file.suffix not in _SUFFIXES:
         raise ValueError(f"data file {str(file)!r} must end in one of {', '.join(_SUFFIXES)}")
     if not file.is_file():
         raise ValueError(f"data file {str(file)!r} does not exist or is not a file")
-    if file.suffix == ".jsonl":
-        return _read_jsonl(file)
-    if file.suffix == ".json":
-        return _read_json(file)
-    return _read_parquet(file)
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    return _at_least_one(file, readers[file.suffix](file))
 
 
 def in_chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -96,6 +93,15 @@ def in_chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
             chunk = []
     if chunk:
         yield chunk
+
+
+def _at_least_one(file: Path, rows: Iterable[Row]) -> Iterator[Row]:
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise ValueError(f"{file}: the file has no rows; write it again, or give another one")
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from mindspeed_rl.data.chat import PromptEncoder, encode_texts
+from mindspeed_rl.data.chat import PromptEncoder, check_token_ids, encode_texts
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def load_supervised(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     *,
+    vocab_size: int,
     prompt_key: str = "prompt",
     solution_key: str = "solution",
     answer_key: str = "answer",
@@ -101,6 +102,7 @@ def load_supervised(
         tokenizer: needs an end-of-sequence token.
         max_length: longest sequence kept, in tokens, end-of-sequence token included. Longer ones
             are left out and counted.
+        vocab_size: of the model; the ids of all rows must be below it.
         prompt_key: column with a message list or a string.
         solution_key: column with the response.
         answer_key: column used in rows without a solution.
@@ -108,8 +110,9 @@ def load_supervised(
         chat_template_kwargs: further arguments of the template.
 
     Raises:
-        ValueError: the file or a row is broken (the message names the line), the tokenizer lacks
-            an end-of-sequence token, or no example is left.
+        ValueError: the file or a row is broken (the message names the line), a prompt has no
+            token, a token is outside the vocabulary, the tokenizer lacks an end-of-sequence token,
+            or no example is left.
     """
     end = _end_token(tokenizer)
     encoder = PromptEncoder(
@@ -117,8 +120,11 @@ def load_supervised(
     )
     examples: list[SupervisedExample] = []
     num_rows = 0
-    for example in _examples(read_rows(path), encoder, end, solution_key, answer_key):
+    for where, example in _examples(read_rows(path), encoder, end, solution_key, answer_key):
         num_rows += 1
+        # apart, since without a prompt token there is none that the first one is predicted from
+        for part in (slice(example.num_prompt_tokens), slice(example.num_prompt_tokens, None)):
+            check_token_ids(where, example.token_ids[part], vocab_size)
         if len(example.token_ids) <= max_length:
             examples.append(example)
     num_filtered_long = num_rows - len(examples)
@@ -142,13 +148,13 @@ def _end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _examples(
     rows: Iterable[Row], encoder: PromptEncoder, end: int, solution_key: str, answer_key: str
-) -> Iterator[SupervisedExample]:
+) -> Iterator[tuple[str, SupervisedExample]]:
     for chunk in in_chunks(rows, _CHUNK_ROWS):
         prompts = encoder.encode([encoder.render(row) for row in chunk])
         texts = [_response_text(row, solution_key, answer_key) for row in chunk]
         responses = encode_texts(encoder.tokenizer, texts, add_special_tokens=False)
-        for prompt, response in zip(prompts, responses, strict=True):
-            yield SupervisedExample((*prompt, *response, end), len(prompt))
+        for row, prompt, response in zip(chunk, prompts, responses, strict=True):
+            yield row.where, SupervisedExample((*prompt, *response, end), len(prompt))
 
 
 def _response_text(row: Row, solution_key: str, answer_key: str) -> str:

@@ -24,6 +24,7 @@ from mindspeed_rl.environments import (
 )
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.profiler import StepProfiler
@@ -191,7 +192,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
-    prompts, eval_sets = load_data(config.prompts, tokenizer, progress=rank == 0)
+    prompts, eval_sets = load_data(config.prompts, tokenizer, plan.spec, progress=rank == 0)
     check_row_rewards(config, specs, [prompts, *eval_sets.values()])
     training.initialize_parallel(job)
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
@@ -263,7 +264,7 @@ def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
 
 
 def load_data(
-    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, progress: bool
+    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, *, progress: bool
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """The prompts to train on and the held-out ones. Local.
 
@@ -274,6 +275,7 @@ def load_data(
         load_prompts,
         tokenizer=tokenizer,
         max_prompt_length=options.max_prompt_length,
+        vocab_size=spec.vocab_size,
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
         apply_chat_template=options.apply_chat_template,

@@ -1,6 +1,7 @@
 """Rewards: from decoded responses to one number per sample, in processes that can be killed."""
 
 # Importing a module of rewards registers them; math-verify itself is imported when first used.
+from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards.environment import environment_reward
 from mindspeed_rl.rewards.format_check import extract_last_number, format_reward, lenient_match
 from mindspeed_rl.rewards.heavy import make_code_reward, make_remote_reward
@@ -10,7 +11,6 @@ from mindspeed_rl.rewards.numeric import numeric_match_reward
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.pool_base import PoolBase, Scoring
 from mindspeed_rl.rewards.registry import (
-    RewardSpec,
     known_rewards,
     register_reward,
     resolve_reward,

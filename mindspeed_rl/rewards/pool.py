@@ -14,9 +14,9 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards.batch import Batch
 from mindspeed_rl.rewards.pool_base import MAX_CHUNK, MAX_LOGGED_CHARS, PoolBase, PoolOptions
-from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardError
 from mindspeed_rl.rewards.wire import Kind

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from mindspeed_rl.config.reward_spec import RewardSpec, check_specs
 from mindspeed_rl.rewards.batch import Batch
-from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult
 
@@ -42,7 +42,7 @@ class PoolOptions:
     settings: RewardSettings
 
     def __post_init__(self) -> None:
-        _check_specs(self.specs)
+        check_specs(self.specs)
         score, memory = self.timeout_score, self.memory_limit_bytes
         for name, allowed, want in (
             ("num_workers", self.num_workers >= 1, "at least 1"),
@@ -54,18 +54,6 @@ class PoolOptions:
         ):
             if not allowed:
                 raise ValueError(f"RewardPool: {name} is {getattr(self, name)}, must be {want}")
-
-
-def _check_specs(specs: Sequence[RewardSpec]) -> None:
-    if not specs:
-        raise ValueError("--reward-function: none given; name at least one, e.g. 'math'")
-    labels = [spec.label for spec in specs]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ValueError(
-                f"--reward-function: two are called {label!r}: {[spec.name for spec in specs]}; "
-                "their scores are logged by this name, rename one"
-            )
 
 
 class PoolBase(ABC):

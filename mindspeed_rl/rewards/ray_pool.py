@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards.batch import Batch
 from mindspeed_rl.rewards.pool_base import PoolBase, PoolOptions
-from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult
 from mindspeed_rl.rewards.worker_process import worker_environment

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from mindspeed_rl.config.reward_spec import RewardSpec, check_name
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardFunction
 from mindspeed_rl.rewards.user_file import load_from_file
@@ -81,63 +80,6 @@ def known_rewards() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-@dataclass(frozen=True, slots=True)
-class RewardSpec:
-    """A reward function and its weight in the total.
-
-    Attributes:
-        name: a registered name, or ``path/to/file.py:function``.
-        weight: factor of the function's score in the total; finite. 0 logs without training on it.
-    """
-
-    name: str
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("a reward has no name; write e.g. 'math' or 'rewards.py:score=0.5'")
-        if not math.isfinite(self.weight):
-            raise ValueError(
-                f"--reward-function {self.name}: weight {self.weight} must be a finite number"
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> RewardSpec:
-        """Read the command line syntax ``name``, ``name=0.2`` or ``file.py:function=0.8``.
-
-        ``name:0.2`` is the same as ``name=0.2``: a function is never called like a number.
-
-        Raises:
-            ValueError: no name, or a weight which is not a finite number.
-        """
-        name, separator, weight = text.strip().rpartition("=")
-        if not separator and _is_number(text.rpartition(":")[2]):
-            name, separator, weight = text.strip().rpartition(":")
-        if not separator:
-            return cls(weight)
-        try:
-            return cls(name.strip(), float(weight))
-        except ValueError as error:
-            raise ValueError(
-                f"--reward-function {text}: want 'name', 'name=WEIGHT' or "
-                f"'file.py:function=WEIGHT' with a finite number as the weight, e.g. 'math=0.8' "
-                f"({error})"
-            ) from error
-
-    @property
-    def label(self) -> str:
-        """Key of this reward in `RewardResult.parts` and metrics: the name without the file."""
-        return self.name.rpartition(":")[2]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def resolve_reward(
     spec: RewardSpec | str, settings: RewardSettings | None = None
 ) -> RewardFunction:
@@ -154,14 +96,8 @@ def resolve_reward(
     path, separator, function_name = name.rpartition(":")
     if separator:
         return _function_of_file(Path(path), function_name)
-    if name in _REGISTRY:
-        return _REGISTRY[name].make(settings or RewardSettings())
-    near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
-        f"--reward-function {name}: unknown reward; {hint}known: {', '.join(known_rewards())}; "
-        "for your own function write path/to/file.py:function"
-    )
+    check_name(name, _REGISTRY)
+    return _REGISTRY[name].make(settings or RewardSettings())
 
 
 def warm_up_reward(spec: RewardSpec) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl.rewards.registry import RewardSpec, resolve_reward
+from mindspeed_rl.config.reward_spec import RewardSpec
+from mindspeed_rl.rewards.registry import resolve_reward
 from mindspeed_rl.rewards.settings import ROW_REWARDS_KEY, RewardSettings
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardResult
 

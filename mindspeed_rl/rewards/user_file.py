@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from mindspeed_rl.config.reward_spec import check_python_file
+
 
 def load_from_file(path: Path, name: str, where: str) -> object:
     """What ``path`` calls ``name``.
@@ -24,11 +26,7 @@ def load_from_file(path: Path, name: str, where: str) -> object:
     Raises:
         ValueError: no such file or name, or the file fails to import.
     """
-    if not path.is_file() or path.suffix != ".py":
-        raise ValueError(
-            f"{where}: no Python file at {str(path.absolute())!r}; "
-            "give the path of a .py file that every node can read"
-        )
+    check_python_file(path, where)
     module = _load(path.resolve(), where)
     value = getattr(module, name, None)
     if value is None:

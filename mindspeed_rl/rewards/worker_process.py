@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards import wire
-from mindspeed_rl.rewards.registry import RewardSpec
 from mindspeed_rl.rewards.settings import RewardSettings
 from mindspeed_rl.rewards.types import RewardRequest
 

@@ -203,6 +203,8 @@ def make_run(
 ) -> RLJob:
     """A run of 2 prompts x 3 samples per step in ``folder``, before its first weight update."""
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
     (folder / "rl.jsonl").touch()
     defaults = (
         f"--hf-checkpoint {folder} --prompt-data {folder}/rl.jsonl --train-iters 4 --platform cpu "

@@ -380,6 +380,8 @@ HF_CONFIG = {
 @pytest.fixture
 def inputs(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1", "answer": "2"}\n')
     return ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data), "--train-iters", "1"]

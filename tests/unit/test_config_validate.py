@@ -60,6 +60,8 @@ def files(tmp_path: Path) -> Path:
     """A model directory and data files: only what validation looks at."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).touch()
     for name in ("rl.jsonl", "eval.jsonl", "sft.jsonl"):
         (tmp_path / name).write_text("{}\n")
     return tmp_path
@@ -243,6 +245,30 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
         ({"prompts": {"prompt_data": ""}}, r"--prompt-data is required: give a jsonl or parquet"),
         ({"prompts": {"prompt_data": "/no/rl"}}, r"--prompt-data /no/rl: no such file"),
         ({"prompts": {"eval_prompt_data": "/no/ev"}}, r"--eval-prompt-data /no/ev: no such file"),
+        (
+            {"rewards": {"reward_function": ("nosuch",)}},
+            r"--reward-function nosuch: unknown reward; known: code, .*, remote; for your own",
+        ),
+        (
+            {"rewards": {"reward_function": ("mat=0.5", "format")}},
+            r"--reward-function mat: unknown reward; did you mean 'math'\? known",
+        ),
+        (
+            {"rewards": {"reward_function": ("/no/file.py:x=0.5",)}},
+            r"--reward-function /no/file\.py:x: no Python file at '/no/file\.py'; give the path",
+        ),
+        (
+            {"rewards": {"reward_function": ("math=abc",)}},
+            r"--reward-function math=abc: want 'name', .* a finite number as the weight",
+        ),
+        (
+            {"rewards": {"reward_function": ("math", "math=2")}},
+            r"--reward-function: two are called 'math': .*rename one",
+        ),
+        (
+            {"model": {"tokenizer_name_or_path": "/no"}},
+            r"--tokenizer-name-or-path /no: no such directory; give one with a tokenizer",
+        ),
         ({"model": {"hf_checkpoint": ""}}, r"--hf-checkpoint is required: give a Hugging Face"),
         ({"model": {"hf_checkpoint": "/no"}}, r"--hf-checkpoint /no: .*config\.json is missing;"),
     ],
@@ -388,3 +414,49 @@ def test_only_what_is_there_can_be_kept(files: Path) -> None:
     config = replace(pretrain(files, 8), checkpoint=CheckpointConfig(keep_mtp=True))
     with pytest.raises(ValueError, match=r"--keep-mtp: .*no multi-token-prediction .*remove"):
         check_pretrain(config, WORLD)
+
+
+def test_weights_and_tokenizer_must_be_there(build: Build, files: Path) -> None:
+    """Found before anything is loaded, but not asked of a run that is only predicted."""
+    config, sft = build(), pretrain(files, 8)
+    (files / "model" / "tokenizer.json").unlink()
+    for check in (lambda: check_rl(config, WORLD), lambda: check_pretrain(sft, WORLD)):
+        with pytest.raises(
+            ValueError, match=r"--hf-checkpoint .*model: no tokenizer .*--tokenizer-name-or-path"
+        ):
+            check()
+    check_rl(config, WORLD, files=False)
+    check_pretrain(sft, WORLD, files=False)
+    (files / "other").mkdir()
+    (files / "other" / "vocab.json").touch()
+    other = {"tokenizer_name_or_path": str(files / "other")}
+    check_rl(build(model=other), WORLD)
+    (files / "other" / "vocab.json").rename(files / "other" / "config.json")
+    with pytest.raises(ValueError, match=r"--tokenizer-name-or-path .*other: no tokenizer is th"):
+        check_rl(build(model=other), WORLD)
+    (files / "model" / "model.safetensors").rename(files / "model" / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*neither .* safetensors weights"):
+        check_rl(config, WORLD)
+    check_rl(config, WORLD, files=False)
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (files / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (files / "model" / "1.safetensors").touch()
+    with pytest.raises(ValueError, match=r"1 of the 2 files .* missing, first 2\.safetensors"):
+        check_pretrain(sft, WORLD)
+
+
+def test_a_reward_of_a_file_needs_the_file_only_to_run(build: Build, files: Path) -> None:
+    config = build(rewards={"reward_function": (f"{files}/mine.py:score=0.5", "format")})
+    check_rl(config, WORLD, files=False)
+    (files / "mine.py").touch()
+    check_rl(config, WORLD)
+
+
+def test_a_reward_model_needs_its_weights(build: Build, files: Path) -> None:
+    (files / "scorer").mkdir()
+    scorer = HF_CONFIG | {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (files / "scorer" / "config.json").write_text(json.dumps(scorer))
+    config = build(rewards={"reward_model_hf_checkpoint": str(files / "scorer")})
+    with pytest.raises(ValueError, match=r"--reward-model-hf-checkpoint .*scorer: neither .*weigh"):
+        check_rl(config, WORLD)
+    check_rl(config, WORLD, files=False)

@@ -12,11 +12,14 @@ import pytest
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.data import PromptSampler, write_jsonl, write_tiny_model
+from mindspeed_rl.data.tiny_families import TinySizes
 from mindspeed_rl.orchestration import checkpoints, rl_resume
 from mindspeed_rl.orchestration.rl_job import load_data
 from mindspeed_rl.orchestration.training import load_tokenizer
 from mindspeed_rl.pretrain import load_examples
 from mindspeed_rl.trainer.checkpoint import LoadedState
+
+SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +43,16 @@ def test_no_chat_template_in_rl(base_model: Path) -> None:
         tokenizer = load_tokenizer(config)
         if not more:
             with pytest.raises(ValueError, match=r"has no chat template; .*--no-chat-template"):
-                load_data(config.prompts, tokenizer, progress=False)
+                load_data(config.prompts, tokenizer, SPEC, progress=False)
             continue
-        prompts, held_out = load_data(config.prompts, tokenizer, progress=False)
+        prompts, held_out = load_data(config.prompts, tokenizer, SPEC, progress=False)
         assert prompts[0].token_ids == tuple(tokenizer.encode("12")) and held_out == {}
 
 
 def test_no_chat_template_in_supervised_training(base_model: Path) -> None:
     argv = flags(base_model, "--sft-data", str(base_model / "train.jsonl"), "--seq-length", "9")
     config = parse(PretrainRunConfig, [*argv, "--no-chat-template"], "test").config
-    job: Any = SimpleNamespace(config=config)
+    job: Any = SimpleNamespace(config=config, plan=SimpleNamespace(spec=SPEC))
     (example,) = load_examples(job)
     assert example.num_prompt_tokens == 2
 

@@ -1,5 +1,6 @@
 """Loading prompts: formats, templates, the length filter (R32), fingerprints (R46), bad files."""
 
+import copy
 import datetime
 import json
 
@@ -11,11 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl.data import build_tokenizer, generate_task, load_prompts, write_jsonl
 
 USER, ASSISTANT, SYSTEM = 2, 3, 4
+VOCAB_SIZE = 261
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(["apples and pears"], 261)
+    return build_tokenizer(["apples and pears"], VOCAB_SIZE)
 
 
 def row(content="52", answer="25", **columns):
@@ -24,10 +26,12 @@ def row(content="52", answer="25", **columns):
 
 @pytest.fixture
 def load(tmp_path, tokenizer):
-    def load_rows(rows, **options):
+    def load_rows(rows, tokenizer=tokenizer, **options):
         path = tmp_path / "rows.jsonl"
         write_jsonl(path, rows)
-        return load_prompts(path, tokenizer, **{"max_prompt_length": 64, **options})
+        return load_prompts(
+            path, tokenizer, **{"vocab_size": VOCAB_SIZE, "max_prompt_length": 64, **options}
+        )
 
     return load_rows
 
@@ -87,9 +91,11 @@ def test_template_does_not_add_special_tokens_twice(tmp_path):
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, [{"prompt": "7", "answer": "7"}])
     (seven,) = tokenizer.convert_tokens_to_ids(["7"])
-    with_template = load_prompts(path, tokenizer, max_prompt_length=8)
+    with_template = load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8)
     assert with_template[0].token_ids == (USER, seven, ASSISTANT)
-    plain = load_prompts(path, tokenizer, max_prompt_length=8, apply_chat_template=False)
+    plain = load_prompts(
+        path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8, apply_chat_template=False
+    )
     assert plain[0].token_ids == (0, seven)
 
 
@@ -99,7 +105,11 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, [row("7")])
     dataset = load_prompts(
-        path, tokenizer, max_prompt_length=8, chat_template_kwargs={"thinking": True}
+        path,
+        tokenizer,
+        vocab_size=VOCAB_SIZE,
+        max_prompt_length=8,
+        chat_template_kwargs={"thinking": True},
     )
     assert tokenizer.decode(dataset[0].token_ids) == "7!"
 
@@ -122,7 +132,7 @@ def test_report_gives_lengths(load):
 def test_nothing_left_is_an_error(load):
     with pytest.raises(ValueError, match=r"rows\.jsonl: no prompt is left: 2 .*-length 3 tokens"):
         load([row("12"), row("13")], max_prompt_length=3)
-    with pytest.raises(ValueError, match=r"no prompt is left: 0 rows"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: the file has no rows; write it again"):
         load([])
     with pytest.raises(ValueError, match="--max-prompt-length 0: give at least 1"):
         load([row()], max_prompt_length=0)
@@ -148,7 +158,9 @@ def test_formats_agree(tmp_path, tokenizer):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     loaded = [
-        load_prompts(tmp_path / f"rows{suffix}", tokenizer, max_prompt_length=300)
+        load_prompts(
+            tmp_path / f"rows{suffix}", tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=300
+        )
         for suffix in (".jsonl", ".json", ".parquet")
     ]
     assert len({dataset.fingerprint for dataset in loaded}) == 1
@@ -160,7 +172,9 @@ def test_parquet_types_without_json_form_have_a_fingerprint(tmp_path, tokenizer)
         path = tmp_path / "rows.parquet"
         table = pa.Table.from_pylist([row(day=datetime.date(2026, 1, day), raw=b"\xff")])
         pq.write_table(table, path)
-        return load_prompts(path, tokenizer, max_prompt_length=64).fingerprint
+        return load_prompts(
+            path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64
+        ).fingerprint
 
     assert fingerprint(1) == fingerprint(1) != fingerprint(2)
 
@@ -220,7 +234,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, tokenizer, line, message)
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD_LINE + b"\n\n" + line + b"\n" + GOOD_LINE + b"\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{message}"):
-        load_prompts(path, tokenizer, max_prompt_length=64)
+        load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
 
 
 def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
@@ -229,7 +243,7 @@ def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name in ("rows.json", "rows.parquet"):
         with pytest.raises(ValueError, match=rf"{name}, row 1 \(counted from 0\): --answer-key"):
-            load_prompts(tmp_path / name, tokenizer, max_prompt_length=64)
+            load_prompts(tmp_path / name, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +254,15 @@ def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
         ("rows.json", GOOD_LINE, r"expected one array of objects.*\.jsonl"),
         ("rows.json", GOOD_LINE + b"\n" + GOOD_LINE, "broken JSON: Extra data"),
         ("rows.parquet", b"PAR1 not really", "not a readable parquet file"),
+        ("rows.jsonl", b"\n", "the file has no rows"),
+        ("rows.json", b"[]", "the file has no rows"),
     ],
 )
 def test_bad_files(tmp_path, tokenizer, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}.*{message}"):
-        load_prompts(tmp_path / name, tokenizer, max_prompt_length=64)
+        load_prompts(tmp_path / name, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
 
 
 def test_damaged_parquet_is_named(tmp_path, tokenizer):
@@ -256,7 +272,7 @@ def test_damaged_parquet_is_named(tmp_path, tokenizer):
     content[4:200] = bytes(196)
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"rows\.parquet: not a readable parquet file"):
-        load_prompts(path, tokenizer, max_prompt_length=64)
+        load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
 
 
 def test_message_lists_need_a_template(load, tmp_path, tokenizer):
@@ -264,4 +280,22 @@ def test_message_lists_need_a_template(load, tmp_path, tokenizer):
         load([row()], apply_chat_template=False)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r"no chat template.*--no-chat-template"):
-        load_prompts(tmp_path / "rows.jsonl", bare, max_prompt_length=64)
+        load_prompts(tmp_path / "rows.jsonl", bare, vocab_size=VOCAB_SIZE, max_prompt_length=64)
+
+
+def test_a_tokenizer_of_another_model_is_refused(load, tokenizer):
+    (seven,) = tokenizer.convert_tokens_to_ids(["7"])
+    rows = [row("1"), row("7"), row("1")]
+    assert len(load(rows, vocab_size=seven + 1)) == 3
+    with pytest.raises(
+        ValueError,
+        match=rf"rows\.jsonl:2: token id {seven} is outside .* {seven}, .*--tokenizer-name-or-path",
+    ):
+        load(rows, vocab_size=seven)
+
+
+def test_a_prompt_without_tokens_is_refused(load, tokenizer):
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template = "{{ messages[0]['content'][1:] }}"
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .* 0 tokens of the prompt; .*remove"):
+        load([row("12"), row("1")], tokenizer=silent)

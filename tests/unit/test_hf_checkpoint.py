@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.family_models import FAMILY_CASES, write_family_model
 
 from mindspeed_rl.checkpoint.hf import check_tie, load_hf, read_tensor, weight_files
-from mindspeed_rl.checkpoint.names import INDEX, check_names, mtp_tensors, nearest_name
+from mindspeed_rl.checkpoint.names import check_names, mtp_tensors, nearest_name
+from mindspeed_rl.models.hf_files import INDEX
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.parallel.layout import ParallelLayout

@@ -60,7 +60,8 @@ def help_flags() -> list[str]:
 def test_an_example_passes_all_checks(flags, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN2_5_7B))
-    for name in ("train.jsonl", "heldout.jsonl"):
+    weights_and_tokenizer = ("model/model.safetensors", "model/tokenizer.json")
+    for name in ("train.jsonl", "heldout.jsonl", *weights_and_tokenizer):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     argv = flags()

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
 from mindspeed_rl.rewards import (
     RewardRequest,
     RewardResult,
@@ -216,6 +217,10 @@ def test_unknown_reward_names_the_known_and_the_nearest() -> None:
     assert {"math", "exact_match", "format"} <= set(known_rewards())
     with pytest.raises(ValueError, match=r"fromat: .*mean 'format'.*exact_match, format.*math"):
         resolve_reward("fromat")
+
+
+def test_the_check_of_the_flags_knows_what_is_registered() -> None:
+    assert known_rewards() == tuple(sorted(BUILT_IN_REWARDS))
 
 
 def test_registering_a_name_twice_or_malformed_is_refused() -> None:

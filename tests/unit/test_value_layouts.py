@@ -40,6 +40,8 @@ def plan_of(folder: Path, flags: str, **configs: dict[str, Any]) -> tuple[RLRunC
     for name, config in {"policy": MODEL, "scorer": CLASSIFIER, **configs}.items():
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
+        for file in ("model.safetensors", "tokenizer.json"):
+            (folder / name / file).touch()
     (folder / "rl.jsonl").touch()
     words = (
         f"--hf-checkpoint {folder}/policy --prompt-data {folder}/rl.jsonl --train-iters 4 "

@@ -1,0 +1,129 @@
+"""``--reward-function``: its syntax, and what can be checked before a reward is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What mindspeed_rl.rewards registers.
+BUILT_IN_REWARDS = (
+    "code",
+    "environment",
+    "exact_match",
+    "format",
+    "length",
+    "math",
+    "numeric_match",
+    "remote",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """A reward function and its weight in the total.
+
+    Attributes:
+        name: a registered name, or ``path/to/file.py:function``.
+        weight: factor of the function's score in the total; finite. 0 logs without training on it.
+    """
+
+    name: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a reward has no name; write e.g. 'math' or 'rewards.py:score=0.5'")
+        if not math.isfinite(self.weight):
+            raise ValueError(
+                f"--reward-function {self.name}: weight {self.weight} must be a finite number"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> RewardSpec:
+        """Read the command line syntax ``name``, ``name=0.2`` or ``file.py:function=0.8``.
+
+        ``name:0.2`` is the same as ``name=0.2``: a function is never called like a number.
+
+        Raises:
+            ValueError: no name, or a weight which is not a finite number.
+        """
+        name, separator, weight = text.strip().rpartition("=")
+        if not separator and _is_number(text.rpartition(":")[2]):
+            name, separator, weight = text.strip().rpartition(":")
+        if not separator:
+            return cls(weight)
+        try:
+            return cls(name.strip(), float(weight))
+        except ValueError as error:
+            raise ValueError(
+                f"--reward-function {text}: want 'name', 'name=WEIGHT' or "
+                f"'file.py:function=WEIGHT' with a finite number as the weight, e.g. 'math=0.8' "
+                f"({error})"
+            ) from error
+
+    @property
+    def label(self) -> str:
+        """Key of this reward in `RewardResult.parts` and metrics: the name without the file."""
+        return self.name.rpartition(":")[2]
+
+    @property
+    def file(self) -> str:
+        """The user's file; empty for a registered name."""
+        return self.name.rpartition(":")[0]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_specs(specs: Sequence[RewardSpec]) -> None:
+    """At least one reward, each with a label of its own.
+
+    Raises:
+        ValueError: none, or two with one label.
+    """
+    if not specs:
+        raise ValueError("--reward-function: none given; name at least one, e.g. 'math'")
+    labels = [spec.label for spec in specs]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(
+                f"--reward-function: two are called {label!r}: {[spec.name for spec in specs]}; "
+                "their scores are logged by this name, rename one"
+            )
+
+
+def check_name(name: str, known: Collection[str]) -> None:
+    """Refuse a reward without a file that is not ``known``.
+
+    Raises:
+        ValueError: naming the nearest and all that are known.
+    """
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"--reward-function {name}: unknown reward; {hint}known: {', '.join(sorted(known))}; "
+        "for your own function write path/to/file.py:function"
+    )
+
+
+def check_python_file(path: Path, where: str) -> None:
+    """Refuse a path that is no Python file; ``where`` is flag and value, for messages. Local.
+
+    Raises:
+        ValueError: naming the absolute path.
+    """
+    if not path.is_file() or path.suffix != ".py":
+        raise ValueError(
+            f"{where}: no Python file at {str(path.absolute())!r}; "
+            "give the path of a .py file that every node can read"
+        )

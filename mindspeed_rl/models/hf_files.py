@@ -1,0 +1,88 @@
+"""The files of a Hugging Face checkpoint directory: their names, and whether they are there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# A tokenizer's vocabulary is in one of these. Where none is there, transformers makes an empty
+# tokenizer of the directory's config.json instead of failing.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """HF tensor name -> file name, of an index of safetensors files.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        mapping: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{index}: no index of safetensors files: {error!r}") from error
+    return mapping
+
+
+def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Path] | Path:
+    """Where the weights are, without opening them. Local.
+
+    Args:
+        directory: of the checkpoint.
+        flag: that names it, for messages.
+
+    Returns:
+        HF tensor name -> file where there is an index; else the one file.
+
+    Raises:
+        ValueError: no safetensors weights, a broken index, or a missing shard.
+    """
+    root = Path(directory)
+    index, single = root / INDEX, root / SINGLE
+    if index.is_file():
+        mapping = read_index(index)
+        missing = sorted({f for f in mapping.values() if not (root / f).is_file()})
+        if missing:
+            total = len(set(mapping.values()))
+            raise ValueError(
+                f"{flag} {root}: {len(missing)} of the {total} files that {INDEX} names "
+                f"are missing, first {missing[0]}; copy or download the checkpoint again"
+            )
+        return {name: root / file for name, file in mapping.items()}
+    if not single.is_file():
+        raise ValueError(
+            f"{flag} {root}: neither {INDEX} nor {SINGLE} is there; give a directory with "
+            "safetensors weights"
+        )
+    return single
+
+
+def check_tokenizer_files(directory: str | Path, flag: str) -> None:
+    """Refuse a directory without a tokenizer's vocabulary. Local.
+
+    Args:
+        directory: of the tokenizer.
+        flag: that names it, for messages.
+
+    Raises:
+        ValueError: there is none.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise ValueError(f"{flag} {directory}: no such directory; give one with a tokenizer")
+    if not any((root / name).is_file() for name in VOCABULARY_FILES):
+        raise ValueError(
+            f"{flag} {directory}: no tokenizer is there (none of {', '.join(VOCABULARY_FILES)}); "
+            "copy the model's tokenizer files into it, or give their directory as "
+            "--tokenizer-name-or-path"
+        )

@@ -1,0 +1,60 @@
+"""``tools/make_task_data.py`` tells mistakes in one line; its files share no prompt."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_task_data.py"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, output: Path, *argv: str) -> list[dict[str, object]]:
+    monkeypatch.setattr(sys, "argv", [str(TOOL), "--output", str(output), *argv])
+    runpy.run_path(str(TOOL), run_name="__main__")
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = run(monkeypatch, tmp_path / "new" / "train.jsonl", "--num-rows", "20")
+    held_out = ["--num-rows", "5", "--split", "heldout", "--disjoint-from"]
+    rows = run(monkeypatch, tmp_path / "held.jsonl", *held_out, str(tmp_path / "new/train.jsonl"))
+    assert (len(train), len(rows)) == (20, 5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-rows", "0"], "--num-rows 0: must be at least 1"),
+        (["--num-rows", "9", "--disjoint-from", "no.jsonl"], "'no.jsonl' does not exist"),
+        (["--num-rows", "9", "--disjoint-from", "bad.jsonl"], "bad.jsonl:1: no column 'prompt'"),
+        (["--num-rows", "9", "--disjoint-from", "same.jsonl"], "are also in same.jsonl"),
+        (["--num-rows", "9", "--output", "bad.jsonl/x.jsonl"], "bad.jsonl"),
+    ],
+)
+def test_mistakes_are_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"question": "1"}\n')
+    run(monkeypatch, Path("same.jsonl"), "--num-rows", "9")
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, Path("out.jsonl"), *argv)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not Path("out.jsonl").exists()
+
+
+def test_more_rows_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mindspeed_rl.data.tasks._MAX_FRUITLESS_DRAWS", 2)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "out.jsonl", "--num-rows", "100000")
+    assert "different prompts were found; ask for fewer rows" in capsys.readouterr().err
