@@ -25,11 +25,6 @@ pytestmark = pytest.mark.e2e
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0  # R30
 PHASE_TIMEOUT_S = 4
-# Flags of phases that a run may lack.
-NEEDED = {
-    "evaluate": ("--eval-prompt-data", "train.jsonl", "--eval-interval", "1"),
-    "save": ("--save", "save", "--save-interval", "1"),
-}
 DIFFERING = """
 import zlib
 
@@ -168,8 +163,6 @@ def test_nothing_outlives_the_launcher(
         "1:reshard:3:kill-in-rounds",
         "0:generate:2:kill",
         "1:reward:2:kill",
-        "0:evaluate:2:kill",
-        "1:save:1:kill",
         "1:exchange:2:kill",
         "0:sleep:2:kill",
         "1:train:2:kill",
@@ -182,7 +175,6 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     rounds = [
         *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "rewards.py:differing",
-        *NEEDED.get(phase, ()),
     ]  # fmt: skip
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
