@@ -1,0 +1,82 @@
+"""Two torchrun agents give the numbers of one (R30, R46).
+
+Real megatron-core and real vLLM: a pipeline stage per node, so that gradients, samples and weights
+cross. What an agent writes lands in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jobs import TorchrunJob, free_port
+
+from mindspeed_rl.data.tasks import generate_task, write_jsonl
+from mindspeed_rl.data.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_RANKS = 4
+LIMIT_S = 400.0
+# Of an untrained model: anything that differs within a group.
+REWARD = """
+import zlib
+
+
+def differing(request):
+    return zlib.crc32(request.response.encode()) % 8 / 8
+"""
+FLAGS = [
+    "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
+    "--pipeline-model-parallel-size", "2", "--make-vocab-size-divisible-by", "8",
+    "--use-distributed-optimizer", "--rollout-tp", "2",
+    "--train-iters", "2", "--grpo-prompts-per-step", "4", "--grpo-group-size", "2",
+    "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "reward.py:differing",
+    "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
+    "--rollout-max-response-length", "6",
+]  # fmt: skip
+MACHINE = ("time/", "time_max/", "throughput/", "memory/", "reshard/gb_per_s")
+BY_NODE = ("reshard/bytes_sent",)  # which of the ranks with the same weights sends them
+
+
+def run(folder: Path, num_nodes: int) -> list[Path]:
+    """The output directories of the agents."""
+    names = [f"{num_nodes}-{node}" for node in range(num_nodes)]
+    with TorchrunJob(
+        folder, ["-m", "mindspeed_rl.train_rl"], FLAGS, num_ranks=NUM_RANKS // num_nodes,
+        port=free_port(), num_nodes=num_nodes,
+        node_flags=[["--output-dir", name] for name in names],
+    ) as job:  # fmt: skip
+        ended = job.end(LIMIT_S)
+    assert not any(ended.returncodes), ended.output
+    return [folder / name for name in names]
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """The steps of a run, without what measures the machine, or how it is cut into nodes."""
+    left_out = MACHINE + BY_NODE
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(left_out)}
+        for line in (output / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_two_agents_give_the_numbers_of_one(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    write_jsonl(tmp_path / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    (tmp_path / "reward.py").write_text(REWARD)
+    (alone,) = run(tmp_path, 1)
+    first, second = run(tmp_path, 2)
+
+    expected, found = records(alone), records(first)
+    assert [record["step"] for record in found] == [1, 2]
+    assert found[1]["optimizer/grad_norm"] > 0
+    assert found == expected
+    sums = [
+        json.loads((output / "summary.json").read_text())["parameters_abs_sum"]
+        for output in (alone, first)
+    ]
+    assert sums[0] == sums[1] > 0
+    assert not (second / "metrics.jsonl").exists(), "one rank of the job writes"
