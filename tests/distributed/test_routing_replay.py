@@ -92,7 +92,8 @@ def test_the_drift_matters(model: Path, alone: Found) -> None:
     args = (str(model), runs, False)
     (free,) = run_ranks(replayed, 1, work_dir=model.parent, args=args)
     gradients, agreement = alone
-    assert free[0][1] == pytest.approx(agreement), "compared without replay as well"
+    # later layers see what the routing before them made of a token, so a few choices may differ
+    assert free[0][1] == pytest.approx(agreement, abs=0.02), "compared without replay as well"
     assert 0.3 < agreement < 0.95
     assert worst(free[0][0], gradients) > 0.1
     assert all(float(g.norm()) > 0 for n, g in gradients.items() if n.endswith("mlp.gate.weight"))

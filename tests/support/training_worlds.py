@@ -154,7 +154,7 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     argv += ["--train-iters", "1"]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
     without_dropout = replace(config, model=replace(config.model, hidden_dropout=0.0))
-    plan = check_rl(without_dropout, world.size)
+    plan = check_rl(without_dropout, world.size, files=False)  # nothing is tokenised here
     platform = select_platform(device)
     if device == "cpu":  # elsewhere the bootstrap has done it
         platform.install()

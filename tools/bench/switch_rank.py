@@ -91,7 +91,8 @@ def start(args: argparse.Namespace) -> Any:
     watchdog = SimpleNamespace(phase=lambda *_: nullcontext())
     from mindspeed_rl.orchestration.torchrun import Job
 
-    return Job(config, check_rl(config, world.size), world, platform, cast(Any, watchdog), ())
+    plan = check_rl(config, world.size, files=False)  # the model has no tokenizer
+    return Job(config, plan, world, platform, cast(Any, watchdog), ())
 
 
 def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
