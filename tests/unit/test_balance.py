@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, product
+from math import factorial
 
 import numpy as np
 import pytest
@@ -36,11 +37,16 @@ def test_a_partition_has_every_item_once_in_parts_of_equal_number(
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=8).filter(lambda c: len(c) % 2 == 0))
 @settings(deadline=None)
 def test_two_parts_are_close_to_the_best_of_equal_number(costs: list[int]) -> None:
-    """Against every split into halves. 7/6 is the bound of the method for two parts."""
+    """Against every split into halves, within the bound for k items per part.
+
+    It is 2 - sum(i!, i < k) / k! (Michiels et al. 2012).
+    """
+    size = len(costs) // 2
+    bound = 2 - sum(map(factorial, range(size))) / factorial(size)
     heaviest = max(sum(costs[i] for i in part) for part in partition(costs, 2))
     halves = combinations(range(len(costs)), len(costs) // 2)
     best = min(max(sum(costs[i] for i in h), sum(costs) - sum(costs[i] for i in h)) for h in halves)
-    assert best <= heaviest <= 7 / 6 * best
+    assert best <= heaviest <= bound * best + 1e-9
 
 
 @given(st.lists(st.integers(1, 20), max_size=7), st.integers(20, 30))
