@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The CPU test suite: style, types, then every test that needs no accelerator.
 #
-# usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow a
-#                                                 sixth, another sixth at every commit
+# usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow an
+#                                                 eighth, another eighth at every commit
 #        tests/run_tests.sh --all                 everything
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$ROOT"
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" --dev | tail -n 1)"
 export OMP_NUM_THREADS=1
 
-SHARES=6
+SHARES=8
 if [[ "${1:-}" == --all && $# == 1 ]]; then
     SHARES=1
 elif (( $# )); then

@@ -10,7 +10,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.types import Completion
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def union(runs: list[dict[str, Run]], mode: str, tp: int = 1) -> dict[int, Completion]:
