@@ -25,6 +25,11 @@ pytestmark = pytest.mark.e2e
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0  # R30
 PHASE_TIMEOUT_S = 4
+# Flags of phases that a run may lack.
+NEEDED = {
+    "evaluate": ("--eval-prompt-data", "heldout.jsonl", "--eval-interval", "1"),
+    "save": ("--save", "save", "--save-interval", "1"),
+}
 DIFFERING = """
 import zlib
 
@@ -40,6 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     write_tiny_model(folder / "model")
     write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    write_jsonl(folder / "heldout.jsonl", generate_task("digit_sort", 4, seed=0, split="heldout"))
     (folder / "rewards.py").write_text(DIFFERING)
     return folder
 
@@ -163,6 +169,8 @@ def test_nothing_outlives_the_launcher(
         "1:reshard:3:kill-in-rounds",
         "0:generate:2:kill",
         "1:reward:2:kill",
+        "0:evaluate:2:kill",
+        "1:save:1:kill",
         "1:exchange:2:kill",
         "0:sleep:2:kill",
         "1:train:2:kill",
@@ -175,6 +183,7 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     rounds = [
         *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "rewards.py:differing",
+        *NEEDED.get(phase, ()),
     ]  # fmt: skip
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
