@@ -146,6 +146,12 @@ def exchange_table(
         sums = torch.tensor([_checksum(r) for r in copies])
         rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
     dist.all_reduce(rows)
+    _check_table(rows, num_samples, num_copies)
+    return _samples_of(rows, key_of, len(part_names))
+
+
+def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
+    """Every sample once, and its copies alike: [num_samples + 1, numbers] int64, summed. Local."""
     seen = rows[:, _SEEN].tolist()
     if seen != [1] * num_samples + [0]:
         missing = [i for i, times in enumerate(seen[:-1]) if not times]
@@ -160,8 +166,12 @@ def exchange_table(
             "tokens or log-probs for them, so tensor-parallel ranks would train on different data; "
             "the engine's sampler is not deterministic across its ranks"
         )
+
+
+def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[Sample]:
+    """The rows of a checked table. Local."""
     floats = rows[:-1, _INTEGERS:].to(torch.int32).view(torch.float32).tolist()
-    end = 1 + len(part_names)
+    end = 1 + num_parts
     return [
         Sample(
             sample_id=i,
