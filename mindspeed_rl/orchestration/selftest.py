@@ -264,7 +264,8 @@ def _with_targets(
             result.append(prepared)
             continue
         values = values + 0.3 * batch.positions[batch.loss_mask].float().sin()
-        rewards = torch.tensor([math.cos(i) for i in batch.sample_ids], device=values.device)
+        ids = torch.tensor(batch.sample_ids, dtype=torch.long, device=values.device)
+        rewards = ids.float().cos()
         annotated = replace(prepared, old_values=values)
         targets = value_targets(
             annotated,
@@ -273,8 +274,7 @@ def _with_targets(
             discount=0.98,
             trace_decay=0.9,
         )
-        abstained = torch.tensor([i == 1 for i in batch.sample_ids], device=values.device)
-        returns = targets.returns.masked_fill(abstained[batch.sequence_of], math.nan)
+        returns = targets.returns.masked_fill((ids == 1)[batch.sequence_of], math.nan)
         result.append(replace(annotated, returns=returns))
     return result
 
