@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The CPU test suite: style, types, then every test that needs no accelerator.
 #
-# usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow an
-#                                                 eighth, another eighth at every commit
+# usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow a
+#                                                 twelfth, another one at every commit
 #        tests/run_tests.sh --all                 everything
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$ROOT"
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" --dev | tail -n 1)"
 export OMP_NUM_THREADS=1
 
-SHARES=8
+SHARES=12
 if [[ "${1:-}" == --all && $# == 1 ]]; then
     SHARES=1
 elif (( $# )); then
@@ -27,13 +27,12 @@ part() {  # one red part does not hide the others
 echo "== style and types"
 part "$PYTHON" -m ruff check .
 part "$PYTHON" -m ruff format --check .
-part "$PYTHON" -m mypy -p mindspeed_rl
-part env MYPYPATH=tools "$PYTHON" -m mypy -p bench
+part env MYPYPATH=tools "$PYTHON" -m mypy -p mindspeed_rl -p bench
 echo "== planted faults, share $SHARE"
 part "$PYTHON" tests/mutations.py --share "$SHARE"
 echo "== ascend: emulated NPUs"
-part env PYTHON="$PYTHON" tests/ascend/run.sh --halves
+part env PYTHON="$PYTHON" tests/ascend/run.sh --halves --slow-share "$SHARE"
 echo "== tests"
-part "$PYTHON" -m pytest -n 2 --slow-share "$SHARE" tests/unit tests/simulated tests/test_*.py
+part "$PYTHON" -m pytest -n 2 --dist worksteal --slow-share "$SHARE" tests/unit tests/simulated tests/test_*.py
 part "$PYTHON" -m pytest --durations 15 --slow-share "$SHARE" tests/distributed tests/e2e
 exit "$STATUS"

@@ -2,7 +2,8 @@
 # Runs the tests of the NPU path on the emulator, building it where needed.
 #
 # usage: tests/ascend/run.sh [PYTEST ARGUMENTS]
-#        tests/ascend/run.sh --halves    all of it in two processes: ranks in the one, the rest in the
+#        tests/ascend/run.sh --halves [PYTEST OPTIONS]
+#                                        all of it in two processes: ranks in the one, the rest in the
 #                                        other, so that ranks are forks of one process
 #   PYTHON=...          interpreter with torch 2.13.0 and the test requirements (default: .venv's)
 #   MINDSPEED_PATH=...  a checkout of MindSpeed's branch core_r0.16.0: its adaptor is run as well
@@ -16,12 +17,13 @@ SETTINGS="$("$PYTHON" tests/ascend/emulator/build.py)"
 eval "$SETTINGS"
 export PYTHONPATH="$ROOT:$ROOT/tests:$PYTHONPATH" OMP_NUM_THREADS=1
 if [[ "${1:-}" == --halves ]]; then
+    shift
     RANKS=(tests/ascend/test_{families,movement,training}.py)
     OUTPUT="$(mktemp)"
     trap 'rm -f "$OUTPUT"' EXIT
-    "$PYTHON" -m pytest --disable-warnings --durations 5 "${RANKS[@]}" > "$OUTPUT" 2>&1 &
+    "$PYTHON" -m pytest --disable-warnings --durations 5 "$@" "${RANKS[@]}" > "$OUTPUT" 2>&1 &
     STATUS=0
-    "$PYTHON" -m pytest --disable-warnings --durations 5 tests/ascend "${RANKS[@]/#/--ignore=}" ||
+    "$PYTHON" -m pytest --disable-warnings --durations 5 "$@" tests/ascend "${RANKS[@]/#/--ignore=}" ||
         STATUS=$?
     wait $! || STATUS=$?
     cat "$OUTPUT"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 
 ADAPTOR = """
 import argparse, importlib.machinery, sys, types

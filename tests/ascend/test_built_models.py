@@ -16,7 +16,7 @@ from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.vllm_versions import engine_capabilities
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from support.training_worlds import relative_errors
 if TYPE_CHECKING:
     from ascend.worlds import FamilyFacts
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 
 
 @dataclass(frozen=True)

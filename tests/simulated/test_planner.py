@@ -141,7 +141,7 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 
 
 @given(cases(), st.booleans(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @example(GQA, True, False)
 @example(GQA, True, True)
 @example(TIED, True, False)
@@ -165,7 +165,7 @@ def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, rela
 
 
 @given(cases(), st.booleans(), st.integers(1, 64))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @example(GQA, False, 1)
 @example(MOE, True, 24)
 @example(LATENT, False, 8)
