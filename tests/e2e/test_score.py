@@ -1,4 +1,8 @@
-"""The score command: trainer and engine give the log-probs of transformers; its table; mistakes."""
+"""The score command: trainer and engine give the log-probs of transformers; its table; mistakes.
+
+Every family and variant by both backends, each in enough layouts for every pair of choices
+(``support.score_cases``); ``python tests/score_table.py`` prints the numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from support.jobs import ROOT, TorchrunJob, free_port
+from support.score_cases import VARIANTS, layouts_of
+from support.score_runs import LIMIT_S, TOLERANCE, ScoreWorld, transformers_scores
 
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 LENGTHS = (23, 1, 11, 2)  # one token has nothing to score
 VOCAB = 307
-TOLERANCE = 2e-4  # nats; measured: 1e-6, entropy 2.4e-6
-LIMIT_S = 300.0  # on a busy machine
 ENTRY = ["-m", "mindspeed_rl.score"]
 BACKENDS: dict[str, tuple[int, list[str]]] = {
     "megatron": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
@@ -78,22 +81,6 @@ def scored(world: Path) -> Callable[[str], dict[str, Path]]:
     return run
 
 
-def transformers_scores(folder: Path, sequences: Path) -> tuple[np.ndarray, np.ndarray]:
-    """log-probs and entropies [N, T], each sequence alone and unpadded."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = np.load(sequences)
-    logp, entropy = (np.zeros(found["tokens"].shape, np.float32) for _ in range(2))
-    for i, length in enumerate(found["length"]):
-        ids = torch.tensor(found["tokens"][i, :length])
-        with torch.no_grad():
-            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        logp[i, 1:length] = rows.gather(-1, ids[1:, None])[:, 0]
-        entropy[i, 1:length] = -(rows.exp() * rows).sum(-1)
-    return logp, entropy
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(
@@ -109,6 +96,26 @@ def test_scores_are_those_of_transformers(
     unscored = np.arange(max(LENGTHS))[None] >= np.array(LENGTHS)[:, None]
     assert not found["logp"][unscored].any()
     assert not found["logp"][:, 0].any()
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> ScoreWorld:
+    return ScoreWorld(tmp_path_factory.mktemp("variants"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_scored_as_by_transformers(
+    variant: str, backend: str, variants: ScoreWorld
+) -> None:
+    """Warm ranks, without torchrun's agent."""
+    found = {
+        layout.name: variants.difference(variant, backend, layout)
+        for layout in layouts_of(backend)[variant]
+    }
+    assert len(found) >= 2
+    assert {name: d for name, d in found.items() if not d.largest <= TOLERANCE} == {}
+    assert variants.expected(variant)[0].min() < -3, "the comparison is of real numbers"
 
 
 def score(world: Path, *argv: str) -> subprocess.CompletedProcess[str]:
