@@ -92,7 +92,7 @@ def cell(runs: Iterable[Run], results: Results) -> str:
         value = results.get(key_of(run), "not run")
         shown = "failed" if isinstance(value, str) and value != "not run" else value
         if not isinstance(shown, str):
-            shown = ", ".join(f"{number:.0e}" for number in shown)
+            shown = ", ".join(f"{number:.0e}".replace("e-0", "e-") for number in shown)
         parts.append(f"{rest}: {shown}" if rest else shown)
     return "; ".join(parts)
 

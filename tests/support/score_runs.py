@@ -96,6 +96,10 @@ class ScoreWorld:
         model = write_family_model(VARIANTS[variant], self._folder / variant)
         return transformers_scores(model, self._folder / "in.npz")
 
+    def output(self, variant: str, backend: str, layout: ScoreLayout) -> str:
+        """Name of the result in the folder."""
+        return f"{variant}.{backend}.{layout.name.replace(' ', '-')}.npz"
+
     def difference(self, variant: str, backend: str, layout: ScoreLayout) -> Difference:
         """Run the command once.
 
@@ -103,7 +107,7 @@ class ScoreWorld:
             AssertionError: it failed, with its output, or its result is not of these sequences.
         """
         logp, entropy = self.expected(variant)
-        output = f"{variant}.{backend}.{layout.name.replace(' ', '-')}.npz"
+        output = self.output(variant, backend, layout)
         own = ("--hf-checkpoint", variant, "--output", output, "--backend", backend)
         told = self._launcher(self._folder, [*own, *_COMMON, *layout.flags], layout.num_ranks)
         assert f"{len(LENGTHS)} sequences, {sum(LENGTHS)} tokens: " in told, told

@@ -117,7 +117,7 @@ def test_the_table_shows_numbers_and_the_end_says_what_is_wrong() -> None:
         "",
         "| model | pp2 | pp1 | vpp2 |",
         "|---|---|---|---|",
-        "| qwen3 | 1e-06, 2e-06; tp2: 1e-06, 3e-04 |  | 0e+00, nan; cp2: not run |",
+        "| qwen3 | 1e-6, 2e-6; tp2: 1e-6, 3e-4 |  | 0e+00, nan; cp2: not run |",
         "| qwen2-tied |  | failed |  |",
     ]
     assert wrong(runs, results) == [
