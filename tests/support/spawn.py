@@ -31,6 +31,12 @@ GRACE_S = 5.0
 KILL_MARGIN_S = 10.0
 LOG_TAIL_CHARS = 4000
 _SERVER = Server()
+# For many runs of an engine: its import takes a rank longer than scoring a tiny model.
+_ENGINE_SERVER = Server(
+    ("-m", "support.warm_ranks", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine",
+     "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
+     "vllm.model_executor.models.qwen3_moe", "vllm.model_executor.models.deepseek_v2")
+)  # fmt: skip
 
 
 class RankError(AssertionError):
@@ -87,7 +93,13 @@ def run_ranks(
 
 
 def run_command(
-    module: str, flags: Sequence[str], num_ranks: int, *, cwd: Path, timeout_s: float = 240.0
+    module: str,
+    flags: Sequence[str],
+    num_ranks: int,
+    *,
+    cwd: Path,
+    timeout_s: float = 240.0,
+    engine: bool = False,
 ) -> str:
     """Run ``python -m module flags`` on every rank; what rank 0 printed.
 
@@ -99,6 +111,7 @@ def run_command(
         num_ranks: size of the world.
         cwd: of every rank; a new folder with logs is made in it.
         timeout_s: limit of each rank, start included.
+        engine: vLLM is imported once for all such runs, too.
 
     Raises:
         RankError: as :func:`run_ranks`; an exit status other than 0 is a failure.
@@ -108,8 +121,10 @@ def run_command(
     command = {"module": module, "flags": list(flags), "cwd": str(cwd), "timeout_s": timeout_s}
     (folder / "command.json").write_text(json.dumps(command))
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    server = _ENGINE_SERVER if engine else _SERVER
     processes = [
-        _start(folder, rank, num_ranks, "support.command_rank", store) for rank in range(num_ranks)
+        _start(folder, rank, num_ranks, server, "support.command_rank", store)
+        for rank in range(num_ranks)
     ]
     _end(module, folder, processes, timeout_s)
     return (folder / "rank0.log").read_text(errors="replace")
@@ -119,6 +134,7 @@ def _start(
     folder: Path,
     rank: int,
     world: int,
+    server: Server = _SERVER,
     body: str = "support.spawn",
     more: Mapping[str, str] | None = None,
 ) -> Rank:
@@ -130,7 +146,7 @@ def _start(
         "LOCAL_WORLD_SIZE": str(world),
         **(more or {}),
     }
-    return _SERVER.start(folder, environment, body)
+    return server.start(folder, environment, body)
 
 
 def _end(name: str, folder: Path, processes: Sequence[Rank], timeout_s: float) -> None:
