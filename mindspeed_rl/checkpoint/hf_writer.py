@@ -19,17 +19,18 @@ from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
 from mindspeed_rl.models.hf_files import INDEX, SINGLE, VOCABULARY_FILES
 
-CONFIG_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = (
+# Files of a checkpoint directory that describe the model rather than hold weights. Code is what
+# auto_map of config.json names; readers that trust it fail without it.
+_CONFIG_FILES = ("config.json", "generation_config.json", "configuration_*.py", "modeling_*.py")
+_TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
+    "tokenization_*.py",
     *VOCABULARY_FILES,
 )
-# Files of a checkpoint directory that describe the model rather than hold weights.
-SIDE_FILES = (*CONFIG_FILES, *TOKENIZER_FILES)
 
 
 class HfWriter:
@@ -157,12 +158,21 @@ class HfWriter:
         (self._work / EXPORT_RECORD).write_text(json.dumps(record, indent=2))
 
     def _copy_side_files(self) -> None:
-        for source, names in ((self._source, CONFIG_FILES), (self._tokenizer, TOKENIZER_FILES)):
-            for name in names:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, self._work / name)
+        for file in side_files(self._source, self._tokenizer):
+            shutil.copyfile(file, self._work / file.name)
         text = config_text(self._source, self._dtype, self._config_keys)
         (self._work / "config.json").write_text(text)
+
+
+def side_files(source: Path, tokenizer: Path) -> list[Path]:
+    """The files beside the weights: config of one directory, tokenizer of the same or another."""
+    folders = ((source, _CONFIG_FILES), (tokenizer, _TOKENIZER_FILES))
+    return [
+        file
+        for folder, patterns in folders
+        for pattern in patterns
+        for file in sorted(folder.glob(pattern))
+    ]
 
 
 def config_text(

@@ -40,7 +40,7 @@ RANKS = {
     "grpo_deepseek_r1_671b_a3.sh": 256,
     "grpo_qwen3_235b_a22b_a3.sh": 128,
     "dapo_qwen3_235b_a22b_a3.sh": 128,
-    "grpo_qwen3_30b_a3b_1node.sh": 16,
+    "grpo_qwen3_30b_a3b_1node.sh": 8,
     "grpo_qwen2_5_7b_1node.sh": 8,
     "ppo_qwen2_5_32b_a3.sh": 32,
     "grpo_qwen2_5_7b_cuda.sh": 8,

@@ -78,7 +78,7 @@ TOOL_MUTATIONS = (
              "    if files:\n        find_weights(checkpoint)", "    find_weights(checkpoint)",
              "tests/unit/test_config_validate.py::test_weights_and_tokenizer_must_be_there"),
     Mutation("an-export-gets-the-tokenizer-beside-the-weights", "checkpoint/hf_writer.py",
-             "(self._tokenizer, TOKENIZER_FILES)", "(self._source, TOKENIZER_FILES)",
+             "(tokenizer, _TOKENIZER_FILES)", "(source, _TOKENIZER_FILES)",
              "tests/unit/test_hf_export.py::"
              "test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another"),
     Mutation("an-environment-is-looked-for-late", "config/environment.py",
