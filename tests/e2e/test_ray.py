@@ -22,6 +22,7 @@ from support.jobs import MARKER, ROOT, TorchrunJob, free_port, processes_of
 
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.observability.names import measures_machine
 
 pytestmark = pytest.mark.e2e
 
@@ -45,8 +46,6 @@ class Echo:
         self.said += token_ids
         return Observation(token_ids[:1], done=len(self.said) > 4, reward=len(set(self.said)) / 8)
 """
-# What differs from run to run.
-OF_THE_CLOCK = re.compile(r"_s$|^time|tokens_per|memory|^perf|utc|seconds|throughput")
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +167,9 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    """All that do not depend on the clock or the process; as text, so that NaN equals NaN."""
+    """All that the run computed; as text, so that NaN equals NaN."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: repr(v) for k, v in row.items() if not OF_THE_CLOCK.search(k)} for row in rows]
+    return [{k: repr(v) for k, v in row.items() if not measures_machine(k)} for row in rows]
 
 
 def digests(exported: Path) -> dict[str, str]:
