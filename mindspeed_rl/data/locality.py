@@ -8,7 +8,8 @@ train on, and samples of equal length swap places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -17,29 +18,35 @@ from mindspeed_rl.data.routes import Ints
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 
+# Above, ranks keep the parts that packing dealt them: seconds grow with the third power, and what
+# little a part is worth to one rank more than to another does not.
+_MOST_PARTS = 256
+
 
 def keep_near(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) -> MicroBatchPlan:
     """The placement with samples on ranks that have them, as far as balance leaves a choice. Pure.
 
-    Optimal among what the two changes can reach where no sample is on several data-parallel ranks;
-    never worse than ``plan``.
+    Up to 256 ranks it is the best that the two changes can reach where no sample is on several
+    data-parallel ranks; it is never worse than ``plan``.
 
     Args:
         plan: of one optimizer step.
         lengths: of each sample, as it was placed by; samples of equal length are exchangeable.
         moved: [samples, data-parallel ranks] bytes that move if it trains there, or any unit.
     """
-    if len(plan.assignment) == 1 or not len(lengths):
-        return plan
     saved = moved.max(1, keepdims=True) - moved
-    if not saved.any():
+    if len(plan.assignment) == 1 or not saved.any():
         return plan
-    classes = _classes(lengths)
-    given = _best_ranks(plan.assignment, _reachable(plan.assignment, classes, saved))
-    found = _swap_equals(given, classes, saved)
-    if bytes_moved(found, moved) >= bytes_moved(plan.assignment, moved):
+    classes = np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)
+    wishes = _wishes(classes, saved)
+    parts = plan.assignment
+    if len(parts) <= _MOST_PARTS:
+        gain = _reachable(wishes, _counts(parts, classes))
+        parts = tuple(parts[number] for number in best_assignment(gain))
+    parts = _swap_equals(parts, classes, wishes)
+    if bytes_moved(parts, moved) >= bytes_moved(plan.assignment, moved):
         return plan
-    return replace(plan, assignment=found)
+    return replace(plan, assignment=parts)
 
 
 def bytes_moved(assignment: Assignment, moved: Ints) -> int:
@@ -51,62 +58,87 @@ def _items(rows: Iterable[Sequence[int]]) -> list[int]:
     return [i for row in rows for i in row]
 
 
-def _classes(lengths: Sequence[int]) -> Ints:
-    """[samples] numbers that are equal where lengths are."""
-    return np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """Samples that save something on a rank: arrays of equal length.
+
+    Attributes:
+        items: the samples.
+        ranks: where each saves.
+        saved: how much.
+        classes: of their lengths.
+        places: how many of the class save more on the rank.
+    """
+
+    items: Ints
+    ranks: Ints
+    saved: Ints
+    classes: Ints
+    places: Ints
 
 
-def _reachable(assignment: Assignment, classes: Ints, saved: Ints) -> Ints:
-    """[parts, ranks] what is saved when a part goes to a rank and then takes the best equals."""
-    num_classes = int(classes.max()) + 1
-    counts = np.stack(
-        [np.bincount(classes[_items(rows)], minlength=num_classes) for rows in assignment]
-    )
-    result = np.zeros((len(assignment), saved.shape[1]), dtype=np.int64)
-    order = np.argsort(classes, kind="stable")
-    ends = np.cumsum(np.bincount(classes, minlength=num_classes))
-    for number, members in enumerate(np.split(order, ends[:-1])):
-        best_first = -np.sort(-saved[members], axis=0)
-        of_count = np.vstack([np.zeros_like(best_first[:1]), np.cumsum(best_first, axis=0)])
-        parts = np.flatnonzero(counts[:, number])
-        result[parts] += of_count[counts[parts, number]]
-    return result
-
-
-def _best_ranks(assignment: Assignment, gain: Ints) -> Assignment:
-    """The parts dealt to ranks so that ``gain`` [parts, ranks] is largest in all."""
-    part_of = best_assignment(gain)
-    return tuple(assignment[part] for part in part_of)
-
-
-def _swap_equals(assignment: Assignment, classes: Ints, saved: Ints) -> Assignment:
-    """Samples of equal length on the ranks that save most by them, the greatest savings first."""
-    room: dict[tuple[int, int], int] = {}  # (class, rank) -> places
-    for dp, rows in enumerate(assignment):
-        for i in _items(rows):
-            key = (int(classes[i]), dp)
-            room[key] = room.get(key, 0) + 1
+def _wishes(classes: Ints, saved: Ints) -> _Wishes:
+    """By rank, by class, the greatest savings first."""
     items, ranks = np.nonzero(saved)
-    order = np.lexsort((ranks, items, -saved[items, ranks]))
-    taken: dict[tuple[int, int], list[int]] = {key: [] for key in room}
-    placed: set[int] = set()
-    for i, dp in zip(items[order].tolist(), ranks[order].tolist(), strict=True):
-        key = (int(classes[i]), dp)
-        if i not in placed and len(taken.get(key, ())) < room.get(key, 0):
-            taken[key].append(i)
-            placed.add(i)
-    rest: dict[int, list[int]] = {}  # of each class, those that are as well anywhere
-    for i in range(len(classes) - 1, -1, -1):
-        if i not in placed:
-            rest.setdefault(int(classes[i]), []).append(i)
-    waiting = {key: sorted(found, reverse=True) for key, found in taken.items()}
+    value = saved[items, ranks]
+    order = np.lexsort((items, -value, classes[items], ranks))
+    items, ranks, value = items[order], ranks[order], value[order]
+    kind = classes[items]
+    number = np.arange(len(items))
+    begins = np.ones(len(items), dtype=bool)
+    begins[1:] = (kind[1:] != kind[:-1]) | (ranks[1:] != ranks[:-1])
+    return _Wishes(
+        items, ranks, value, kind, number - np.maximum.accumulate(np.where(begins, number, 0))
+    )
 
-    def next_of(number: int, dp: int) -> int:
-        return (waiting[number, dp] or rest[number]).pop()
 
+def _counts(assignment: Assignment, classes: Ints) -> Ints:
+    """[parts, classes] samples."""
+    size = int(classes.max()) + 1
+    return np.stack([np.bincount(classes[_items(rows)], minlength=size) for rows in assignment])
+
+
+def _reachable(wishes: _Wishes, counts: Ints) -> Ints:
+    """[parts, ranks] what is saved when a part goes to a rank and then takes the best equals."""
+    taken = np.where(counts[:, wishes.classes] > wishes.places, wishes.saved, 0)
+    sums = np.cumsum(np.hstack([np.zeros_like(taken[:, :1]), taken]), axis=1)
+    borders = np.searchsorted(wishes.ranks, np.arange(len(counts) + 1))
+    return np.diff(sums[:, borders], axis=1)
+
+
+def _swap_equals(assignment: Assignment, classes: Ints, wishes: _Wishes) -> Assignment:
+    """Samples of equal length on the ranks that save most by them, the greatest savings first."""
+    left = _counts(assignment, classes)
+    places = wishes.ranks * left.shape[1] + wishes.classes
+    filled = np.flatnonzero(left)
+    room = dict(zip(filled.tolist(), left.reshape(-1)[filled].tolist(), strict=True))
+    order = np.lexsort((wishes.ranks, wishes.items, -wishes.saved))
+    chosen: dict[int, int] = {}
+    for i, place in zip(wishes.items[order].tolist(), places[order].tolist(), strict=True):
+        if i not in chosen and room.get(place):
+            room[place] -= 1
+            chosen[i] = place
+    at = np.full(len(classes), -1)
+    taken = np.fromiter(chosen.values(), dtype=np.int64)
+    at[list(chosen)] = taken // left.shape[1]
+    np.subtract.at(left.reshape(-1), taken, 1)
+    # the rest, class by class, into the places that are left, rank by rank
+    rest = np.flatnonzero(at < 0)
+    rest = rest[np.argsort(classes[rest], kind="stable")]
+    ranks = np.broadcast_to(np.arange(len(left)), left.T.shape)
+    at[rest] = np.repeat(ranks, left.T.reshape(-1))
+    return _refilled(assignment, classes, at)
+
+
+def _refilled(assignment: Assignment, classes: Ints, at: Ints) -> Assignment:
+    """The rows with other samples of the same lengths: those that are to be ``at`` each rank."""
+    before = np.array([i for rows in assignment for i in _items(rows)], dtype=np.int64)
+    rank = np.repeat(np.arange(len(assignment)), [len(_items(rows)) for rows in assignment])
+    items = np.empty_like(before)
+    items[np.lexsort((rank, classes[before]))] = np.lexsort((at, classes))
+    given = iter(items.tolist())
     return tuple(
-        tuple(tuple(sorted(next_of(int(classes[i]), dp) for i in row)) for row in rows)
-        for dp, rows in enumerate(assignment)
+        tuple(tuple(sorted(islice(given, len(row)))) for row in rows) for rows in assignment
     )
 
 

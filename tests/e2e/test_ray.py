@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -195,3 +196,25 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     while left := processes_of(marker):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_quickstart_in_ray_is_that_of_torchrun_bit_for_bit(tmp_path: Path) -> None:
+    """The script with fewer steps: four ranks of TP2 x PP2, its own warm start, and all it does."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+    scripts = tmp_path / "pretrain_scripts"
+    scripts.mkdir()
+    for name in ("quickstart.sh", "rewards_digit_sort.py"):
+        shutil.copy(ROOT / "pretrain_scripts" / name, scripts)
+    for name in ("setup_env.sh", "check_package.sh"):  # this interpreter
+        (scripts / name).write_text(f"#!/bin/sh\necho {sys.executable}\n")
+        (scripts / name).chmod(0o755)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    fewer = ["--train-iters", "3", "--eval-interval", "3", "--log-interval", "1"]
+    for output, more in (("torchrun", []), ("ray", ["--orchestrator", "ray"])):
+        command = ["bash", str(scripts / "quickstart.sh"), "--output", str(tmp_path / output)]
+        ended = run(tmp_path, [*command, *fewer, *more])
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ("control by Ray" in ended.stdout) == (output == "ray")
+    assert list(differences(tmp_path / "torchrun" / "rl", tmp_path / "ray" / "rl")) == []
+    assert metrics(tmp_path / "ray" / "rl") and digests(tmp_path / "ray" / "rl" / "hf")

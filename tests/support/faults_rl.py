@@ -176,22 +176,22 @@ RL_MUTATIONS = (
     Mutation(
         "ranks-train-on-any-part",
         "data/locality.py",
-        "tuple(assignment[part] for part in part_of)",
-        "assignment",
+        "tuple(parts[number] for number in best_assignment(gain))",
+        "parts",
         _NEAR + "test_nothing_that_the_two_changes_reach_moves_less",
     ),
     Mutation(
         "samples-of-any-length-swap",
         "data/locality.py",
-        "return np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)",
-        "return np.zeros(len(lengths), dtype=np.int64)",
+        "np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)",
+        "np.zeros(len(lengths), dtype=np.int64)",
         _NEAR + "test_balance_is_the_same_and_no_more_bytes_move",
     ),
     Mutation(
         "equals-stay-where-packing-put-them",
         "data/locality.py",
-        "found = _swap_equals(given, classes, saved)",
-        "found = given",
+        "    parts = _swap_equals(parts, classes, wishes)\n",
+        "",
         _NEAR + "test_nothing_moves_when_all_are_as_long",
     ),
     Mutation(
