@@ -140,19 +140,20 @@ def test_a_killed_rank_is_named_with_what_it_did(folder: Path, address: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "cause", "dumped"),
+    ("fault", "timeout_s", "cause", "dumped"),
     [
-        ("1:train:2:sleep", "exceeded --phase-timeout-s 8 ", (0, 1)),
-        ("1:train:2:stop", "rank 1 in phase train: no heartbeat for 5 s", (0,)),
+        ("1:train:2:sleep", "6", "exceeded --phase-timeout-s 6 ", (0, 1)),
+        ("1:train:2:stop", "60", "rank 1 in phase train: no heartbeat for 5 s", (0,)),
     ],
+    ids=["sleeps", "is-stopped"],
 )
 def test_a_rank_that_hangs_ends_the_run_with_all_stacks(
-    folder: Path, address: str, fault: str, cause: str, dumped: tuple[int, ...]
+    folder: Path, address: str, fault: str, timeout_s: str, cause: str, dumped: tuple[int, ...]
 ) -> None:
     """One that sleeps in Python reads of its deadline; one that is stopped answers nobody."""
     marker = f"ray-hang-{os.getpid()}-{fault[-4:]}"
     ended = run(
-        folder, [*joining(address), "--phase-timeout-s", "8"],
+        folder, [*joining(address), "--phase-timeout-s", timeout_s, "--reward-timeout-s", "3"],
         MINDSPEED_RL_TEST_FAULT=fault, **{MARKER: marker},
     )  # fmt: skip
     output = ended.stdout + ended.stderr
@@ -162,7 +163,7 @@ def test_a_rank_that_hangs_ends_the_run_with_all_stacks(
     for rank in dumped:
         assert f"stacks of rank {rank}:" in output, output
     if len(dumped) > 1:
-        assert "train for 8 s: rank 0-1" in told[0], "where the ranks are"
+        assert "train for 6 s: rank 0-1" in told[0], "where the ranks are"
         assert re.search(r'ray_driver\.py", line \d+ in (<lambda>|rehearsal)', output), output
     deadline = time.monotonic() + 15.0
     while left := processes_of(marker):
