@@ -118,6 +118,7 @@ def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> N
     assert (stages, messages) == (4, 4 * (1 + 2)) and largest < 256
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_rank_ends_the_run_with_its_traceback(folder: Path, address: str) -> None:
     """Its peer, on another node, is inside a collective."""
     ended = run(folder, joining(address), MINDSPEED_RL_TEST_FAULT="1:train:2:raise")

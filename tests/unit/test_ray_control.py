@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from mindspeed_rl.orchestration.ray_cluster import (
 from mindspeed_rl.orchestration.ray_controller import Ranks, RunEnded, Traffic, local_cpus
 from mindspeed_rl.orchestration.ray_worker import RankActor, Reply
 from mindspeed_rl.orchestration.stages import SampleIds, Stage, run_through
+from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
 LAUNCH = LaunchConfig(orchestrator="ray", ray_num_nodes=2, ray_ranks_per_node=2)
 ROLLOUT = Stage("rollout", 1)
@@ -193,6 +195,19 @@ def test_without_a_driver_all_stages_are_done() -> None:
 
     run_through(work())
     assert done == [1, 2]
+
+
+def test_without_ray_a_pool_in_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def no_ray(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "ray":
+            raise ImportError("No module named 'ray'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_ray)
+    with pytest.raises(ValueError, match=r"--reward-pool ray needs .*mindspeed-rl-megatron\[ray\]"):
+        RayRewardPool(["format"])
 
 
 # -- placement ---------------------------------------------------------------------------------
