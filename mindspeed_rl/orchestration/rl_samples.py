@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.data.placement import MicroBatchPlan
-from mindspeed_rl.data.routes import Holders, Leg, plan_gather, plan_legs
-from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
+from mindspeed_rl.data.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
+from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution, num_words
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
@@ -223,8 +224,8 @@ def stages_of(run: RLJob) -> range | tuple[int, ...]:
 def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = None) -> Placed:
     """Decide who trains on what, and move the tokens there. Collective: the training grid.
 
-    Every rank computes the same plans from the lengths in the sample table. All optimizer steps of
-    the RL step move together.
+    Every rank computes the same plans from the sample table: balance first, then as few bytes as
+    that allows. All optimizer steps of the RL step move together.
 
     Args:
         run: the run.
@@ -233,8 +234,14 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
     """
     size = run.plan.batch.samples_per_update
     lengths = [len(run.prompts[s.prompt_index].token_ids) + s.num_tokens for s in samples]
+    holders = holders_of(run, samples)
+    copies = copies_moved(holders, len(samples), run.plan.parallel, stages_of(run))
+    words = [num_words(COLUMNS, s.num_tokens) for s in samples]
+    moved_words = copies * np.asarray(words, dtype=np.int64).reshape(-1, 1)
     plans = [
-        training.plan_batches(run.job, lengths[start : start + size])
+        training.plan_batches(
+            run.job, lengths[start : start + size], moved_words[start : start + size]
+        )
         for start in range(0, len(samples), size)
     ]
     destinations = [0] * len(samples)
@@ -242,9 +249,7 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
         for dp, mine in enumerate(plan.assignment):
             for i in (i for micro in mine for i in micro):
                 destinations[number * size + i] = dp
-    legs = plan_legs(
-        holders_of(run, samples), destinations, run.plan.parallel, stages_of(run), run.rank
-    )
+    legs = plan_legs(holders, destinations, run.plan.parallel, stages_of(run), run.rank)
     moved, metrics = _move(run, samples, legs, cache or run.cache)
     moved.keep()
     return Placed(samples, plans, moved, metrics)
