@@ -36,6 +36,7 @@ from mindspeed_rl.orchestration.rl_balance import check_rebalance
 from mindspeed_rl.orchestration.rl_phases import (
     build_phases,
     build_rollout_engine,
+    check_expert_replay,
     open_ledger,
     share_memory,
     watched,
@@ -181,9 +182,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     """Build the parts in the order in which mistakes are cheapest. Collective: the world."""
-    check_rebalance(job.config, job.platform.name)
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    job = _with_installed_engine(job)
     config, plan, rank = job.config, job.plan, job.world.rank
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
@@ -242,6 +241,14 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     return result
 
 
+def _with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
+    """The plan as the installed engine keeps experts, after what it cannot do is refused."""
+    check_rebalance(job.config, job.platform.name)
+    check_expert_replay(job.config, job.platform.name)
+    vllm = installed_layout(job.plan.vllm, job.platform.name)
+    return replace(job, plan=replace(job.plan, vllm=vllm))
+
+
 def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
     """Where metrics go; on rank 0."""
     logs = config.logging
@@ -260,7 +267,8 @@ def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
     """What the policy does about the experts of later passes: see ``TrainEngine``."""
     if not job.plan.spec.moe:
         return "free"
-    return "compare" if job.config.rl.rl_routing_replay == "none" else "replay"
+    choice = job.config.rl.rl_routing_replay
+    return {"none": "compare", "trainer": "replay", "rollout": "engine"}[choice]
 
 
 def load_data(

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.data.placement import MicroBatchPlan
 from mindspeed_rl.data.routes import Holders, Leg, plan_gather, plan_legs
 from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
 from mindspeed_rl.experience.samples import Sample
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
+from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -33,20 +35,36 @@ class Response:
         token_ids: [n] int64.
         logprobs: [n] fp32, the engine's.
         loss_mask: [n] bool, the tokens that the model sampled; ``None``: all.
+        experts: [n, layers with experts x k], the engine's; ``None``: they are not kept.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     loss_mask: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
 
-def store(cache: TensorCache, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> None:
+def experts_column(config: RLRunConfig, spec: ModelSpec) -> Column | None:
+    """The engine's experts of every token of a response, where they are replayed. Local."""
+    if config.rl.rl_routing_replay != "rollout" or spec.moe is None:
+        return None
+    dtype = torch.uint8 if spec.num_experts <= 256 else torch.int16
+    return Column("experts", dtype, len(spec.expert_layers) * spec.moe.top_k)
+
+
+def store(
+    cache: TensorCache,
+    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
+    experts: Column | None = None,
+) -> None:
     """Keep what this rank's engine sampled: one copy to the device for each tensor. Local.
 
     Args:
         cache: of this rank.
         rollouts: of its engine.
         samples: the table of all, by sample id.
+        experts: of :func:`experts_column`.
     """
     mine = [samples[r.sample_id] for r in rollouts]
     texts = [r.completion for r in rollouts]
@@ -58,7 +76,17 @@ def store(cache: TensorCache, rollouts: Sequence[Rollout], samples: Sequence[Sam
         )
     ]
     logprobs = [value for text in texts for value in text.logprobs]
-    _put(cache, mine, torch.tensor(tokens, dtype=torch.int32), torch.tensor(logprobs))
+    columns = [(TOKENS, torch.tensor(tokens, dtype=torch.int32))]
+    columns.append((LOGPROBS, torch.tensor(logprobs, dtype=torch.float32)))
+    if experts is not None:
+        routed = b"".join(text.experts for text in texts if text.experts is not None)
+        columns.append((experts, _numbers(routed, experts.dtype)))
+    _put(cache, mine, columns)
+
+
+def _numbers(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor of what bytes say; torch refuses to look at none."""
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
 
 
 def store_responses(
@@ -67,7 +95,8 @@ def store_responses(
     """Keep responses that a checkpoint brought back. Local."""
     if responses:
         tokens = torch.cat([_marked(r) for r in responses])
-        _put(cache, samples, tokens, torch.cat([r.logprobs for r in responses]))
+        logprobs = torch.cat([r.logprobs for r in responses]).to(torch.float32)
+        _put(cache, samples, [(TOKENS, tokens), (LOGPROBS, logprobs)])
 
 
 def _marked(response: Response) -> torch.Tensor:
@@ -76,9 +105,9 @@ def _marked(response: Response) -> torch.Tensor:
 
 
 def _put(
-    cache: TensorCache, samples: Sequence[Sample], tokens: torch.Tensor, logprobs: torch.Tensor
+    cache: TensorCache, samples: Sequence[Sample], columns: Sequence[tuple[Column, torch.Tensor]]
 ) -> None:
-    for column, values in ((TOKENS, tokens), (LOGPROBS, logprobs.to(torch.float32))):
+    for column, values in columns:
         cache.put(
             column,
             [s.key for s in samples],
@@ -139,6 +168,7 @@ def pack_placed(
     ]
     prompts = _prompts(run, [placed.samples[start + i] for start, ids in mine for i in ids])
     needed = at.pp in stages_of(run)
+    experts = experts_column(run.config, run.plan.spec)
 
     def train_sample(index: int) -> TrainSample:
         sample = placed.samples[index]
@@ -146,7 +176,7 @@ def pack_placed(
         if not needed:  # only lengths matter to a stage between
             nothing = prompt.new_zeros(prompt.numel() + sample.num_tokens)
             return TrainSample(sample.sample_id, nothing, prompt.numel())
-        response = response_in(placed.moved, index, sample)
+        response = response_in(placed.moved, index, sample, experts)
         if at_the_end:
             ids = torch.cat([prompt, response.token_ids])
             return TrainSample(sample.sample_id, ids, ids.numel(), token_after=0)
@@ -167,11 +197,15 @@ def as_train_sample(
     """
     ids = torch.cat([prompt, response.token_ids])
     if drop_truncated and not sample.stopped:
-        return TrainSample(sample.sample_id, ids, ids.numel(), response.logprobs[:0])
-    logprobs, mask = response.logprobs, response.loss_mask
+        none = None if response.experts is None else response.experts[:0]
+        return TrainSample(sample.sample_id, ids, ids.numel(), response.logprobs[:0], experts=none)
+    logprobs, mask, experts = response.logprobs, response.loss_mask, response.experts
     if mask is not None:
+        assert experts is None, "experts of a conversation"
         logprobs = logprobs[mask]
-    return TrainSample(sample.sample_id, ids, prompt.numel(), logprobs, loss_mask=mask)
+    return TrainSample(
+        sample.sample_id, ids, prompt.numel(), logprobs, loss_mask=mask, experts=experts
+    )
 
 
 def num_trained(run: RLJob, sample: Sample) -> int:
@@ -223,7 +257,9 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
     legs = plan_legs(
         holders_of(run, samples), destinations, run.plan.parallel, stages_of(run), run.rank
     )
-    moved, metrics = _move(run, samples, legs, cache or run.cache)
+    experts = experts_column(run.config, run.plan.spec)
+    columns = COLUMNS if experts is None else (*COLUMNS, experts)
+    moved, metrics = _move(run, samples, legs, cache or run.cache, columns)
     moved.keep()
     return Placed(samples, plans, moved, metrics)
 
@@ -247,9 +283,13 @@ def fetch(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
 
 
 def _move(
-    run: RLJob, samples: Sequence[Sample], legs: Sequence[Leg], cache: TensorCache
+    run: RLJob,
+    samples: Sequence[Sample],
+    legs: Sequence[Leg],
+    cache: TensorCache,
+    columns: Sequence[Column] = COLUMNS,
 ) -> tuple[Redistribution, MetricSet]:
-    moved = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, legs)
+    moved = Redistribution(cache, [Parcel.of(s) for s in samples], columns, legs)
     wire = GroupWire(parallel_state.group_along)
     moved.run(wire)
     metrics = MetricSet(
@@ -261,10 +301,13 @@ def _move(
     return moved, metrics
 
 
-def response_in(moved: Redistribution, index: int, sample: Sample) -> Response:
+def response_in(
+    moved: Redistribution, index: int, sample: Sample, experts: Column | None = None
+) -> Response:
     """A response that was here or has arrived, on the device. Local."""
     tokens, logprobs = moved.read(index, TOKENS), moved.read(index, LOGPROBS)
     ids = tokens.to(torch.int64)
     if sample.num_sampled == sample.num_tokens:
-        return Response(ids, logprobs)
+        routed = moved.read(index, experts).view(-1, experts.width) if experts else None
+        return Response(ids, logprobs, experts=routed)
     return Response(torch.where(ids < 0, ~ids, ids), logprobs, ids >= 0)

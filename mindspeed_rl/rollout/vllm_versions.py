@@ -30,6 +30,8 @@ class EngineCapabilities:
         sleep_tags: its sleep mode discards weights and cache one by one and keeps addresses.
         streams: a request's random stream may go on in another engine; see
             :mod:`~mindspeed_rl.rollout.patches.sampling_stream`.
+        routed_experts: the experts of a response can be had; see
+            :mod:`~mindspeed_rl.rollout.patches.routed_experts`.
         expert_module: path of the module with the experts of a layer, below the layer.
     """
 
@@ -43,6 +45,7 @@ class EngineCapabilities:
     transposed_experts: bool = False
     sleep_tags: bool = False
     streams: bool = False
+    routed_experts: bool = False
     expert_module: str = EXPERT_MODULE
 
 
@@ -74,6 +77,7 @@ CAPABILITIES = (
         whole_shared_experts=True,
         packed_sync=True,
         streams=True,
+        routed_experts=True,
     ),
     _ascend("0.11."),
     _ascend("0.13.", streams=True),
