@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -238,6 +239,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     )
     holder.append(result)
     phases.to_train()
+    gc.collect()
+    gc.freeze()  # what stays for the run is not looked through at every release of device memory
     return result
 
 
