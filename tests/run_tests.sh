@@ -2,7 +2,7 @@
 # The CPU test suite: style, types, then every test that needs no accelerator.
 #
 # usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow a
-#                                                 twelfth, another one at every commit
+#                                                 sixteenth, another one at every commit
 #        tests/run_tests.sh --all                 everything
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$ROOT"
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" --dev | tail -n 1)"
 export OMP_NUM_THREADS=1
 
-SHARES=12
+SHARES=16
 if [[ "${1:-}" == --all && $# == 1 ]]; then
     SHARES=1
 elif (( $# )); then

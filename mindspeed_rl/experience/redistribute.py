@@ -149,6 +149,13 @@ class Redistribution:
         words = buffer[start : start + column.num_words(parcel.num_tokens)]
         return words.view(column.dtype)[: parcel.num_tokens * column.width]
 
+    def read_all(self, items: Sequence[int], column: Column) -> torch.Tensor:
+        """[sum of tokens x width] of several samples, one after the other; see :meth:`read`."""
+        if any(item in self._arrived for item in items):
+            return torch.cat([self.read(item, column) for item in items])
+        parcels = [self._parcels[item] for item in items]
+        return self._cache.read_all(column, [(p.key, p.version) for p in parcels])
+
     def keep(self) -> None:
         """Put what has arrived into the cache. Local."""
         for item, (words, start) in self._arrived.items():

@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     Views are made when they are read: there are many more samples than readers.
 
     Attributes:
-        buffer: flat; of the column's type, or 32-bit words of it.
+        buffer: flat; 32-bit words, or of the column's type if its elements are of another size.
         start: first element in it.
         num_tokens: of the sample.
     """
@@ -63,11 +63,16 @@ class _Part(NamedTuple):
 
     def of(self, column: Column) -> torch.Tensor:
         """A view."""
+        if column.dtype.itemsize == WORD_BYTES:
+            return self.words_of(column).view(column.dtype)
         size = self.num_tokens * column.width
         if self.buffer.dtype is column.dtype:
             return self.buffer[self.start : self.start + size]
-        words = self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
-        return words.view(column.dtype)[:size]
+        return self.words_of(column).view(column.dtype)[:size]
+
+    def words_of(self, column: Column) -> torch.Tensor:
+        """A view as words, where the buffer is of words."""
+        return self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
 
 
 class TensorCache:
@@ -130,7 +135,7 @@ class TensorCache:
         Raises:
             RuntimeError: a sample has this tensor already, or is of a step that is over.
         """
-        moved = values.to(self.device, column.dtype)
+        moved = _as_kept(column, values.to(self.device, column.dtype))
         start = 0
         for key, version, length in zip(keys, versions, lengths, strict=True):
             self._add(column, key, version, _Part(moved, start, length))
@@ -166,7 +171,7 @@ class TensorCache:
     def _alone(self, column: Column, part: _Part) -> _Part:
         """A copy: the tensors that came with it can be freed."""
         self.num_bytes += column.num_bytes(part.num_tokens)
-        return _Part(part.of(column).clone(), 0, part.num_tokens)
+        return _Part(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
 
     def has(self, column: Column, key: SampleKey, version: int) -> bool:
         """Whether this rank has it."""
@@ -178,9 +183,29 @@ class TensorCache:
         Raises:
             RuntimeError: it is not here: of a step that is over, of other weights, of other ranks.
         """
+        return self._find(column, key, version).of(column)
+
+    def read_all(self, column: Column, entries: Sequence[tuple[SampleKey, int]]) -> torch.Tensor:
+        """[sum of tokens x width] of several samples, those of one after those of another.
+
+        Args:
+            column: which tensor.
+            entries: key and version of each sample.
+
+        Raises:
+            RuntimeError: see :meth:`read`.
+        """
+        parts = [self._find(column, key, version) for key, version in entries]
+        if not parts:
+            return torch.empty(0, dtype=column.dtype, device=self.device)
+        if column.dtype.itemsize == WORD_BYTES:
+            return torch.cat([part.words_of(column) for part in parts]).view(column.dtype)
+        return torch.cat([part.of(column) for part in parts])
+
+    def _find(self, column: Column, key: SampleKey, version: int) -> _Part:
         entry = self._entries.get(column.name, {}).get(key, {})
         if version in entry:
-            return entry[version].of(column)
+            return entry[version]
         if entry:
             why = f"the cache has version {', '.join(map(str, sorted(entry)))}"
         elif key.step < self.step:
@@ -188,6 +213,10 @@ class TensorCache:
         else:
             why = "this rank neither made nor received it"
         raise RuntimeError(f"{_name(column, key)} of version {version} cannot be read: {why}")
+
+
+def _as_kept(column: Column, values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32) if column.dtype.itemsize == WORD_BYTES else values
 
 
 def _name(column: Column, key: SampleKey) -> str:

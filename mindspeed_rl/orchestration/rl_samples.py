@@ -162,50 +162,71 @@ def pack_placed(
         at_the_end: the one place of interest is behind the last token of each sequence.
     """
     at, size = run.plan.parallel.coords(run.rank), run.plan.batch.samples_per_update
-    mine = [
-        (number * size, [i for micro in plan.assignment[at.dp] for i in micro])
-        for number, plan in enumerate(placed.plans)
-    ]
-    prompts = _prompts(run, [placed.samples[start + i] for start, ids in mine for i in ids])
     needed = at.pp in stages_of(run)
     experts = experts_column(run.config, run.plan.spec)
 
-    def train_sample(index: int) -> TrainSample:
-        sample = placed.samples[index]
-        prompt = prompts[sample.prompt_index]
+    def train_samples(items: Sequence[int]) -> list[TrainSample]:
+        samples = [placed.samples[i] for i in items]
+        prompts = _prompts(run, samples)
         if not needed:  # only lengths matter to a stage between
-            nothing = prompt.new_zeros(prompt.numel() + sample.num_tokens)
-            return TrainSample(sample.sample_id, nothing, prompt.numel())
-        response = response_in(placed.moved, index, sample, experts)
+            sizes = [p.numel() for p in prompts]
+            return [
+                TrainSample(s.sample_id, prompts[0].new_zeros(size + s.num_tokens), size)
+                for s, size in zip(samples, sizes, strict=True)
+            ]
+        responses = responses_in(placed.moved, items, samples, experts)
         if at_the_end:
-            ids = torch.cat([prompt, response.token_ids])
-            return TrainSample(sample.sample_id, ids, ids.numel(), token_after=0)
-        return as_train_sample(sample, prompt, response, drop_truncated)
+            return [
+                TrainSample(s.sample_id, ids, ids.numel(), token_after=0)
+                for s, ids in zip(samples, _joined(prompts, responses), strict=True)
+            ]
+        return as_train_samples(samples, prompts, responses, drop_truncated)
 
-    return [
-        training.pack_planned(run.job, engine, plan, {i: train_sample(start + i) for i in ids})
-        for plan, (start, ids) in zip(placed.plans, mine, strict=True)
-    ]
+    result = []
+    for number, plan in enumerate(placed.plans):
+        mine = [i for micro in plan.assignment[at.dp] for i in micro]
+        found = train_samples([number * size + i for i in mine])
+        known = dict(zip(mine, found, strict=True))
+        result.append(training.pack_planned(run.job, engine, plan, known))
+    return result
 
 
-def as_train_sample(
-    sample: Sample, prompt: torch.Tensor, response: Response, drop_truncated: bool = False
-) -> TrainSample:
-    """Prompt and response as one sequence to train on. Local.
+def as_train_samples(
+    samples: Sequence[Sample],
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[Response],
+    drop_truncated: bool = False,
+) -> list[TrainSample]:
+    """Prompts and responses as sequences to train on. Local.
 
     With ``drop_truncated`` nothing of a response that was cut is trained on.
     """
-    ids = torch.cat([prompt, response.token_ids])
-    if drop_truncated and not sample.stopped:
-        none = None if response.experts is None else response.experts[:0]
-        return TrainSample(sample.sample_id, ids, ids.numel(), response.logprobs[:0], experts=none)
-    logprobs, mask, experts = response.logprobs, response.loss_mask, response.experts
-    if mask is not None:
-        assert experts is None, "experts of a conversation"
-        logprobs = logprobs[mask]
-    return TrainSample(
-        sample.sample_id, ids, prompt.numel(), logprobs, loss_mask=mask, experts=experts
-    )
+    result = []
+    joined = _joined(prompts, responses)
+    for sample, prompt, response, ids in zip(samples, prompts, responses, joined, strict=True):
+        logprobs, mask, experts = response.logprobs, response.loss_mask, response.experts
+        num_read = prompt.numel()
+        if drop_truncated and not sample.stopped:
+            num_read, logprobs, mask = ids.numel(), logprobs[:0], None
+            experts = None if experts is None else experts[:0]
+        if mask is not None:
+            assert experts is None, "experts of a conversation"
+            logprobs = logprobs[mask]
+        result.append(
+            TrainSample(sample.sample_id, ids, num_read, logprobs, loss_mask=mask, experts=experts)
+        )
+    return result
+
+
+def _joined(
+    prompts: Sequence[torch.Tensor], responses: Sequence[Response]
+) -> Sequence[torch.Tensor]:
+    """[prompt + response] int64 of each sample: views of one tensor."""
+    if not prompts:
+        return []
+    parts = [ids for p, r in zip(prompts, responses, strict=True) for ids in (p, r.token_ids)]
+    sizes = [p.numel() + r.token_ids.numel() for p, r in zip(prompts, responses, strict=True)]
+    return torch.split(torch.cat(parts), sizes)
 
 
 def num_trained(run: RLJob, sample: Sample) -> int:
@@ -214,13 +235,14 @@ def num_trained(run: RLJob, sample: Sample) -> int:
     return 0 if drop else sample.num_sampled
 
 
-def _prompts(run: RLJob, samples: Sequence[Sample]) -> dict[int, torch.Tensor]:
-    """[n] int64 token ids of the prompts of samples, in one copy to the device. Local."""
+def _prompts(run: RLJob, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """[n] int64 token ids of the prompt of each sample, in one copy to the device. Local."""
     indices = sorted({s.prompt_index for s in samples})
     ids = [run.prompts[i].token_ids for i in indices]
     flat = torch.tensor([t for prompt in ids for t in prompt], dtype=torch.int64)
     parts = torch.split(flat.to(run.job.platform.device), [len(prompt) for prompt in ids])
-    return dict(zip(indices, parts, strict=True))
+    known = dict(zip(indices, parts, strict=True))
+    return [known[s.prompt_index] for s in samples]
 
 
 def stages_of(run: RLJob) -> range | tuple[int, ...]:
@@ -270,7 +292,7 @@ def fetch(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
     moved, _ = _move(run, samples, legs, run.cache)
     if run.rank:
         return []
-    found = [response_in(moved, i, sample) for i, sample in enumerate(samples)]
+    found = responses_in(moved, range(len(samples)), samples)
     return [
         replace(
             r,
@@ -301,13 +323,42 @@ def _move(
     return moved, metrics
 
 
-def response_in(
-    moved: Redistribution, index: int, sample: Sample, experts: Column | None = None
-) -> Response:
-    """A response that was here or has arrived, on the device. Local."""
-    tokens, logprobs = moved.read(index, TOKENS), moved.read(index, LOGPROBS)
+def responses_in(
+    moved: Redistribution,
+    items: Sequence[int],
+    samples: Sequence[Sample],
+    experts: Column | None = None,
+) -> list[Response]:
+    """Responses that were here or have arrived, on the device: views of one tensor each. Local.
+
+    Args:
+        moved: what has arrived.
+        items: positions in its plan.
+        samples: their rows of the sample table.
+        experts: of :func:`experts_column`.
+
+    Raises:
+        RuntimeError: one is not here.
+    """
+    sizes = [s.num_tokens for s in samples]
+    tokens, logprobs = moved.read_all(items, TOKENS), moved.read_all(items, LOGPROBS)
     ids = tokens.to(torch.int64)
-    if sample.num_sampled == sample.num_tokens:
-        routed = moved.read(index, experts).view(-1, experts.width) if experts else None
-        return Response(ids, logprobs, experts=routed)
-    return Response(torch.where(ids < 0, ~ids, ids), logprobs, ids >= 0)
+    if all(s.num_sampled == s.num_tokens for s in samples):
+        routed: Sequence[torch.Tensor | None] = [None] * len(sizes)
+        if experts is not None:
+            rows = moved.read_all(items, experts).view(-1, experts.width)
+            routed = torch.split(rows, sizes)
+        said = zip(torch.split(ids, sizes), torch.split(logprobs, sizes), routed, strict=True)
+        return [Response(own, logp, experts=chosen) for own, logp, chosen in said]
+    sampled = ids >= 0
+    marked = zip(
+        torch.split(torch.where(sampled, ids, ~ids), sizes),
+        torch.split(logprobs, sizes),
+        torch.split(sampled, sizes),
+        samples,
+        strict=True,
+    )
+    return [
+        Response(own, logp, None if s.num_sampled == s.num_tokens else mask)
+        for own, logp, mask, s in marked
+    ]

@@ -153,7 +153,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
     from mindspeed_rl.experience.samples import SampleKey, exchange_table
     from mindspeed_rl.experience.tensor_cache import TensorCache
-    from mindspeed_rl.orchestration.rl_samples import COLUMNS, response_in, store
+    from mindspeed_rl.orchestration.rl_samples import COLUMNS, responses_in, store
     from mindspeed_rl.parallel.layout import ParallelLayout
     from mindspeed_rl.parallel.stages import even_stages
     from mindspeed_rl.types import Completion, Prompt
@@ -177,11 +177,11 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     moved.run(GroupWire(lambda axis: None))
     moved.keep()
     found = []
-    for i, s in enumerate(table):
-        if wanted[i] == world.rank:
-            r = response_in(moved, i, s)
-            assert r.token_ids.device.type == r.logprobs.device.type == "npu"
-            assert (r.loss_mask is None) == (s.num_tokens < 2)
-            ids, logprobs = r.token_ids.tolist(), r.logprobs.tolist()
-            found.append((s.sample_id, s.prompt_index, ids, logprobs, s.reward, s.parts))
+    items = [i for i, rank in enumerate(wanted) if rank == world.rank]
+    here = [table[i] for i in items]
+    for s, r in zip(here, responses_in(moved, items, here), strict=True):
+        assert r.token_ids.device.type == r.logprobs.device.type == "npu"
+        assert (r.loss_mask is None) == (s.num_tokens < 2)
+        ids, logprobs = r.token_ids.tolist(), r.logprobs.tolist()
+        found.append((s.sample_id, s.prompt_index, ids, logprobs, s.reward, s.parts))
     return found

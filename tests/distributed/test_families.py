@@ -78,7 +78,7 @@ LAYOUTS = {
     ),
 }
 
-QUICK = ("one", "tp2", "cp2-tp2", "tp2-ep2-pp2")  # in every run; the others in turn
+QUICK = ("one", "cp2-tp2", "tp2-ep2-pp2")  # in every run; the others in turn
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,8 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
     def gradients_alone(models: Any) -> list[Any]:
         """Every rank trains on every sample, one at a time."""
-        rows = [
-            rl_samples.as_train_sample(s, torch.tensor(PROMPTS[s.prompt_index]), r)
-            for s, r in zip(table, said, strict=True)
-        ]
+        prompts = [torch.tensor(PROMPTS[s.prompt_index]) for s in table]
+        rows = rl_samples.as_train_samples(table, prompts, said)
         result = []
         for update, start in enumerate(range(0, len(rows), PER_UPDATE)):
             alone = [pack([row], row.length) for row in rows[start : start + PER_UPDATE]]

@@ -144,7 +144,9 @@ def test_a_killed_rank_ends_the_other_node(world: Path, port: int) -> None:
     ("number", "cause"),
     [
         pytest.param(signal.SIGINT, "SIGINT from the launcher or its user", marks=pytest.mark.slow),
-        (signal.SIGTERM, "SIGTERM from the launcher or its user"),
+        pytest.param(
+            signal.SIGTERM, "SIGTERM from the launcher or its user", marks=pytest.mark.slow
+        ),
         (signal.SIGKILL, "is gone"),
     ],
 )

@@ -88,7 +88,11 @@ def old_versions(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (no_answer, r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row"),
+        pytest.param(
+            no_answer,
+            r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(no_reward_function, r"reward\.py.*score", marks=pytest.mark.slow),
         (
             missing_tensor,
@@ -99,7 +103,11 @@ def old_versions(folder: Path) -> dict[str, str]:
             r"--platform cuda: torch sees no CUDA device; allowed here: cpu",
             marks=pytest.mark.slow,
         ),
-        (old_versions, r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh"),
+        pytest.param(
+            old_versions,
+            r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

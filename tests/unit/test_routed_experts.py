@@ -15,7 +15,7 @@ from mindspeed_rl.experience.samples import Sample, SampleKey
 from mindspeed_rl.experience.tensor_cache import Column, TensorCache
 from mindspeed_rl.orchestration import rl_phases
 from mindspeed_rl.orchestration.rl_phases import check_expert_replay
-from mindspeed_rl.orchestration.rl_samples import COLUMNS, as_train_sample, response_in, store
+from mindspeed_rl.orchestration.rl_samples import COLUMNS, as_train_samples, responses_in, store
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
@@ -178,14 +178,15 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
     store(cache, rollouts, samples, column)
     parcels = [SampleParcel.of(s) for s in samples]
     kept = Redistribution(cache, parcels, (*COLUMNS, column), ())
-    prompt = torch.tensor([1, 2])
-    for sample, expected in zip(samples, numbers.view(3, 4).split([2, 1]), strict=True):
-        response = response_in(kept, sample.sample_id, sample, column)
-        trained = as_train_sample(sample, prompt, response)
-        assert trained.experts is not None and torch.equal(trained.experts, expected)
-        assert trained.experts.dtype is dtype
-        dropped = as_train_sample(sample, prompt, response, drop_truncated=True)
+    prompts = [torch.tensor([1, 2])] * 2
+    responses = responses_in(kept, (0, 1), samples, column)
+    trained = as_train_samples(samples, prompts, responses)
+    for sample, expected in zip(trained, numbers.view(3, 4).split([2, 1]), strict=True):
+        assert sample.experts is not None and torch.equal(sample.experts, expected)
+        assert sample.experts.dtype is dtype and sample.num_trained == len(expected)
+    for dropped in as_train_samples(samples, prompts, responses, drop_truncated=True):
         assert dropped.experts is not None and dropped.experts.shape == (0, 4)
+        assert dropped.num_trained == 0
 
 
 def test_an_engine_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from support.table_engine import single_rank
 from mindspeed_rl.experience.redistribute import Parcel, Redistribution
 from mindspeed_rl.experience.samples import Sample, SampleKey, exchange_table
 from mindspeed_rl.experience.tensor_cache import TensorCache
-from mindspeed_rl.orchestration.rl_samples import COLUMNS, response_in, store
+from mindspeed_rl.orchestration.rl_samples import COLUMNS, responses_in, store
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 PARTS = ("math", "format")
@@ -67,10 +67,11 @@ def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group
     cache.begin_step(3)
     store(cache, batch, samples)
     kept = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, ())
-    for rollout in batch:
+    order = [rollout.sample_id for rollout in batch]
+    responses = responses_in(kept, order, [samples[i] for i in order])
+    for rollout, response in zip(batch, responses, strict=True):
         sample, done = samples[rollout.sample_id], rollout.completion
         assert_same(sample, rollout, group)
-        response = response_in(kept, rollout.sample_id, sample)
         assert tuple(response.token_ids.tolist()) == done.token_ids
         assert tuple(response.logprobs.tolist()) == done.logprobs
         assert response.token_ids.dtype is torch.int64

@@ -32,6 +32,25 @@ def test_every_sample_gets_its_own_part() -> None:
     assert cache.num_bytes == 5 * 4 + 20
 
 
+@pytest.mark.parametrize("column", [TOKENS, LOGPROBS, Column("experts", torch.uint8, 4)])
+def test_several_samples_are_read_at_once(column: Column) -> None:
+    """In the order asked for, put here or arrived as words, those without tokens as well."""
+    cache = filled()
+    values = (torch.arange(5 * column.width) * 3).to(column.dtype)
+    keys = [SampleKey(1, n) for n in range(10, 13)]
+    cache.put(column, keys, values, LENGTHS, (7, 7, 7))
+    arrived = SampleKey(1, 13)
+    cache.put_words(column, arrived, 7, values.view(torch.int32), 0, 5)
+    order = [keys[2], arrived, keys[1], keys[0]]
+    found = cache.read_all(column, [(key, 7) for key in order])
+    assert found.dtype is column.dtype
+    assert found.tolist() == torch.cat([cache.read(column, key, 7) for key in order]).tolist()
+    assert found[: 3 * column.width].tolist() == values[2 * column.width :].tolist()
+    assert cache.read_all(column, []).tolist() == []
+    with pytest.raises(RuntimeError, match="version 8 cannot be read"):
+        cache.read_all(column, [(keys[0], 8)])
+
+
 def test_an_entry_is_written_once() -> None:
     """Another version, and another tensor, are entries of their own."""
     cache = filled()
