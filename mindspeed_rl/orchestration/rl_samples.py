@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.data.placement import MicroBatchPlan
 from mindspeed_rl.data.routes import Holders, Leg, plan_gather, plan_legs
 from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
-from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -44,10 +42,12 @@ class Response:
     experts: torch.Tensor | None = None
 
 
-def experts_column(config: RLRunConfig, spec: ModelSpec) -> Column | None:
+def experts_column(run: RLJob) -> Column | None:
     """The engine's experts of every token of a response, where they are replayed. Local."""
-    if config.rl.rl_routing_replay != "rollout" or spec.moe is None:
+    if run.config.rl.rl_routing_replay != "rollout":
         return None
+    spec = run.plan.spec
+    assert spec.moe is not None, "refused before the run"
     dtype = torch.uint8 if spec.num_experts <= 256 else torch.int16
     return Column("experts", dtype, len(spec.expert_layers) * spec.moe.top_k)
 
@@ -163,7 +163,7 @@ def pack_placed(
     """
     at, size = run.plan.parallel.coords(run.rank), run.plan.batch.samples_per_update
     needed = at.pp in stages_of(run)
-    experts = experts_column(run.config, run.plan.spec)
+    experts = experts_column(run)
 
     def train_samples(items: Sequence[int]) -> list[TrainSample]:
         samples = [placed.samples[i] for i in items]
@@ -279,7 +279,7 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
     legs = plan_legs(
         holders_of(run, samples), destinations, run.plan.parallel, stages_of(run), run.rank
     )
-    experts = experts_column(run.config, run.plan.spec)
+    experts = experts_column(run)
     columns = COLUMNS if experts is None else (*COLUMNS, experts)
     moved, metrics = _move(run, samples, legs, cache or run.cache, columns)
     moved.keep()

@@ -84,7 +84,7 @@ def collect(run: RLJob, step: int) -> Collected:
         drawn = rollouts_of(
             run, prompts, step, settings, attempt, first=first, lengths=run.lengths, begun=begun
         )
-        experts = rl_samples.experts_column(run.config, run.plan.spec)
+        experts = rl_samples.experts_column(run)
         rl_samples.store(run.cache, drawn.rollouts, drawn.samples, experts)
         num_drawn += len(prompts)
         metrics = metrics.merge(drawn.metrics)
@@ -337,7 +337,7 @@ def probe(run: RLJob) -> float:
             copies=copies, num_copies=engine.tp,
         )  # fmt: skip
         cache = TensorCache(run.job.platform.device)
-        experts = rl_samples.experts_column(run.config, run.plan.spec)
+        experts = rl_samples.experts_column(run)
         rl_samples.store(cache, mine, samples, experts)
     run.phases.to_train()
     with run.phase("probe"):

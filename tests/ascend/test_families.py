@@ -35,6 +35,8 @@ class Way:
         grouped: experts are in one module.
         tolerance: of gradients, relative, measured; ``None``: see :func:`spread`.
         twin: the way on CPU that it is compared with.
+        given: tokens have experts of their own, whatever routers would choose: in bf16 they choose
+            others for some tokens, whose gradients would then be those of other experts.
     """
 
     platform: str = "npu"
@@ -44,6 +46,7 @@ class Way:
     grouped: bool = False
     tolerance: float | None = 2e-5
     twin: str = "cpu"
+    given: bool = False
 
 
 BF16_ULP = 2.0**-8
@@ -59,7 +62,8 @@ PRODUCTION = (
 )
 WAYS = {
     "cpu": Way("cpu"),
-    "cpu bf16": Way("cpu", flags=("--bf16", "--use-distributed-optimizer")),
+    "cpu given": Way("cpu", given=True),
+    "cpu bf16": Way("cpu", flags=("--bf16", "--use-distributed-optimizer"), given=True),
     "torch_npu": Way(),
     "mindspeed local": Way(flags=("--transformer-impl", "local"), features={}),
     "mindspeed": Way(features={"use_fused_rmsnorm": True}, fused_norms=True),
@@ -69,7 +73,7 @@ WAYS = {
     ),
     "mindspeed production": Way(
         flags=PRODUCTION, features={"flags": PRODUCTION}, fused_norms=True, grouped=True,
-        tolerance=None, twin="cpu bf16",
+        tolerance=None, twin="cpu bf16", given=True,
     ),
 }  # fmt: skip
 COMPARED = [
@@ -93,7 +97,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, F
         try:
             results = run_npu_ranks(
                 family_world, 1, work_dir=root / name.replace(" ", "-"),
-                args=(models, VOCAB, way.flags), platform=way.platform, features=way.features,
+                args=(models, VOCAB, way.flags, way.given), platform=way.platform,
+                features=way.features,
             )  # fmt: skip
         except AssertionError as error:  # not tried once more for every model
             return error
@@ -127,7 +132,7 @@ def spread(found: Mapping[str, Any], exact: Mapping[str, Any]) -> float:
     another order of the same operations may be as far off on the other side.
     """
     limit = 2 * max(errors_of(found, exact).values())
-    assert limit < 0.25, "as good as no limit"
+    assert limit < 0.125, "as good as no limit"
     return limit
 
 
@@ -147,7 +152,7 @@ def test_family_trains_as_on_cpu(
     found, expected = ran(way)[model].run, ran(WAYS[way].twin)[model].run
     tolerance = WAYS[way].tolerance
     if tolerance is None:
-        exact = ran("cpu")[model].run
+        exact = ran("cpu given")[model].run
         tolerance = spread(expected.gradients, exact.gradients)
         of_loss, of_weights = BF16_ULP, spread(expected.weights, exact.weights)
     else:
