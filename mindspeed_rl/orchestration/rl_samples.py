@@ -270,7 +270,9 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
     lengths = [len(run.prompts[s.prompt_index].token_ids) + s.num_tokens for s in samples]
     holders = holders_of(run, samples)
     copies = copies_moved(holders, len(samples), run.plan.parallel, stages_of(run))
-    words = [num_words(COLUMNS, s.num_tokens) for s in samples]
+    experts = experts_column(run)
+    columns = COLUMNS if experts is None else (*COLUMNS, experts)
+    words = [num_words(columns, s.num_tokens) for s in samples]
     moved_words = copies * np.asarray(words, dtype=np.int64).reshape(-1, 1)
     plans = [
         training.plan_batches(
@@ -284,8 +286,6 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
             for i in (i for micro in mine for i in micro):
                 destinations[number * size + i] = dp
     legs = plan_legs(holders, destinations, run.plan.parallel, stages_of(run), run.rank)
-    experts = experts_column(run)
-    columns = COLUMNS if experts is None else (*COLUMNS, experts)
     moved, metrics = _move(run, samples, legs, cache or run.cache, columns)
     moved.keep()
     return Placed(samples, plans, moved, metrics)
