@@ -240,6 +240,11 @@ class ModelSpec:
         """Latent attention with a full query projection."""
         return self.latent is not None and self.q_lora_rank == 0
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers (from 0) with experts."""
+        return tuple(layer for layer, has in enumerate(self.moe.layers) if has) if self.moe else ()
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer (from 0) has experts instead of a dense MLP."""
         return self.moe is not None and self.moe.layers[layer]

@@ -15,8 +15,10 @@ from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.data.balance import SequenceCost
+from mindspeed_rl.data.locality import keep_near
 from mindspeed_rl.data.packing import TrainSample, pack
-from mindspeed_rl.data.placement import MicroBatchPlan, plan_micro_batches
+from mindspeed_rl.data.placement import MicroBatchPlan, padded, plan_micro_batches
+from mindspeed_rl.data.routes import Ints
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -42,8 +44,9 @@ def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokeniz
     """The tokenizer of the run."""
     from transformers import AutoTokenizer
 
-    directory = config.model.tokenizer_name_or_path or config.model.hf_checkpoint
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        config.model.tokenizer_directory
+    )
     return tokenizer
 
 
@@ -118,12 +121,21 @@ def local_batches(
     return pack_planned(job, engine, plan, {i: samples[i] for micro in mine for i in micro})
 
 
-def plan_batches(job: Job[Any, RunPlan], lengths: Sequence[int]) -> MicroBatchPlan:
-    """Who trains on what in one optimizer step, from the tokens of each sample. Pure."""
+def plan_batches(
+    job: Job[Any, RunPlan], lengths: Sequence[int], moved: Ints | None = None
+) -> MicroBatchPlan:
+    """Who trains on what in one optimizer step, from the tokens of each sample. Pure.
+
+    Args:
+        job: the run.
+        lengths: tokens of each sample.
+        moved: [samples, data-parallel ranks] what moves if it trains there; samples stay where
+            they are as far as balance leaves a choice.
+    """
     parallel, train = job.plan.parallel, job.config.train
     chunks = _chunks(job)
     shards = parallel.tp if job.config.parallel.shards_sequence else 1
-    return plan_micro_batches(
+    plan = plan_micro_batches(
         lengths,
         dp=parallel.dp,
         micro_batch_size=train.micro_batch_size,
@@ -133,6 +145,7 @@ def plan_batches(job: Job[Any, RunPlan], lengths: Sequence[int]) -> MicroBatchPl
         count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
         cost=SequenceCost(*sequence_flops(job.plan.spec)),
     )
+    return plan if moved is None else keep_near(plan, [padded(n, chunks) for n in lengths], moved)
 
 
 def pack_planned(
@@ -166,9 +179,10 @@ def export_hf(
 ) -> None:
     """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
 
-    ``checkpoint`` is where config and tokenizer come from; empty: ``--hf-checkpoint``. Tensors
-    travel to the writer in rounds and are written as they come. Rank 0 writes; nodes that do not
-    share its file system write a copy of their own, so that the next job finds it.
+    ``checkpoint`` is where the config comes from; empty: ``--hf-checkpoint``. The tokenizer is that
+    of the run. Tensors travel to the writer in rounds and are written as they come. Rank 0 writes;
+    nodes that do not share its file system write a copy of their own, so that the next job finds
+    it.
     """
     rank, platform = job.world.rank, job.platform
     source, value_head = engine.layout, engine.spec.value_head
@@ -188,7 +202,10 @@ def export_hf(
         if rank in writers:
             checkpoint = checkpoint or job.config.model.hf_checkpoint
             keys = value_export_keys(checkpoint, engine.spec) if value_head else export_keys(job)
-            opened = HfWriter(target, checkpoint, dtype, step=step, config_keys=keys)
+            tokenizer = job.config.model.tokenizer_directory
+            opened = HfWriter(
+                target, checkpoint, dtype, step=step, tokenizer=tokenizer, config_keys=keys
+            )
             writer = stack.enter_context(opened)
         stream.run(engine.named_parameters(), writer.add if writer else None)
         if writer and not value_head:

@@ -32,6 +32,8 @@ class EngineCapabilities:
         latent_sizes: the same of what latent attention caches of a token.
         streams: a request's random stream may go on in another engine; see
             :mod:`~mindspeed_rl.rollout.patches.sampling_stream`.
+        routed_experts: the experts of a response can be had; see
+            :mod:`~mindspeed_rl.rollout.patches.routed_experts`.
         expert_module: path of the module with the experts of a layer, below the layer.
     """
 
@@ -47,6 +49,7 @@ class EngineCapabilities:
     head_sizes: tuple[int, ...] = ()
     latent_sizes: tuple[int, ...] = ()
     streams: bool = False
+    routed_experts: bool = False
     expert_module: str = EXPERT_MODULE
 
 
@@ -80,6 +83,7 @@ CAPABILITIES = (
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         latent_sizes=(576,),
         streams=True,
+        routed_experts=True,
     ),
     _ascend("0.11."),
     _ascend("0.13.", streams=True),

@@ -12,6 +12,7 @@ The forks share the hash seed of strings, unlike the ranks that torchrun starts 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -141,6 +142,7 @@ def _reap(running: dict[int, Path], flags: int = os.WNOHANG) -> None:
 def serve() -> dict[str, Any] | None:
     """Fork ranks until standard input ends; in a fork, its task."""
     running: dict[int, Path] = {}
+    gc.freeze()  # forks neither look through what was imported nor copy its pages for that
     while True:
         ready, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_S)
         _reap(running)

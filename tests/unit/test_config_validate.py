@@ -271,6 +271,10 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
             r"--reward-function /no/file\.py:x: no Python file at '/no/file\.py'; give the path",
         ),
         (
+            {"environment": {"rl_environment": "/no/file.py:Mine"}},
+            r"--rl-environment /no/file\.py:Mine: no Python file at '/no/file\.py'; give the path",
+        ),
+        (
             {"rewards": {"reward_function": ("math=abc",)}},
             r"--reward-function math=abc: want 'name', .* a finite number as the weight",
         ),
@@ -461,7 +465,7 @@ def test_weights_and_tokenizer_must_be_there(build: Build, files: Path) -> None:
 def test_a_reward_of_a_file_needs_the_file_only_to_run(build: Build, files: Path) -> None:
     config = build(rewards={"reward_function": (f"{files}/mine.py:score=0.5", "format")})
     check_rl(config, WORLD, files=False)
-    (files / "mine.py").touch()
+    (files / "mine.py").write_text("def score(request): return 1.0\n")
     check_rl(config, WORLD)
 
 
