@@ -11,8 +11,11 @@ from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import Scores, Sequences
+    from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 ScoreJob = Job[ScoreRunConfig, ScorePlan]
+# vLLM destroys the default process group when its engine is freed, and the job needs it to its end
+_ENGINES: list[VllmEngine] = []
 # sequence, position, log-prob, entropy of one token
 TokenScore = tuple[int, int, float, float]
 
@@ -84,6 +87,7 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
         seed=config.train.seed,
         options={"max_logprobs": -1, **config.vllm_options},
     )
+    _ENGINES.append(engine)
     engine.begin_update()
     training.load_weights(job, layout, engine.weight_views())
     engine.finish_update(0)
