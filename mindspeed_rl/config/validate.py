@@ -318,10 +318,13 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
             f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
             f"--seq-length {limit}; raise --seq-length or lower one of the two"
         )
-    if limit > spec.max_position_embeddings:
+    if limit > spec.engine_positions:
+        what = "max_position_embeddings"
+        if spec.engine_positions < spec.max_position_embeddings:
+            what = "YaRN factor x original_max_position_embeddings"
         raise ValueError(
-            f"sequences of up to {limit} tokens exceed the model's max_position_embeddings "
-            f"{spec.max_position_embeddings}; lower --max-prompt-length, "
+            f"sequences of up to {limit} tokens exceed the model's {what} "
+            f"{spec.engine_positions}; lower --max-prompt-length, "
             "--rollout-max-response-length or --seq-length"
         )
 

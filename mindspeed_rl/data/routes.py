@@ -81,6 +81,37 @@ def plan_legs(
     return tuple(leg for leg in legs if leg is not None)
 
 
+def copies_moved(
+    holders: Holders, num_samples: int, layout: ParallelLayout, stages: Collection[int]
+) -> Ints:
+    """How many copies of each sample go from rank to rank, by the rank that it trains on. Pure.
+
+    What the legs of all ranks move in all: a copy to every place of the data-parallel rank that
+    needs the sample and lacks it, and one more where the first copy comes to a stage between.
+
+    Args:
+        holders: where each sample is.
+        num_samples: of them.
+        layout: of training.
+        stages: pipeline stages that need samples.
+
+    Returns:
+        [samples, data-parallel ranks] int64.
+    """
+    first = np.asarray(holders.first, dtype=np.int64).reshape(num_samples, 1)
+    ranks = first + np.arange(holders.count)
+    dp = ranks // (layout.tp * layout.cp) % layout.dp
+    needed = np.isin(ranks // layout.ranks_per_stage, sorted(stages))
+    item = np.arange(num_samples)
+    row = np.broadcast_to(item[:, None], dp.shape)
+    here, useful = (np.zeros((num_samples, layout.dp), dtype=np.int64) for _ in range(2))
+    np.add.at(here, (row, dp), 1)
+    np.add.at(useful, (row, dp), needed)
+    between = ~needed[item, item % holders.count]
+    places = len(stages) * layout.tp * layout.cp
+    return np.where(here > 0, places - useful, places + between[:, None])
+
+
 def plan_gather(holders: Holders, to: int, world: int, rank: int) -> tuple[Leg, ...]:
     """The leg over the world that brings every sample to rank ``to``. Pure."""
     first = np.asarray(holders.first, dtype=np.int64)

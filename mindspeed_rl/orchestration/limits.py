@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # The phase in which ranks meet: it waits for the slowest node's start, so its limit is another.
 JOIN = "join"
+# For a rank to write the stacks of all its threads on a busy machine.
+STACKS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +31,8 @@ class Limits:
     linger_s: float = 2.5
     exit_s: float = 60.0
     connect_s: float = 30.0
+
+    @property
+    def end_s(self) -> float:
+        """Until every rank that can read of a failure has read it, told what it must, and left."""
+        return self.interval_s + 2 * self.linger_s + STACKS_S

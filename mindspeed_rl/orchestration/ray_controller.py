@@ -107,6 +107,7 @@ class Ranks:
         self._actors = actors
         self._board = board
         self._prog = prog
+        self._calls: list[Any] = []  # that ranks are to answer
         self.traffic = Traffic()
 
     def begin(self, orders: Sequence[Begin]) -> Stage | None:
@@ -128,6 +129,13 @@ class Ranks:
         """Let the processes end by themselves."""
         calls = [actor.__ray_terminate__.remote() for actor in self._actors]
         self._ray.wait(calls, num_returns=len(calls), timeout=LEAVE_S)
+
+    def let_end(self, limit_s: float) -> None:
+        """Give ranks that read of a failure the time to dump their stacks and end.
+
+        Those that cannot (a stopped process) are waited for until the limit, in seconds.
+        """
+        self._ray.wait(self._calls, num_returns=len(self._calls), timeout=limit_s)
 
     def kill(self) -> None:
         """End what is left of them."""
@@ -152,7 +160,7 @@ class Ranks:
         """
         replies: dict[int, Reply] = {}
         rank_of = {call: rank for rank, call in enumerate(calls)}
-        pending = list(calls)
+        pending = self._calls = list(calls)
         while pending:
             ready, pending = self._ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
             self._raise_told()
@@ -253,7 +261,7 @@ def _drive(
         print(f"control by Ray: {ranks.traffic}", flush=True)
     except RunEnded as ended:
         if ended.with_stacks:
-            time.sleep(2 * limits.interval_s)
+            ranks.let_end(limits.end_s)
         raise
     finally:
         ranks.kill()

@@ -172,18 +172,21 @@ def _plain(sample: Sample, response: Response) -> dict[str, Any]:
         "parts": list(sample.parts),
         "loss_mask": None if mask is None else mask.tolist(),
         "spans": [list(span) for span in sample.spans],
+        "group": sample.group,
     }
 
 
 def restored_surplus(
-    state: Sequence[Sequence[Mapping[str, Any]]], step: int, num_groups: int
+    state: Sequence[Sequence[Mapping[str, Any]]], step: int, num_groups: int, saved_groups: int = 0
 ) -> tuple[list[Group], list[Response]]:
     """The inverse of :func:`surplus_state`: groups of samples, and all responses in order.
 
     Args:
         state: of a checkpoint.
         step: after which it was saved.
-        num_groups: of engine ranks, which take turns in holding samples: the layout may be another.
+        num_groups: of engine ranks.
+        saved_groups: of the run that saved it. Where they are as many, each holds what it held,
+            since who trains on a sample depends on it; else they take turns.
     """
     responses = [_response(fields) for group in state for fields in group]
     groups: list[Group] = []
@@ -201,7 +204,7 @@ def restored_surplus(
                     num_sampled=response.token_ids.numel() if mask is None else int(mask.sum()),
                     stopped=fields["stopped"],
                     weights_version=fields["weights_version"],
-                    group=number % num_groups,
+                    group=fields["group"] if saved_groups == num_groups else number % num_groups,
                     reward=fields["reward"],
                     parts=tuple(fields["parts"]),
                     key=SampleKey(step, number),

@@ -37,7 +37,8 @@ def start(run: RLJob) -> Report:
     if run.sampler.fingerprint == loaded.extra["sampler"]["fingerprint"]:
         num_groups = run.plan.engine.num_groups
         run.cache.begin_step(loaded.step)
-        carried = restored_surplus(loaded.extra["surplus"], loaded.step, num_groups)
+        saved_groups = loaded.extra.get("num_groups", 0)  # 0: a checkpoint that does not say
+        carried = restored_surplus(loaded.extra["surplus"], loaded.step, num_groups, saved_groups)
         keep_surplus(run, *carried, loaded.extra["num_pending"])
         run.lengths.load_state_dict(loaded.extra["lengths"])
     return Report(run, loaded.step, loaded.extra["report"])
@@ -55,6 +56,7 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "kl_beta": run.kl_beta,
         "surplus": surplus_state(carried if run.rank == 0 else [], responses),
         "num_pending": len(run.pending),
+        "num_groups": run.plan.engine.num_groups,
         "lengths": run.lengths.state_dict(),
         "report": report.state_dict(),
     }

@@ -15,8 +15,10 @@ from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.data.balance import SequenceCost
+from mindspeed_rl.data.locality import keep_near
 from mindspeed_rl.data.packing import TrainSample, pack
-from mindspeed_rl.data.placement import MicroBatchPlan, plan_micro_batches
+from mindspeed_rl.data.placement import MicroBatchPlan, padded, plan_micro_batches
+from mindspeed_rl.data.routes import Ints
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -124,12 +126,21 @@ def local_batches(
     return pack_planned(job, engine, plan, {i: samples[i] for micro in mine for i in micro})
 
 
-def plan_batches(job: Job[Any, RunPlan], lengths: Sequence[int]) -> MicroBatchPlan:
-    """Who trains on what in one optimizer step, from the tokens of each sample. Pure."""
+def plan_batches(
+    job: Job[Any, RunPlan], lengths: Sequence[int], moved: Ints | None = None
+) -> MicroBatchPlan:
+    """Who trains on what in one optimizer step, from the tokens of each sample. Pure.
+
+    Args:
+        job: the run.
+        lengths: tokens of each sample.
+        moved: [samples, data-parallel ranks] what moves if it trains there; samples stay where
+            they are as far as balance leaves a choice.
+    """
     parallel, train = job.plan.parallel, job.config.train
     chunks = _chunks(job)
     shards = parallel.tp if job.config.parallel.shards_sequence else 1
-    return plan_micro_batches(
+    plan = plan_micro_batches(
         lengths,
         dp=parallel.dp,
         micro_batch_size=train.micro_batch_size,
@@ -139,6 +150,7 @@ def plan_batches(job: Job[Any, RunPlan], lengths: Sequence[int]) -> MicroBatchPl
         count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
         cost=SequenceCost(*sequence_flops(job.plan.spec)),
     )
+    return plan if moved is None else keep_near(plan, [padded(n, chunks) for n in lengths], moved)
 
 
 def pack_planned(

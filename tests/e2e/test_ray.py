@@ -6,10 +6,9 @@ started once; small runs (tests/support/ray_driver.py) join it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,9 +19,11 @@ from typing import Any
 import pytest
 from support.jobs import MARKER, ROOT, TorchrunJob, free_port, processes_of
 
+sys.path.insert(0, str(ROOT / "tools"))
+from compare_runs import differences, digests, metrics
+
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
-from mindspeed_rl.observability.names import measures_machine
 
 pytestmark = pytest.mark.e2e
 
@@ -117,6 +118,7 @@ def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> N
     assert (stages, messages) == (4, 4 * (1 + 2)) and largest < 256
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_rank_ends_the_run_with_its_traceback(folder: Path, address: str) -> None:
     """Its peer, on another node, is inside a collective."""
     ended = run(folder, joining(address), MINDSPEED_RL_TEST_FAULT="1:train:2:raise")
@@ -138,6 +140,39 @@ def test_a_killed_rank_is_named_with_what_it_did(folder: Path, address: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "cause", "dumped"),
+    [
+        ("1:train:2:sleep", "6", "exceeded --phase-timeout-s 6 ", (0, 1)),
+        ("1:train:2:stop", "60", "rank 1 in phase train: no heartbeat for 5 s", (0,)),
+    ],
+    ids=["sleeps", "is-stopped"],
+)
+def test_a_rank_that_hangs_ends_the_run_with_all_stacks(
+    folder: Path, address: str, fault: str, timeout_s: str, cause: str, dumped: tuple[int, ...]
+) -> None:
+    """One that sleeps in Python reads of its deadline; one that is stopped answers nobody."""
+    marker = f"ray-hang-{os.getpid()}-{fault[-4:]}"
+    ended = run(
+        folder, [*joining(address), "--phase-timeout-s", timeout_s, "--reward-timeout-s", "3"],
+        MINDSPEED_RL_TEST_FAULT=fault, **{MARKER: marker},
+    )  # fmt: skip
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 1 and "fault planted" in output, output
+    told = [line for line in ended.stderr.splitlines() if line.startswith("ray_driver: the job")]
+    assert len(told) == 1 and cause in told[0], output
+    for rank in dumped:
+        assert f"stacks of rank {rank}:" in output, output
+    if len(dumped) > 1:
+        assert "train for 6 s: rank 0-1" in told[0], "where the ranks are"
+        assert re.search(r'ray_driver\.py", line \d+ in (<lambda>|rehearsal)', output), output
+    deadline = time.monotonic() + 15.0
+    while left := processes_of(marker):
+        assert time.monotonic() < deadline, f"left in the cluster that was joined: {left}"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
 def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     """The real entry in a local Ray, rewards and environments in its actors; nothing stays."""
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
@@ -155,25 +190,33 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
         **{MARKER: marker},
     )  # fmt: skip
     assert in_ray.returncode == 0, in_ray.stdout + in_ray.stderr
-    rows = [metrics(folder / name) for name in ("torchrun", "ray")]
-    assert len(rows[0]) == 2 and rows[0] == rows[1]
-    assert "environment/observed_tokens" in rows[0][0]
-    weights = [digests(folder / name / "hf") for name in ("torchrun", "ray")]
-    assert weights[0] == weights[1]
+    assert list(differences(folder / "torchrun", folder / "ray")) == []
+    rows = metrics(folder / "ray")
+    assert len(rows) == 2 and "environment/observed_tokens" in rows[0]
+    assert digests(folder / "ray" / "hf")
     deadline = time.monotonic() + 10.0
     while left := processes_of(marker):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
-def metrics(output: Path) -> list[dict[str, Any]]:
-    """All that the run computed; as text, so that NaN equals NaN."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: repr(v) for k, v in row.items() if not measures_machine(k)} for row in rows]
-
-
-def digests(exported: Path) -> dict[str, str]:
-    return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(exported.glob("*.safetensors"))
-    }
+@pytest.mark.slow
+def test_the_quickstart_in_ray_is_that_of_torchrun_bit_for_bit(tmp_path: Path) -> None:
+    """The script with fewer steps: four ranks of TP2 x PP2, its own warm start, and all it does."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+    scripts = tmp_path / "pretrain_scripts"
+    scripts.mkdir()
+    for name in ("quickstart.sh", "rewards_digit_sort.py"):
+        shutil.copy(ROOT / "pretrain_scripts" / name, scripts)
+    for name in ("setup_env.sh", "check_package.sh"):  # this interpreter
+        (scripts / name).write_text(f"#!/bin/sh\necho {sys.executable}\n")
+        (scripts / name).chmod(0o755)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    fewer = ["--train-iters", "3", "--eval-interval", "3", "--log-interval", "1"]
+    for output, more in (("torchrun", []), ("ray", ["--orchestrator", "ray"])):
+        command = ["bash", str(scripts / "quickstart.sh"), "--output", str(tmp_path / output)]
+        ended = run(tmp_path, [*command, *fewer, *more])
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ("control by Ray" in ended.stdout) == (output == "ray")
+    assert list(differences(tmp_path / "torchrun" / "rl", tmp_path / "ray" / "rl")) == []
+    assert metrics(tmp_path / "ray" / "rl") and digests(tmp_path / "ray" / "rl" / "hf")

@@ -23,6 +23,13 @@ RAY_MUTATIONS = (
         _CONTROL + "test_a_failure_is_told_with_its_traceback_while_others_hang",
     ),
     Mutation(
+        "driver-kills-ranks-before-their-stacks",
+        "orchestration/ray_controller.py",
+        "self._ray.wait(self._calls, num_returns=len(self._calls), timeout=limit_s)",
+        "self._ray.wait(self._calls, num_returns=1, timeout=limit_s)",
+        _CONTROL + "test_a_hang_leaves_the_ranks_the_time_to_dump_their_stacks",
+    ),
+    Mutation(
         "driver-forgets-the-traceback",
         "orchestration/ray_controller.py",
         'f"{told.trace}{self._prog}: {told}"',

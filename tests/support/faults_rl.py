@@ -8,6 +8,7 @@ _RL_STEP = "tests/unit/test_rl_step.py::"
 _TABLE = "tests/unit/test_sample_table.py::"
 _CACHE = "tests/unit/test_tensor_cache.py::"
 _MOVES = "tests/unit/test_redistribution.py::"
+_NEAR = "tests/unit/test_locality.py::"
 _PHASES = "tests/unit/test_phases.py::"
 
 RL_MUTATIONS = (
@@ -49,8 +50,8 @@ RL_MUTATIONS = (
     Mutation(
         "samples-of-the-first-update-in-every-one",
         "orchestration/rl_samples.py",
-        "{i: train_sample(start + i) for i in ids}",
-        "{i: train_sample(i) for i in ids}",
+        "train_samples([number * size + i for i in mine])",
+        "train_samples(mine)",
         _RL_STEP + "test_every_token_is_trained_once_with_its_samples_advantage",
     ),
     Mutation(
@@ -164,6 +165,48 @@ RL_MUTATIONS = (
         "block.serve(axis, sorted(stages))",
         "block.serve(axis, range(layout.pp))",
         _MOVES + "test_stages_between_get_nothing",
+    ),
+    Mutation(
+        "copies-beyond-the-first-are-free",
+        "data/routes.py",
+        "np.where(here > 0, places - useful, places + between[:, None])",
+        "np.where(here > 0, places - useful, 1 + between[:, None])",
+        _MOVES + "test_what_a_placement_is_chosen_by_is_what_moves",
+    ),
+    Mutation(
+        "ranks-train-on-any-part",
+        "data/locality.py",
+        "tuple(parts[number] for number in best_assignment(gain))",
+        "parts",
+        _NEAR + "test_nothing_that_the_two_changes_reach_moves_less",
+    ),
+    Mutation(
+        "samples-of-any-length-swap",
+        "data/locality.py",
+        "np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)",
+        "np.zeros(len(lengths), dtype=np.int64)",
+        _NEAR + "test_balance_is_the_same_and_no_more_bytes_move",
+    ),
+    Mutation(
+        "equals-stay-where-packing-put-them",
+        "data/locality.py",
+        "    parts = _swap_equals(parts, classes, wishes)\n",
+        "",
+        _NEAR + "test_nothing_moves_when_all_are_as_long",
+    ),
+    Mutation(
+        "a-step-does-not-ask-who-holds-a-sample",
+        "orchestration/training.py",
+        "return plan if moved is None else keep_near(",
+        "return plan if True else keep_near(",
+        _NEAR + "test_a_step_prefers_the_ranks_that_sampled",
+    ),
+    Mutation(
+        "resumed-surplus-changes-hands",
+        "orchestration/rl_resample.py",
+        'fields["group"] if saved_groups == num_groups else number % num_groups',
+        "number % num_groups",
+        "tests/unit/test_dynamic_sampling.py::test_engines_of_the_same_number_hold_what_they_held",
     ),
     Mutation(
         "failed-undo-goes-on",

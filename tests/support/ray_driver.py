@@ -30,6 +30,7 @@ def _raise() -> None:
 
 ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: ctypes.string_at(0),
     "raise": _raise,
     "sleep": lambda: time.sleep(3600),

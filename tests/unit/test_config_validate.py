@@ -111,6 +111,19 @@ def test_a_valid_run_gives_its_plan(build: Build) -> None:
     assert not plan.batch.on_policy
 
 
+def test_rollouts_stay_within_what_the_engine_knows_of_yarn(build: Build, files: Path) -> None:
+    """Beyond the stretched context vLLM gives NaN; 128 tokens are asked for."""
+    for original in (32, 31):
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+        write_model(files, rope_scaling=scaling)
+        if original == 32:
+            assert check_rl(build(), WORLD).max_model_len == 128
+            continue
+        told = "128 tokens exceed the model's YaRN factor x original_max_position_embeddings 124;"
+        with pytest.raises(ValueError, match=told):
+            check_rl(build(), WORLD)
+
+
 def test_the_batch_arithmetic_in_words(build: Build) -> None:
     """What a run prints at its start (R55)."""
     plan = check_rl(build(), WORLD)

@@ -152,6 +152,16 @@ def test_the_surplus_survives_a_checkpoint() -> None:
     assert math.isnan(second.reward) and (first.group, second.group) == (0, 1)
 
 
+@pytest.mark.parametrize(("engines", "held"), [(3, [2, 0, 2]), (2, [0, 1, 0])])
+def test_engines_of_the_same_number_hold_what_they_held(engines: int, held: list[int]) -> None:
+    """Placement prefers the holder, so a resumed run would else train on other ranks."""
+    group = [replace(group_of(7, (0.5,))[0], sample_id=i, group=g) for i, g in enumerate((2, 0, 2))]
+    given = [Response(torch.tensor([4]), torch.tensor([-1.5]))] * 3
+    state = json.loads(json.dumps(surplus_state([group], given)))
+    ((*restored,),), _ = restored_surplus(state, 8, engines, saved_groups=3)
+    assert [s.group for s in restored] == held
+
+
 def test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in(tmp_path: Path) -> None:
     """And the next step but one drops it."""
     run = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")

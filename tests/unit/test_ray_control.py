@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from support.rl_run import make_run
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.orchestration import ray_worker
 from mindspeed_rl.orchestration.failures import Failure, FailureBoard, Member
+from mindspeed_rl.orchestration.limits import Limits
 from mindspeed_rl.orchestration.ray_cluster import (
     Where,
     bundle,
@@ -27,6 +29,7 @@ from mindspeed_rl.orchestration.ray_cluster import (
 from mindspeed_rl.orchestration.ray_controller import Ranks, RunEnded, Traffic, local_cpus
 from mindspeed_rl.orchestration.ray_worker import RankActor, Reply
 from mindspeed_rl.orchestration.stages import SampleIds, Stage, run_through
+from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
 LAUNCH = LaunchConfig(orchestrator="ray", ray_num_nodes=2, ray_ranks_per_node=2)
 ROLLOUT = Stage("rollout", 1)
@@ -48,11 +51,11 @@ class FakeRay:
     on_wait: Callable[[], object] = lambda: None
     exceptions: Any = field(default_factory=lambda: SimpleNamespace(RayError=Gone))
 
-    num_waits: int = 0
+    waits: list[tuple[list[int], int, float]] = field(default_factory=list)
 
     def wait(self, calls: Sequence[Any], num_returns: int, timeout: float) -> Any:
-        self.num_waits += 1
-        assert self.num_waits < 9, "the driver waits for what never comes"
+        self.waits.append(([c.rank for c in calls], num_returns, timeout))
+        assert len(self.waits) < 9, "the driver waits for what never comes"
         self.on_wait()
         ready = [c for c in calls if c.rank not in self.never]
         return ready, [c for c in calls if c not in ready]
@@ -118,10 +121,19 @@ def test_a_hang_leaves_the_ranks_the_time_to_dump_their_stacks() -> None:
     store = dist.HashStore()
     rank = Member(1, 0, 77)
     FailureBoard(store, rank, 2).tell(Failure("hang", rank, "train", "exceeded the limit", rank))
-    ranks = ranks_that_answer([None, None], FailureBoard(store, rank, 2), FakeRay(never=(0, 1)))
+    ray = FakeRay(never=(0, 1))
+    ranks = ranks_that_answer([None, None], FailureBoard(store, rank, 2), ray)
     with pytest.raises(RunEnded, match="rank 1 in phase train: exceeded the limit") as told:
         ranks.go_on(TRAIN)
     assert told.value.with_stacks and told.value.exit_code == 1
+    ranks.let_end(7.0)
+    assert ray.waits[-1] == ([0, 1], 2, 7.0), "until all have ended, those that answered before too"
+
+
+def test_the_driver_is_more_patient_than_the_last_rank_to_leave() -> None:
+    """A rank reads of a failure one interval later and lingers twice (`Watchdog._exit`)."""
+    limits = Limits()
+    assert limits.end_s > limits.interval_s + 2 * limits.linger_s
 
 
 def test_a_mistake_of_the_user_is_one_line_with_exit_code_2() -> None:
@@ -183,6 +195,19 @@ def test_without_a_driver_all_stages_are_done() -> None:
 
     run_through(work())
     assert done == [1, 2]
+
+
+def test_without_ray_a_pool_in_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def no_ray(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "ray":
+            raise ImportError("No module named 'ray'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_ray)
+    with pytest.raises(ValueError, match=r"--reward-pool ray needs .*mindspeed-rl-megatron\[ray\]"):
+        RayRewardPool(["format"])
 
 
 # -- placement ---------------------------------------------------------------------------------

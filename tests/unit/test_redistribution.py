@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
-from mindspeed_rl.data.routes import AXES, Holders, plan_gather, plan_legs
+from mindspeed_rl.data.routes import AXES, Holders, copies_moved, plan_gather, plan_legs
 from mindspeed_rl.experience.redistribute import Parcel, Redistribution
 from mindspeed_rl.experience.samples import SampleKey
 from mindspeed_rl.experience.tensor_cache import TOKENS
@@ -59,6 +59,15 @@ def test_the_first_leg_moves_one_copy_and_only_where_there_is_none(case: Case) -
         )
     ]
     assert simulate(case)["dp-cp"] == case.words(away)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=100)
+def test_what_a_placement_is_chosen_by_is_what_moves(case: Case) -> None:
+    """The copies of all samples at all data-parallel ranks, counted without a plan of legs."""
+    copies = copies_moved(case.holders, len(case.lengths), case.layout, case.stages)
+    expected = sum(int(copies[i, dp]) * case.words([i]) for i, dp in enumerate(case.destinations))
+    assert sum(simulate(case).values()) == expected
 
 
 @given(cases())

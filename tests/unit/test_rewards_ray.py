@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +13,7 @@ from rewards_support import USER_FILE, make_requests
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
-
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def no_ray(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "ray":
-            raise ImportError("No module named 'ray'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_ray)
-    with pytest.raises(ValueError, match=r"--reward-pool ray needs .*mindspeed-rl-megatron\[ray\]"):
-        RayRewardPool(["format"])
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

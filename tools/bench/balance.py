@@ -13,6 +13,11 @@ Qwen2.5-7B; efficiency, real tokens among all that travel through the model (all
 number of rows of the fullest, all rows the length of the longest); rows; milliseconds to plan. The
 floor of imbalance is 0, of efficiency 1. The last line is RESULT and a JSON object.
 
+A second table says which share of the samples' bytes leaves the rank that sampled it, where engines
+and data-parallel ranks are the same ranks and have sampled equally many: placed without a look at
+who has what, with it (data/locality.py), and with it under context parallelism of 8, where lengths
+are placed as multiples of 16. The balance of the first two is the same.
+
 ``--lengths`` is a file with one length per line; without it three drawn sets of 8192 samples with
 heavy tails are used (log-normal, cut).
 """
@@ -33,7 +38,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from mindspeed_rl.data.balance import SequenceCost
-from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.data.locality import bytes_moved, keep_near
+from mindspeed_rl.data.placement import padded, plan_micro_batches
 
 NUM_SAMPLES = 8192
 DRAWN = {"mean 1.5K, max 3K": (1500, 3072), "mean 7K, max 32K": (7000, 32768)}
@@ -114,6 +120,27 @@ def measure(name: str, lengths: Sequence[int], dp: int, max_tokens: int) -> dict
     }
 
 
+def movement(
+    lengths: Sequence[int], dp: int, max_tokens: int, multiple: int, seed: int
+) -> dict[str, float]:
+    """Shares of all bytes that leave the rank that sampled them."""
+    engine = np.random.default_rng(seed).permutation(np.arange(len(lengths)) % dp)
+    moved = np.asarray(lengths, dtype=np.int64)[:, None] * (engine[:, None] != np.arange(dp))
+    placed = [padded(n, multiple) for n in lengths]
+    plan = plan_micro_batches(
+        lengths, dp=dp, micro_batch_size=1, max_tokens=max_tokens, multiple=multiple,
+        sequence_multiple=multiple, cost=COST,
+    )  # fmt: skip
+    start_s = time.perf_counter()
+    near = keep_near(plan, placed, moved)
+    seconds = time.perf_counter() - start_s
+    return {
+        "moved": bytes_moved(plan.assignment, moved) / sum(lengths),
+        "moved_near": bytes_moved(near.assignment, moved) / sum(lengths),
+        "near_s": seconds,
+    }
+
+
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(
@@ -143,6 +170,16 @@ def main() -> int:
                     f"{name:<10} {found['token_imbalance']:+8.2%} {found['flop_imbalance']:+8.2%} "
                     f"{found['efficiency']:10.2%} {found['rows']:6.0f} {found['plan_s'] * 1e3:7.1f}"
                 )
+        print(f"\n{title}: bytes that leave their rank\n{'ranks':<8} {'multiple':>8} "
+              f"{'by length':>10} {'who has it':>10} {'ms':>7}")  # fmt: skip
+        for dp, multiple in ((int(text), m) for text in args.dp.split(",") for m in (1, 16)):
+            limit = args.max_tokens or padded(max(lengths), multiple)
+            move = movement(lengths, dp, limit, multiple, args.seed)
+            records.append({"lengths": title, "dp": dp, "multiple": multiple, **move})
+            print(
+                f"{dp:<8} {multiple:>8} {move['moved']:10.1%} {move['moved_near']:10.1%} "
+                f"{move['near_s'] * 1e3:7.1f}"
+            )
     print("RESULT " + json.dumps({"bench": "balance", "cases": records}))
     return 0
 

@@ -1,0 +1,184 @@
+"""Which of equally balanced placements moves the fewest bytes.
+
+Pure functions of the sample table: every rank computes the same placement for itself. Two changes
+leave every row as long and every rank as busy as before: data-parallel ranks swap all that they
+train on, and samples of equal length swap places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from mindspeed_rl.data.placement import MicroBatchPlan
+from mindspeed_rl.data.routes import Ints
+
+Assignment = tuple[tuple[tuple[int, ...], ...], ...]
+
+# Above, ranks keep the parts that packing dealt them: seconds grow with the third power, and what
+# little a part is worth to one rank more than to another does not.
+_MOST_PARTS = 256
+
+
+def keep_near(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) -> MicroBatchPlan:
+    """The placement with samples on ranks that have them, as far as balance leaves a choice. Pure.
+
+    Up to 256 ranks it is the best that the two changes can reach where no sample is on several
+    data-parallel ranks; it is never worse than ``plan``.
+
+    Args:
+        plan: of one optimizer step.
+        lengths: of each sample, as it was placed by; samples of equal length are exchangeable.
+        moved: [samples, data-parallel ranks] bytes that move if it trains there, or any unit.
+    """
+    saved = moved.max(1, keepdims=True) - moved
+    if len(plan.assignment) == 1 or not saved.any():
+        return plan
+    classes = np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)
+    wishes = _wishes(classes, saved)
+    parts = plan.assignment
+    if len(parts) <= _MOST_PARTS:
+        gain = _reachable(wishes, _counts(parts, classes))
+        parts = tuple(parts[number] for number in best_assignment(gain))
+    parts = _swap_equals(parts, classes, wishes)
+    if bytes_moved(parts, moved) >= bytes_moved(plan.assignment, moved):
+        return plan
+    return replace(plan, assignment=parts)
+
+
+def bytes_moved(assignment: Assignment, moved: Ints) -> int:
+    """Of all samples, in the unit of ``moved``. Pure."""
+    return sum(int(moved[_items(rows), dp].sum()) for dp, rows in enumerate(assignment))
+
+
+def _items(rows: Iterable[Sequence[int]]) -> list[int]:
+    return [i for row in rows for i in row]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """Samples that save something on a rank: arrays of equal length.
+
+    Attributes:
+        items: the samples.
+        ranks: where each saves.
+        saved: how much.
+        classes: of their lengths.
+        places: how many of the class save more on the rank.
+    """
+
+    items: Ints
+    ranks: Ints
+    saved: Ints
+    classes: Ints
+    places: Ints
+
+
+def _wishes(classes: Ints, saved: Ints) -> _Wishes:
+    """By rank, by class, the greatest savings first."""
+    items, ranks = np.nonzero(saved)
+    value = saved[items, ranks]
+    order = np.lexsort((items, -value, classes[items], ranks))
+    items, ranks, value = items[order], ranks[order], value[order]
+    kind = classes[items]
+    number = np.arange(len(items))
+    begins = np.ones(len(items), dtype=bool)
+    begins[1:] = (kind[1:] != kind[:-1]) | (ranks[1:] != ranks[:-1])
+    return _Wishes(
+        items, ranks, value, kind, number - np.maximum.accumulate(np.where(begins, number, 0))
+    )
+
+
+def _counts(assignment: Assignment, classes: Ints) -> Ints:
+    """[parts, classes] samples."""
+    size = int(classes.max()) + 1
+    return np.stack([np.bincount(classes[_items(rows)], minlength=size) for rows in assignment])
+
+
+def _reachable(wishes: _Wishes, counts: Ints) -> Ints:
+    """[parts, ranks] what is saved when a part goes to a rank and then takes the best equals."""
+    taken = np.where(counts[:, wishes.classes] > wishes.places, wishes.saved, 0)
+    sums = np.cumsum(np.hstack([np.zeros_like(taken[:, :1]), taken]), axis=1)
+    borders = np.searchsorted(wishes.ranks, np.arange(len(counts) + 1))
+    return np.diff(sums[:, borders], axis=1)
+
+
+def _swap_equals(assignment: Assignment, classes: Ints, wishes: _Wishes) -> Assignment:
+    """Samples of equal length on the ranks that save most by them, the greatest savings first."""
+    left = _counts(assignment, classes)
+    places = wishes.ranks * left.shape[1] + wishes.classes
+    filled = np.flatnonzero(left)
+    room = dict(zip(filled.tolist(), left.reshape(-1)[filled].tolist(), strict=True))
+    order = np.lexsort((wishes.ranks, wishes.items, -wishes.saved))
+    chosen: dict[int, int] = {}
+    for i, place in zip(wishes.items[order].tolist(), places[order].tolist(), strict=True):
+        if i not in chosen and room.get(place):
+            room[place] -= 1
+            chosen[i] = place
+    at = np.full(len(classes), -1)
+    taken = np.fromiter(chosen.values(), dtype=np.int64)
+    at[list(chosen)] = taken // left.shape[1]
+    np.subtract.at(left.reshape(-1), taken, 1)
+    # the rest, class by class, into the places that are left, rank by rank
+    rest = np.flatnonzero(at < 0)
+    rest = rest[np.argsort(classes[rest], kind="stable")]
+    ranks = np.broadcast_to(np.arange(len(left)), left.T.shape)
+    at[rest] = np.repeat(ranks, left.T.reshape(-1))
+    return _refilled(assignment, classes, at)
+
+
+def _refilled(assignment: Assignment, classes: Ints, at: Ints) -> Assignment:
+    """The rows with other samples of the same lengths: those that are to be ``at`` each rank."""
+    before = np.array([i for rows in assignment for i in _items(rows)], dtype=np.int64)
+    rank = np.repeat(np.arange(len(assignment)), [len(_items(rows)) for rows in assignment])
+    items = np.empty_like(before)
+    items[np.lexsort((rank, classes[before]))] = np.lexsort((at, classes))
+    given = iter(items.tolist())
+    return tuple(
+        tuple(tuple(sorted(islice(given, len(row)))) for row in rows) for rows in assignment
+    )
+
+
+def best_assignment(gain: Ints) -> list[int]:
+    """The row of each column so that the sum of ``gain`` [n, n] is largest.
+
+    The Hungarian method with shortest augmenting paths (Jonker and Volgenant 1987), O(n^3).
+    """
+    cost = gain.max() - gain.T  # rows of it are columns of gain
+    size = len(cost)
+    none, far = -1, np.iinfo(np.int64).max // 4
+    row_price, column_price = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    owner = np.full(size, none)  # of each column
+    for start in range(size):
+        nearest, before = np.full(size, far), np.full(size, none)
+        done = np.zeros(size, dtype=bool)
+        row, column, reached = start, none, 0
+        scanned = [start]
+        while True:
+            reduced = reached + cost[row] - row_price[row] - column_price
+            better = ~done & (reduced < nearest)
+            nearest[better] = reduced[better]
+            before[better] = column
+            column = int(np.where(done, far, nearest).argmin())
+            reached = int(nearest[column])
+            done[column] = True
+            if owner[column] == none:
+                break
+            row = int(owner[column])
+            scanned.append(row)
+        row_price[start] += reached
+        for other in scanned[1:]:
+            at = int(np.flatnonzero(owner == other)[0])
+            row_price[other] += reached - nearest[at]
+        closer = done & (nearest < reached)
+        column_price[closer] -= reached - nearest[closer]
+        while column != none:  # the path takes its columns over
+            previous = int(before[column])
+            owner[column] = owner[previous] if previous != none else start
+            column = previous
+    found = np.empty(size, dtype=np.int64)
+    found[owner] = np.arange(size)
+    return [int(c) for c in found]

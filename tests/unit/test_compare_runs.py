@@ -1,0 +1,57 @@
+"""tools/compare_runs.py: what two equal runs may differ in, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_run(
+    folder: Path, *, reward: float = 0.5, step_s: float = 1.0, weights: bytes = b"w"
+) -> Path:
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "model.safetensors").write_bytes(weights)
+    rows = [
+        {"step": n, "reward/mean": reward, "loss": float("nan"), "time/step_s": step_s * n}
+        for n in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def compare(*folders: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "compare_runs.py"), *map(str, folders)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_times_may_differ_and_nan_equals_nan(tmp_path: Path) -> None:
+    done = compare(write_run(tmp_path / "a"), write_run(tmp_path / "b", step_s=7.0))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout == "the same bit for bit: 2 rows, 6 values, 1 files of weights\n"
+
+
+def test_the_last_bit_of_a_metric_and_of_a_weight_are_told(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", reward=0.1 + 0.2)
+    second = write_run(tmp_path / "b", reward=0.3, weights=b"v")
+    done = compare(first, second)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        "metrics.jsonl:1: reward/mean: 0.30000000000000004 and 0.3",
+        "metrics.jsonl:2: reward/mean: 0.30000000000000004 and 0.3",
+        "hf/model.safetensors: other bytes, or only in one",
+        "3 differences",
+    ]
+
+
+def test_a_run_that_stopped_early_differs_and_an_empty_folder_is_none(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    rows = (second / "metrics.jsonl").read_text().splitlines()
+    (second / "metrics.jsonl").write_text(rows[0] + "\n")
+    done = compare(first, second)
+    assert done.returncode == 1 and "metrics.jsonl: 2 rows and 1\n" in done.stdout
+    done = compare(first, tmp_path)
+    assert done.returncode == 2 and "no finished run" in done.stderr

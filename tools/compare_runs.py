@@ -1,0 +1,77 @@
+"""Whether two RL runs are the same bit for bit: python tools/compare_runs.py OUTPUT_DIR OUTPUT_DIR.
+
+Compared are the metrics of all steps, but for times, throughputs and memory, and the bytes of the
+exported models. Exit code 0: they are the same; 1: they are not, with what differs; 2: a folder
+does not hold a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mindspeed_rl.observability.names import measures_machine
+
+MOST_TOLD = 20
+
+
+def metrics(output: Path) -> list[dict[str, str]]:
+    """All that do not depend on the clock or the process; as text, so that NaN equals NaN."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: repr(v) for k, v in row.items() if not measures_machine(k)} for row in rows]
+
+
+def digests(exported: Path) -> dict[str, str]:
+    """SHA-256 of every file with weights."""
+    found = {}
+    for file in sorted(exported.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
+def differences(first: Path, second: Path) -> Iterator[str]:
+    """What is not the same, one line each."""
+    rows = [metrics(output) for output in (first, second)]
+    if len(rows[0]) != len(rows[1]):
+        yield f"metrics.jsonl: {len(rows[0])} rows and {len(rows[1])}"
+    for number, (mine, other) in enumerate(zip(*rows, strict=False), 1):
+        for name in sorted(mine.keys() | other.keys()):
+            if mine.get(name) != other.get(name):
+                yield f"metrics.jsonl:{number}: {name}: {mine.get(name)} and {other.get(name)}"
+    weights = [digests(output / "hf") for output in (first, second)]
+    for name in sorted(weights[0].keys() | weights[1].keys()):
+        if weights[0].get(name) != weights[1].get(name):
+            yield f"hf/{name}: other bytes, or only in one"
+
+
+def main() -> int:
+    """Compare and say so."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("outputs", type=Path, nargs=2, metavar="OUTPUT_DIR")
+    first, second = parser.parse_args().outputs
+    for output in (first, second):
+        if not (output / "metrics.jsonl").is_file() or not digests(output / "hf"):
+            parser.error(f"{output}: no finished run: metrics.jsonl or hf/*.safetensors is missing")
+    found = list(differences(first, second))
+    for line in found[:MOST_TOLD]:
+        print(line)
+    if found:
+        print(f"{len(found)} differences")
+        return 1
+    rows = metrics(first)
+    print(
+        f"the same bit for bit: {len(rows)} rows, {sum(map(len, rows))} values, "
+        f"{len(digests(first / 'hf'))} files of weights"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
