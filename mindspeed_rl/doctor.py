@@ -98,8 +98,11 @@ def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> It
 
 
 def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | None, list[Row]]:
-    """The plan of the flags, if they name a model, and the communicators that it needs. Local."""
-    size = config.dry_run.rl_world_size or world.size
+    """The plan of the flags, if they name a model, and the communicators that it needs. Local.
+
+    It is that of the ranks that are here; of ``--rl-world-size`` where there is one alone.
+    """
+    size = world.size if world.size > 1 else config.dry_run.rl_world_size or 1
     if not config.model.hf_checkpoint:
         tip = "give the flags of the run (or bash recipe.sh --doctor) to have its groups looked at"
         return None, [note(_LAYOUT, f"no --hf-checkpoint: {tip}")]
@@ -108,8 +111,13 @@ def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | N
     except ValueError as error:
         return None, [red(_LAYOUT, str(error), "change the flag that it names")]
     assert isinstance(plan, RLPlan)
+    given = config.dry_run.rl_world_size
+    if given not in (0, size):
+        what = f"--rl-world-size {given}, and torchrun started {size} ranks: the run is refused"
+        return plan, [red(_LAYOUT, what, "give the number of ranks, or leave the flag out")]
     groups = groups_of_run(0, config, plan)
-    mib = 2 * int(os.environ.get("HCCL_BUFFSIZE", "200"))
+    size_mib = os.environ.get("HCCL_BUFFSIZE", "200")
+    mib = 2 * (int(size_mib) if size_mib.isdecimal() else 200)  # its own row says what is wrong
     return plan, [
         note(
             _LAYOUT,
@@ -142,7 +150,7 @@ def collective_rows(
     found: list[Row] = []
     try:
         store = connect(world.rank, limit_s)
-        found = _rows_of_other_nodes(store, world, local, limit_s)
+        found = rows_of_other_nodes(store, world, local, limit_s)
         platform = select_platform(platform_name)
         platform.set_device()
     except ValueError as error:  # no device, which its own row says
@@ -162,7 +170,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _rows_of_other_nodes(
+def rows_of_other_nodes(
     store: Store, world: bootstrap.World, local: Sequence[Row], limit_s: float
 ) -> list[Row]:
     """Red rows that other nodes have and the first one has not; on rank 0."""

@@ -23,9 +23,11 @@ def main(job: ScoreJob) -> None:
     from mindspeed_rl.orchestration import training
 
     score = job.config.score
-    # vLLM wants room for one more token
-    limit = job.plan.spec.max_position_embeddings - (score.backend == "engine")
-    sequences = read_sequences(score.tokens, job.plan.spec.vocab_size, limit)
+    spec = job.plan.spec
+    limit = spec.max_position_embeddings
+    if score.backend == "engine":
+        limit = spec.engine_positions - 1  # vLLM wants room for one more token
+    sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     training.initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
     result = gather(job, sequences, compute(job, sequences))
@@ -77,7 +79,7 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
         rank=rank,
         platform=job.platform,
         dtype=str(dtype).removeprefix("torch."),
-        max_model_len=min(int(sequences.length.max()) + 1, job.plan.spec.max_position_embeddings),
+        max_model_len=int(sequences.length.max()) + 1,
         kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
         seed=config.train.seed,
         options={"max_logprobs": -1, **config.vllm_options},

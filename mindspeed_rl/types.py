@@ -44,6 +44,9 @@ class Completion:
         weights_version: the trainer's update count of the weights that sampled it.
         loss_mask: per token, whether the model sampled it (and is trained on it) or an environment
             wrote it, with log-prob 0; ``None``: all are the model's.
+        experts: of every token, those that the engine's routers chose where it was predicted:
+            [tokens, layers with experts, k] of one byte each (two above 256 experts); ``None``:
+            they were not asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -51,6 +54,7 @@ class Completion:
     finish_reason: str
     weights_version: int
     loss_mask: tuple[bool, ...] | None = None
+    experts: bytes | None = None
 
     def __post_init__(self) -> None:
         if self.finish_reason not in FINISH_REASONS:

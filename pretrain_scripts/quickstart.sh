@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The main job on one machine without accelerators: makes data and a tiny model, warms it up with a
 # few supervised steps, trains it with GRPO (Megatron TP2 x PP2, four vLLM engines in the same four
-# processes), evaluates on held-out prompts and exports a Hugging Face checkpoint.
+# processes), evaluates on held-out prompts and exports a Hugging Face checkpoint. Grade: executed on
+# a CPU.
 #
 # usage: pretrain_scripts/quickstart.sh [--algorithm grpo|dapo|ppo] [--seed N]
 #                                       [--control shuffled-rewards] [--output DIR]
@@ -27,7 +28,7 @@ DRY_RUN=0
 ORCHESTRATOR=torchrun
 while (( $# )); do
     case "$1" in
-        -h|--help) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h|--help) sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         --seed|--control|--output|--family|--algorithm)
             (( $# >= 2 )) || { echo "quickstart: $1 needs a value" >&2; exit 2; }
             case "$1" in

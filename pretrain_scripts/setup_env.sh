@@ -52,7 +52,9 @@ if (( ${#MISSING[@]} == 0 )); then
     exit 0
 fi
 
-[[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
+# Without python3-venv a first attempt leaves an environment that has no pip.
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" ||
+    fail "$PYTHON cannot make a virtual environment; install its venv package (Debian: python3-venv)"
 PIP=("$VENV/bin/python" -m pip --disable-pip-version-check -qq)
 requirements() { # sections -> requirement lines
     (cd "$ROOT" && "$VENV/bin/python" -c '

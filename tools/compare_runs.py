@@ -10,20 +10,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# What differs from run to run.
-OF_THE_CLOCK = re.compile(r"_s$|^time|tokens_per|memory|^perf|utc|seconds|throughput")
+from mindspeed_rl.observability.names import measures_machine
+
 MOST_TOLD = 20
 
 
 def metrics(output: Path) -> list[dict[str, str]]:
     """All that do not depend on the clock or the process; as text, so that NaN equals NaN."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: repr(v) for k, v in row.items() if not OF_THE_CLOCK.search(k)} for row in rows]
+    return [{k: repr(v) for k, v in row.items() if not measures_machine(k)} for row in rows]
 
 
 def digests(exported: Path) -> dict[str, str]:

@@ -19,15 +19,16 @@ from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
 from mindspeed_rl.models.hf_files import INDEX, SINGLE, VOCABULARY_FILES
 
-# Files of a checkpoint directory that describe the model rather than hold weights.
-SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
+# Files of a checkpoint directory that describe the model rather than hold weights. Code is what
+# auto_map of config.json names; readers that trust it fail without it.
+_CONFIG_FILES = ("config.json", "generation_config.json", "configuration_*.py", "modeling_*.py")
+_TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
+    "tokenization_*.py",
     *VOCABULARY_FILES,
 )
 
@@ -40,9 +41,10 @@ class HfWriter:
 
     Args:
         target: directory to create; an earlier export is replaced, anything else is refused.
-        source: directory whose config and tokenizer files are copied; never written to.
+        source: directory whose config files are copied; never written to.
         dtype: element type of the model, written into config.json.
         step: steps of the run that the weights come from, for the record.
+        tokenizer: directory whose tokenizer files are copied, and no others; empty: ``source``.
         config_keys: keys of config.json that the export has to set.
         shard_bytes: size at which a new file begins.
 
@@ -58,11 +60,13 @@ class HfWriter:
         dtype: torch.dtype,
         *,
         step: int,
+        tokenizer: str | Path = "",
         config_keys: Mapping[str, Any] | None = None,
         shard_bytes: int = 4 << 30,
     ) -> None:
         self._target = Path(target)
         self._source = Path(source)
+        self._tokenizer = Path(tokenizer or source)
         self._dtype = dtype
         self._step = step
         self._config_keys = dict(config_keys or {})
@@ -154,11 +158,21 @@ class HfWriter:
         (self._work / EXPORT_RECORD).write_text(json.dumps(record, indent=2))
 
     def _copy_side_files(self) -> None:
-        for name in SIDE_FILES:
-            if (self._source / name).is_file():
-                shutil.copyfile(self._source / name, self._work / name)
+        for file in side_files(self._source, self._tokenizer):
+            shutil.copyfile(file, self._work / file.name)
         text = config_text(self._source, self._dtype, self._config_keys)
         (self._work / "config.json").write_text(text)
+
+
+def side_files(source: Path, tokenizer: Path) -> list[Path]:
+    """The files beside the weights: config of one directory, tokenizer of the same or another."""
+    folders = ((source, _CONFIG_FILES), (tokenizer, _TOKENIZER_FILES))
+    return [
+        file
+        for folder, patterns in folders
+        for pattern in patterns
+        for file in sorted(folder.glob(pattern))
+    ]
 
 
 def config_text(

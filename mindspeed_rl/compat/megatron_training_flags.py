@@ -15,6 +15,7 @@ TRAINING = Group(
     --expert-model-parallel-size:1 --expert-tensor-parallel-size:1 --sequence-parallel:0
     --num-layers-per-virtual-pipeline-stage:1 --num-virtual-stages-per-pipeline-rank:1
     --decoder-first-pipeline-num-layers:1 --decoder-last-pipeline-num-layers:1
+    --account-for-embedding-in-pipeline-split:0 --account-for-loss-in-pipeline-split:0
     --use-distributed-optimizer:0 --micro-batch-size:1 --global-batch-size:1 --train-iters:1
     --lr:1 --min-lr:1 --lr-decay-style:1 --lr-decay-iters:1 --lr-warmup-iters:1
     --lr-warmup-fraction:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1
@@ -247,9 +248,7 @@ PIPELINE_PLACEMENT = Group(
     Disposition.NO_MEANING,
     "where a layer runs changes speed, not results; see --num-layer-list",
     """
-    --microbatch-group-size-per-virtual-pipeline-stage:1
-    --account-for-embedding-in-pipeline-split:0 --account-for-loss-in-pipeline-split:0
-    --mtp-standalone:0
+    --microbatch-group-size-per-virtual-pipeline-stage:1 --mtp-standalone:0
     """,
 )
 PIPELINE_LAYOUT = Group(

@@ -57,11 +57,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_kl(config)
     _check_sampling(config)
     _check_reward_model(config)
-    if config.rl.rl_routing_replay != "none" and config.rl.old_logprob == "rollout":
-        raise ValueError(
-            f"--rl-routing-replay {config.rl.rl_routing_replay} records the experts in the pass of "
-            "the old log-probs, which --old-logprob rollout leaves out; use on-policy or recompute"
-        )
+    _check_routing(config)
     if config.rl.ref_update_interval and not config.rl.grpo_kl_beta:
         raise ValueError(
             f"--ref-update-interval {config.rl.ref_update_interval} has no effect with "
@@ -79,6 +75,31 @@ def check_algorithms(config: RLRunConfig) -> None:
             "mismatch already; with --rl-inference-logprobs-is-correction or --rl-rejection use "
             "--old-logprob on-policy or recompute"
         )
+
+
+def _check_routing(config: RLRunConfig) -> None:
+    choice = config.rl.rl_routing_replay
+    if choice == "trainer" and config.rl.old_logprob == "rollout":
+        raise ValueError(
+            "--rl-routing-replay trainer records the experts in the pass of the old log-probs, "
+            "which --old-logprob rollout leaves out; use on-policy or recompute, or "
+            "--rl-routing-replay rollout"
+        )
+    if choice != "rollout":
+        return
+    factor, partial = config.sampling.rl_resample_factor, config.balance.partial_rollout_tokens
+    for used, given in (
+        (factor > 1, f"--rl-resample-factor {factor:g}"),
+        (partial > 0, f"--partial-rollout-tokens {partial}"),
+        (config.balance.rollout_rebalance == "all", "--rollout-rebalance all"),
+        (bool(config.environment.rl_environment), "--rl-environment"),
+    ):
+        if used:
+            raise ValueError(
+                f"--rl-routing-replay rollout: not with {given}: the experts of a response are "
+                "known where one engine samples all of it for the step it is trained in; remove "
+                "one of the two, or use --rl-routing-replay trainer"
+            )
 
 
 def _check_group(config: RLRunConfig) -> None:

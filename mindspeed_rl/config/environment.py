@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rl.config.flag import flag
+from mindspeed_rl.config.reward_spec import check_python_file, check_python_name
+
+# What mindspeed_rl.environments registers.
+BUILT_IN_ENVIRONMENTS = ("calculator",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +38,28 @@ class EnvironmentConfig:
         "--orchestrator ray; 0: in the process that leads the engine, one turn after the other.",
         minimum=0,
     )
+
+
+def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
+    """A registered name, or a name of a Python file that is there. Local; executes nothing.
+
+    Args:
+        flags: of the environment.
+        files: whether the user's file must be there.
+
+    Raises:
+        ValueError: naming the flag, its value and the fix.
+    """
+    name = flags.rl_environment
+    path, separator, attribute = name.rpartition(":")
+    where = f"--rl-environment {name}"
+    if separator and files:
+        check_python_file(Path(path), where)
+        check_python_name(Path(path), attribute, where)
+    elif name and not separator and name not in BUILT_IN_ENVIRONMENTS:
+        near = difflib.get_close_matches(name, BUILT_IN_ENVIRONMENTS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"{where}: unknown environment; {hint}known: {', '.join(BUILT_IN_ENVIRONMENTS)}; for "
+            "your own write path/to/file.py:Name"
+        )

@@ -6,7 +6,12 @@ from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import RolloutConfig
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import StageLayout, even_stages, listed_stages
+from mindspeed_rl.parallel.stages import (
+    StageLayout,
+    accounted_stages,
+    even_stages,
+    listed_stages,
+)
 
 
 def training_layout(
@@ -87,19 +92,24 @@ def stage_layout(model: ModelConfig, parallel: ParallelConfig, num_layers: int) 
         parallel.decoder_last_pipeline_num_layers,
     )
     uneven = first is not None or last is not None
-    vpp = _chunks(parallel, num_layers + len(noop), pp)
-    given = [parallel.num_layer_list != "", uneven, bool(noop)]
+    embedding = parallel.account_for_embedding_in_pipeline_split
+    loss = parallel.account_for_loss_in_pipeline_split
+    vpp = _chunks(parallel, num_layers + len(noop) + embedding + loss, pp)
+    given = [parallel.num_layer_list != "", uneven, bool(noop), embedding or loss]
     if sum(given) > 1 or (uneven and vpp > 1) or (given[0] and vpp > 1):
         raise ValueError(
-            "--num-layer-list, --decoder-first/last-pipeline-num-layers and --noop-layers exclude "
-            "each other, and the first two exclude --num-layers-per-virtual-pipeline-stage; "
-            "--num-layer-list alone can say all of it"
+            "--num-layer-list, --decoder-first/last-pipeline-num-layers, --noop-layers and "
+            "--account-for-embedding/loss-in-pipeline-split exclude each other, and the first two "
+            "exclude --num-layers-per-virtual-pipeline-stage; --num-layer-list alone can say all "
+            "of it"
         )
     if parallel.num_layer_list:
         counts = layer_numbers("--num-layer-list", parallel.num_layer_list)
         return listed_stages(num_layers, pp, counts)
     if uneven:
         return listed_stages(num_layers, pp, _uneven(num_layers, pp, first, last))
+    if embedding or loss:
+        return accounted_stages(num_layers, pp, vpp, embedding=embedding, loss=loss)
     return even_stages(num_layers, pp, vpp, noop)
 
 

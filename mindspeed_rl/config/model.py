@@ -21,7 +21,10 @@ class ModelConfig:
         "Directory with config.json, tokenizer and safetensors weights: architecture, tokenizer "
         "and first weights of the policy. Required.",
     )
-    tokenizer_name_or_path: str = flag("", "Tokenizer directory; empty takes --hf-checkpoint.")
+    tokenizer_name_or_path: str = flag(
+        "",
+        "Tokenizer directory; empty takes --hf-checkpoint. Exports get this tokenizer.",
+    )
     num_layers: int | None = flag(
         None, "Checked against the model's num_hidden_layers, after --noop-layers are taken off."
     )
@@ -83,6 +86,11 @@ class ModelConfig:
         0.0, "Dropout of the residual stream; RL allows 0 only.", minimum=0.0, below=1.0
     )
 
+    @property
+    def tokenizer_directory(self) -> str:
+        """Where the tokenizer of the run lies."""
+        return self.tokenizer_name_or_path or self.hf_checkpoint
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
@@ -119,6 +127,16 @@ class ParallelConfig:
     )
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "Layers of the last pipeline stage; the others share the rest.", minimum=0
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False,
+        "Count the embedding as one more layer in the even split over pipeline stages: the first "
+        "stage has a layer less.",
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False,
+        "Count the output layer and loss as one more layer in the even split over pipeline "
+        "stages: the last stage has a layer less.",
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Layers of each chunk of an interleaved pipeline.", minimum=1

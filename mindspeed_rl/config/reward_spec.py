@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,3 +128,42 @@ def check_python_file(path: Path, where: str) -> None:
             f"{where}: no Python file at {str(path.absolute())!r}; "
             "give the path of a .py file that every node can read"
         )
+
+
+def check_python_name(path: Path, name: str, where: str) -> None:
+    """Refuse a file that is no Python, or that binds ``name`` nowhere. Local; executes nothing.
+
+    A file that may bind it in a way that cannot be read (``import *``, ``globals()``, ``exec``) is
+    left to the import.
+
+    Raises:
+        ValueError: naming the line, or the nearest names.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{where}: the file is no Python: {error}; mend it") from error
+    bound = set(_bound_names(tree))
+    if name in bound or bound & _BINDS_ANYTHING:
+        return
+    near = ", ".join(difflib.get_close_matches(name, sorted(bound), n=3, cutoff=0.5))
+    raise ValueError(
+        f"{where}: the file defines no {name!r}; "
+        + (f"nearest: {near}" if near else "define it at the top level, or name what is there")
+    )
+
+
+_BINDS_ANYTHING = {"*", "globals", "vars", "setattr", "exec", "eval", "__getattr__"}
+
+
+def _bound_names(tree: ast.AST) -> Iterator[str]:
+    """Every name that is bound or that could bind others, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.Name) and (
+            isinstance(node.ctx, ast.Store) or node.id in _BINDS_ANYTHING
+        ):
+            yield node.id

@@ -11,6 +11,7 @@ from mindspeed_rl.config.reward_spec import (
     RewardSpec,
     check_name,
     check_python_file,
+    check_python_name,
     check_specs,
 )
 
@@ -176,5 +177,7 @@ def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
         if not spec.file:
             check_name(spec.name, BUILT_IN_REWARDS)
         elif files:
-            check_python_file(Path(spec.file), f"--reward-function {spec.name}")
+            where = f"--reward-function {spec.name}"
+            check_python_file(Path(spec.file), where)
+            check_python_name(Path(spec.file), spec.label, where)
     return {spec.name for spec in specs}

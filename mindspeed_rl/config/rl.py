@@ -73,8 +73,9 @@ class RLConfig:
         "none",
         "Experts of the passes over the samples of a step. none: every pass chooses them by its "
         "own scores; trainer: all passes take those that the trainer chose with the weights at the "
-        "start of the step, as the recomputation of layers does.",
-        choices=("none", "trainer"),
+        "start of the step, as the recomputation of layers does; rollout: they take those that the "
+        "engine chose where it predicted the tokens of a response, and the trainer's for prompts.",
+        choices=("none", "trainer", "rollout"),
     )
     rl_control: str = flag(
         "none",

@@ -17,6 +17,7 @@ from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.check_balance import check_balance
 from mindspeed_rl.config.check_engine import check_engine
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
+from mindspeed_rl.config.environment import check_environment
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.launch import check_environment_workers
 from mindspeed_rl.config.layouts import engine_layout, training_layout
@@ -124,6 +125,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_steps(config.train)
     environment = config.environment.rl_environment
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
+    check_environment(config.environment, files=files)
     check_environment_workers(config.environment, config.launch)
     base = check_layout(config.model, config.parallel, config.train, world, files)
     if files:
@@ -316,10 +318,13 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
             f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
             f"--seq-length {limit}; raise --seq-length or lower one of the two"
         )
-    if limit > spec.max_position_embeddings:
+    if limit > spec.engine_positions:
+        what = "max_position_embeddings"
+        if spec.engine_positions < spec.max_position_embeddings:
+            what = "YaRN factor x original_max_position_embeddings"
         raise ValueError(
-            f"sequences of up to {limit} tokens exceed the model's max_position_embeddings "
-            f"{spec.max_position_embeddings}; lower --max-prompt-length, "
+            f"sequences of up to {limit} tokens exceed the model's {what} "
+            f"{spec.engine_positions}; lower --max-prompt-length, "
             "--rollout-max-response-length or --seq-length"
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mindspeed_rl.checkpoint.hf_writer import SIDE_FILES, config_text
+from mindspeed_rl.checkpoint.hf_writer import config_text, side_files
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors
 from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, CheckpointRecord
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
@@ -342,11 +342,7 @@ def _side_files(options: ConversionOptions, model: _Model, target: Target) -> di
     if model.spec.num_mtp_layers and not options.mtp_num_layers:
         keys["num_nextn_predict_layers"] = 0
     dtype = target.dtypes["model.embed_tokens.weight"]
-    files = {
-        name: (model.directory / name).read_bytes()
-        for name in SIDE_FILES
-        if (model.directory / name).is_file()
-    }
+    files = {file.name: file.read_bytes() for file in side_files(model.directory, model.directory)}
     text = config_text(model.directory, dtype, keys, without=_QUANTISATION)
     return files | {"config.json": text.encode()}
 

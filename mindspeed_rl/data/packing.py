@@ -32,6 +32,8 @@ class TrainSample:
             the sequence ends.
         loss_mask: [length - num_prompt_tokens] bool, which tokens behind the prompt are trained on;
             ``None``: all.
+        experts: [trained tokens, layers with experts x k], the engine's where it predicted them;
+            ``None``: not known.
     """
 
     sample_id: int
@@ -41,6 +43,7 @@ class TrainSample:
     advantage: float = 0.0
     token_after: int | None = None
     loss_mask: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -74,6 +77,8 @@ class MicroBatch:
         sequence_of: [N] int64, which of the S sequences a trained token belongs to.
         num_trained: trained tokens of each of the S whole sequences.
         trained_index: [N] int64, which of the trained tokens of the whole row each one is.
+        experts: [N, layers with experts x k], the engine's, at the masked positions in order;
+            [N, 0] where they are not known.
         row_index: [T] int64, after :func:`split_context`: the position of each token in the whole
             row.
     """
@@ -89,12 +94,32 @@ class MicroBatch:
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
+    experts: torch.Tensor
     row_index: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
         return int(self.token_ids.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The tokens of samples, one after the other.
+
+    Attributes:
+        owner: [tokens of samples with their padding] int64, which sample each belongs to.
+        token_ids: [T] int64, as the other three in :class:`MicroBatch`.
+        positions: [T] int64.
+        targets: [T] int64.
+        loss_mask: [T] bool.
+    """
+
+    owner: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    loss_mask: torch.Tensor
 
 
 def pack(
@@ -110,6 +135,42 @@ def pack(
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     device = samples[0].token_ids.device if samples else torch.device("cpu")
+    row = _row_of(samples, lengths, padded_length, device)
+    sequence_of = row.owner[row.loss_mask[:total]]
+    logprobs = [
+        torch.zeros(s.num_trained, device=device)
+        if s.rollout_logprobs is None
+        else s.rollout_logprobs
+        for s in samples
+    ]
+    experts = [
+        torch.zeros((s.num_trained, 0), dtype=torch.uint8, device=device)
+        if s.experts is None
+        else s.experts
+        for s in samples
+    ]
+    advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device)
+    return MicroBatch(
+        token_ids=row.token_ids,
+        positions=row.positions,
+        targets=row.targets,
+        loss_mask=row.loss_mask,
+        lengths=lengths,
+        sample_ids=tuple(s.sample_id for s in samples),
+        rollout_logprobs=_cat(logprobs, device).to(torch.float32),
+        advantages=advantages[sequence_of],
+        sequence_of=sequence_of,
+        num_trained=tuple(s.num_trained for s in samples),
+        trained_index=torch.arange(sequence_of.numel(), device=device),
+        experts=torch.cat(experts) if experts else torch.zeros((0, 0), dtype=torch.uint8),
+    )
+
+
+def _row_of(
+    samples: Sequence[TrainSample], lengths: Sequence[int], padded_length: int, device: torch.device
+) -> _Row:
+    """Tokens and what stands behind each; ``lengths`` are those of samples with their padding."""
+    total = sum(lengths)
 
     def of_samples(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -117,7 +178,7 @@ def pack(
     length = of_samples(lengths)
     real = of_samples([s.length for s in samples])
     num_prompt = of_samples([s.num_prompt_tokens for s in samples])
-    owner = torch.repeat_interleave(length, output_size=total)  # [total] sequence of each token
+    owner = torch.repeat_interleave(length, output_size=total)
     position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]
     goes_on = of_samples([s.token_after is not None for s in samples])
     has_target = position < (real - 1 + goes_on)[owner]
@@ -139,27 +200,7 @@ def pack(
         if sample.loss_mask is not None:  # position t carries the token t + 1
             first = start + sample.num_prompt_tokens - 1
             mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
-    sequence_of = owner[mask[:total]]
-    logprobs = [
-        torch.zeros(s.num_trained, device=device)
-        if s.rollout_logprobs is None
-        else s.rollout_logprobs
-        for s in samples
-    ]
-    advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device)
-    return MicroBatch(
-        token_ids=token_ids,
-        positions=positions,
-        targets=targets,
-        loss_mask=mask,
-        lengths=lengths,
-        sample_ids=tuple(s.sample_id for s in samples),
-        rollout_logprobs=_cat(logprobs, device).to(torch.float32),
-        advantages=advantages[sequence_of],
-        sequence_of=sequence_of,
-        num_trained=tuple(s.num_trained for s in samples),
-        trained_index=torch.arange(sequence_of.numel(), device=device),
-    )
+    return _Row(owner, token_ids, positions, targets, mask)
 
 
 def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -212,5 +253,6 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         advantages=batch.advantages[trained],
         sequence_of=batch.sequence_of[trained],
         trained_index=trained,
+        experts=batch.experts[trained],
         row_index=index,
     )

@@ -83,7 +83,7 @@ def read_sequences(path: str, vocab_size: int, limit: int) -> Sequences:
         raise ValueError(
             f"--tokens {path}: lengths from {length.min()} to {length.max()}; allowed: 1 to "
             f"{min(tokens.shape[1], limit)} (T is {tokens.shape[1]}; the model's "
-            f"max_position_embeddings allow {limit} with this --backend)"
+            f"positions allow {limit} with this --backend)"
         )
     used = np.arange(tokens.shape[1])[None] < length[:, None]
     if tokens[used].min() < 0 or tokens[used].max() >= vocab_size:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, RunPlan
-from mindspeed_rl.memory.communicators import Groups, GroupUse, device_groups
+from mindspeed_rl.memory.communicators import (
+    Groups,
+    GroupUse,
+    all_device_groups,
+    device_groups,
+)
+from mindspeed_rl.parallel.layout import EngineLayout
 
 
 def groups_of_run(
@@ -14,13 +20,27 @@ def groups_of_run(
 
     They are those of any platform; ``engine_mc2``: see :class:`GroupUse`.
     """
+    use = _use(config, plan, engine_mc2)
+    return device_groups(rank, plan.parallel, _engine(plan), use)
+
+
+def all_groups_of_run(
+    config: RLRunConfig | PretrainRunConfig, plan: RunPlan, *, engine_mc2: bool = False
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """:func:`groups_of_run` of all ranks: by name every group once. Pure."""
+    return all_device_groups(plan.parallel, _engine(plan), _use(config, plan, engine_mc2))
+
+
+def _engine(plan: RunPlan) -> EngineLayout | None:
+    return plan.engine if isinstance(plan, RLPlan) else None
+
+
+def _use(config: RLRunConfig | PretrainRunConfig, plan: RunPlan, engine_mc2: bool) -> GroupUse:
     spec = plan.spec
-    use = GroupUse(
+    return GroupUse(
         experts=spec.moe is not None,
         router_bias=spec.moe is not None and spec.moe.router_bias,
         tied=spec.tie_embeddings,
         sharded_optimizer=config.parallel.use_distributed_optimizer,
         engine_mc2=engine_mc2,
     )
-    engine = plan.engine if isinstance(plan, RLPlan) else None
-    return device_groups(rank, plan.parallel, engine, use)

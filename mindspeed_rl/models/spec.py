@@ -145,6 +145,18 @@ class ModelSpec:
         return self.latent.rope_head_dim if self.latent else self.head_dim
 
     @property
+    def engine_positions(self) -> int:
+        """Longest sequence of an engine, in tokens.
+
+        vLLM's table of YaRN's angles ends with the stretched context, whatever the config's
+        max_position_embeddings, and is read beyond its end without an error.
+        """
+        if self.rope.kind != "yarn":
+            return self.max_position_embeddings
+        stretched = int(self.rope.factor * self.rope.original_max_position)
+        return min(self.max_position_embeddings, stretched)
+
+    @property
     def softmax_scale(self) -> float:
         """Factor of attention scores before the softmax.
 
@@ -227,6 +239,11 @@ class ModelSpec:
     def plain_query(self) -> bool:
         """Latent attention with a full query projection."""
         return self.latent is not None and self.q_lora_rank == 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers (from 0) with experts."""
+        return tuple(layer for layer, has in enumerate(self.moe.layers) if has) if self.moe else ()
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer (from 0) has experts instead of a dense MLP."""

@@ -24,7 +24,7 @@ from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.diagnosis.rows import Row, green, red
-from mindspeed_rl.memory.run_groups import groups_of_run
+from mindspeed_rl.memory.run_groups import all_groups_of_run
 from mindspeed_rl.platforms.base import Platform
 
 AREA = "collectives"
@@ -78,11 +78,8 @@ def axes_of(config: RLRunConfig, plan: RLPlan | None, world: int) -> list[Axis]:
     """Every kind of group that a run of this plan uses on its devices; the world without a plan."""
     if plan is None:
         return [Axis("world", (tuple(range(world)),))] if world > 1 else []
-    found: dict[str, dict[tuple[int, ...], None]] = {}
-    for rank in range(world):
-        for name, ranks in groups_of_run(rank, config, plan).items():
-            found.setdefault(name, {})[ranks] = None
-    return [Axis(name, tuple(groups)) for name, groups in found.items()]
+    assert plan.parallel.world == world
+    return [Axis(name, groups) for name, groups in all_groups_of_run(config, plan).items()]
 
 
 def exchange(

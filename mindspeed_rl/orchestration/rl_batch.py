@@ -214,10 +214,7 @@ def with_advantages(
         rows = [
             _token_rewards(run, m, of_sample, index, p) for m, p in zip(micro, given, strict=True)
         ]
-        if estimator.needs_critic:
-            micro, parts = rl_critic.with_targets(run, micro, rows, counted)
-        else:
-            parts = [_returns(run, m, row) for m, row in zip(micro, rows, strict=True)]
+        micro, parts = _token_advantages(run, micro, rows, counted, estimator.needs_critic)
     if estimator.whiten:
         parts = whitened(parts, counted, run.policy.sum_over_tokens)
     for m, part in zip(micro, parts, strict=True):
@@ -319,6 +316,19 @@ def _token_rewards(
         row = torch.zeros_like(tokens).index_copy_(0, batch.trained_index, penalty)
         tokens = tokens - run.policy.sum_over_context(row)
     return tokens
+
+
+def _token_advantages(
+    run: RLJob,
+    micro: Sequence[PreparedBatch],
+    rows: Sequence[torch.Tensor],
+    counted: Sequence[torch.Tensor],
+    needs_critic: bool,
+) -> tuple[list[PreparedBatch], list[torch.Tensor]]:
+    """[N] of each row, from the rewards of its tokens; with a critic its targets as well."""
+    if needs_critic:
+        return rl_critic.with_targets(run, micro, rows, counted)
+    return list(micro), [_returns(run, m, row) for m, row in zip(micro, rows, strict=True)]
 
 
 def _returns(run: RLJob, micro: PreparedBatch, rewards: torch.Tensor) -> torch.Tensor:

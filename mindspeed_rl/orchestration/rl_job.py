@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,7 @@ from mindspeed_rl.orchestration.rl_balance import check_rebalance
 from mindspeed_rl.orchestration.rl_phases import (
     build_phases,
     build_rollout_engine,
+    check_expert_replay,
     open_ledger,
     share_memory,
     watched,
@@ -181,9 +183,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     """Build the parts in the order in which mistakes are cheapest. Collective: the world."""
-    check_rebalance(job.config, job.platform.name)
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    job = _with_installed_engine(job)
     config, plan, rank = job.config, job.plan, job.world.rank
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
@@ -239,7 +239,17 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     )
     holder.append(result)
     phases.to_train()
+    gc.collect()
+    gc.freeze()  # what stays for the run is not looked through at every release of device memory
     return result
+
+
+def _with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
+    """The plan as the installed engine keeps experts, after what it cannot do is refused."""
+    check_rebalance(job.config, job.platform.name)
+    check_expert_replay(job.config, job.platform.name)
+    vllm = installed_layout(job.plan.vllm, job.platform.name)
+    return replace(job, plan=replace(job.plan, vllm=vllm))
 
 
 def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
@@ -260,7 +270,8 @@ def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
     """What the policy does about the experts of later passes: see ``TrainEngine``."""
     if not job.plan.spec.moe:
         return "free"
-    return "compare" if job.config.rl.rl_routing_replay == "none" else "replay"
+    choice = job.config.rl.rl_routing_replay
+    return {"none": "compare", "trainer": "replay", "rollout": "engine"}[choice]
 
 
 def load_data(

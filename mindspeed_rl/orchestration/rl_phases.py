@@ -34,7 +34,9 @@ from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
 from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm_versions import engine_capabilities, installed_version
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -174,7 +176,30 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
             options=config.vllm_options,
             tuning=config.engine,
             graph_sizes=graph_sizes(job),
+            experts=_recorder_of(job),
         )
+
+
+def check_expert_replay(config: RLRunConfig, platform: str) -> None:
+    """Refuse to replay experts that the installed engine does not tell. Local.
+
+    Raises:
+        ValueError: naming the flag and what to use.
+    """
+    if config.rl.rl_routing_replay != "rollout":
+        return
+    row = engine_capabilities(installed_version(), platform)
+    if not row.routed_experts:
+        raise ValueError(
+            f"--rl-routing-replay rollout: the experts that vLLM {row.version}x on {platform} "
+            "chooses cannot be had from it; use trainer, or none"
+        )
+
+
+def _recorder_of(job: Job[RLRunConfig, RLPlan]) -> ExpertRecorder | None:
+    if job.config.rl.rl_routing_replay != "rollout":
+        return None
+    return ExpertRecorder(job.plan.spec.expert_layers)
 
 
 def build_phases(

@@ -68,7 +68,7 @@ def describe(run: RLJob) -> None:
     if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
         run.job.say(
             "experts: each pass over a sample chooses its own; routing/agreement says how many of "
-            "them differ, and --rl-routing-replay trainer keeps them"
+            "them differ, and --rl-routing-replay trainer or rollout keeps them"
         )
     if run.job.ignored:
         run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")

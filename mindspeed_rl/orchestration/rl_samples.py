@@ -13,7 +13,7 @@ from mindspeed_rl.data.placement import MicroBatchPlan
 from mindspeed_rl.data.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
 from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution, num_words
 from mindspeed_rl.experience.samples import Sample
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration import training
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -34,20 +34,38 @@ class Response:
         token_ids: [n] int64.
         logprobs: [n] fp32, the engine's.
         loss_mask: [n] bool, the tokens that the model sampled; ``None``: all.
+        experts: [n, layers with experts x k], the engine's; ``None``: they are not kept.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     loss_mask: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
 
-def store(cache: TensorCache, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> None:
+def experts_column(run: RLJob) -> Column | None:
+    """The engine's experts of every token of a response, where they are replayed. Local."""
+    if run.config.rl.rl_routing_replay != "rollout":
+        return None
+    spec = run.plan.spec
+    assert spec.moe is not None, "refused before the run"
+    dtype = torch.uint8 if spec.num_experts <= 256 else torch.int16
+    return Column("experts", dtype, len(spec.expert_layers) * spec.moe.top_k)
+
+
+def store(
+    cache: TensorCache,
+    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
+    experts: Column | None = None,
+) -> None:
     """Keep what this rank's engine sampled: one copy to the device for each tensor. Local.
 
     Args:
         cache: of this rank.
         rollouts: of its engine.
         samples: the table of all, by sample id.
+        experts: of :func:`experts_column`.
     """
     mine = [samples[r.sample_id] for r in rollouts]
     texts = [r.completion for r in rollouts]
@@ -59,7 +77,17 @@ def store(cache: TensorCache, rollouts: Sequence[Rollout], samples: Sequence[Sam
         )
     ]
     logprobs = [value for text in texts for value in text.logprobs]
-    _put(cache, mine, torch.tensor(tokens, dtype=torch.int32), torch.tensor(logprobs))
+    columns = [(TOKENS, torch.tensor(tokens, dtype=torch.int32))]
+    columns.append((LOGPROBS, torch.tensor(logprobs, dtype=torch.float32)))
+    if experts is not None:
+        routed = b"".join(text.experts for text in texts if text.experts is not None)
+        columns.append((experts, _numbers(routed, experts.dtype)))
+    _put(cache, mine, columns)
+
+
+def _numbers(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor of what bytes say; torch refuses to look at none."""
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
 
 
 def store_responses(
@@ -68,7 +96,8 @@ def store_responses(
     """Keep responses that a checkpoint brought back. Local."""
     if responses:
         tokens = torch.cat([_marked(r) for r in responses])
-        _put(cache, samples, tokens, torch.cat([r.logprobs for r in responses]))
+        logprobs = torch.cat([r.logprobs for r in responses]).to(torch.float32)
+        _put(cache, samples, [(TOKENS, tokens), (LOGPROBS, logprobs)])
 
 
 def _marked(response: Response) -> torch.Tensor:
@@ -77,9 +106,9 @@ def _marked(response: Response) -> torch.Tensor:
 
 
 def _put(
-    cache: TensorCache, samples: Sequence[Sample], tokens: torch.Tensor, logprobs: torch.Tensor
+    cache: TensorCache, samples: Sequence[Sample], columns: Sequence[tuple[Column, torch.Tensor]]
 ) -> None:
-    for column, values in ((TOKENS, tokens), (LOGPROBS, logprobs.to(torch.float32))):
+    for column, values in columns:
         cache.put(
             column,
             [s.key for s in samples],
@@ -135,6 +164,7 @@ def pack_placed(
     """
     at, size = run.plan.parallel.coords(run.rank), run.plan.batch.samples_per_update
     needed = at.pp in stages_of(run)
+    experts = experts_column(run)
 
     def train_samples(items: Sequence[int]) -> list[TrainSample]:
         samples = [placed.samples[i] for i in items]
@@ -145,7 +175,7 @@ def pack_placed(
                 TrainSample(s.sample_id, prompts[0].new_zeros(size + s.num_tokens), size)
                 for s, size in zip(samples, sizes, strict=True)
             ]
-        responses = responses_in(placed.moved, items, samples)
+        responses = responses_in(placed.moved, items, samples, experts)
         if at_the_end:
             return [
                 TrainSample(s.sample_id, ids, ids.numel(), token_after=0)
@@ -175,13 +205,17 @@ def as_train_samples(
     result = []
     joined = _joined(prompts, responses)
     for sample, prompt, response, ids in zip(samples, prompts, responses, joined, strict=True):
-        logprobs, mask = response.logprobs, response.loss_mask
+        logprobs, mask, experts = response.logprobs, response.loss_mask, response.experts
+        num_read = prompt.numel()
         if drop_truncated and not sample.stopped:
-            result.append(TrainSample(sample.sample_id, ids, ids.numel(), logprobs[:0]))
-            continue
+            num_read, logprobs, mask = ids.numel(), logprobs[:0], None
+            experts = None if experts is None else experts[:0]
         if mask is not None:
+            assert experts is None, "experts of a conversation"
             logprobs = logprobs[mask]
-        result.append(TrainSample(sample.sample_id, ids, prompt.numel(), logprobs, loss_mask=mask))
+        result.append(
+            TrainSample(sample.sample_id, ids, num_read, logprobs, loss_mask=mask, experts=experts)
+        )
     return result
 
 
@@ -236,7 +270,9 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
     lengths = [len(run.prompts[s.prompt_index].token_ids) + s.num_tokens for s in samples]
     holders = holders_of(run, samples)
     copies = copies_moved(holders, len(samples), run.plan.parallel, stages_of(run))
-    words = [num_words(COLUMNS, s.num_tokens) for s in samples]
+    experts = experts_column(run)
+    columns = COLUMNS if experts is None else (*COLUMNS, experts)
+    words = [num_words(columns, s.num_tokens) for s in samples]
     moved_words = copies * np.asarray(words, dtype=np.int64).reshape(-1, 1)
     plans = [
         training.plan_batches(
@@ -250,7 +286,7 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
             for i in (i for micro in mine for i in micro):
                 destinations[number * size + i] = dp
     legs = plan_legs(holders, destinations, run.plan.parallel, stages_of(run), run.rank)
-    moved, metrics = _move(run, samples, legs, cache or run.cache)
+    moved, metrics = _move(run, samples, legs, cache or run.cache, columns)
     moved.keep()
     return Placed(samples, plans, moved, metrics)
 
@@ -274,9 +310,13 @@ def fetch(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
 
 
 def _move(
-    run: RLJob, samples: Sequence[Sample], legs: Sequence[Leg], cache: TensorCache
+    run: RLJob,
+    samples: Sequence[Sample],
+    legs: Sequence[Leg],
+    cache: TensorCache,
+    columns: Sequence[Column] = COLUMNS,
 ) -> tuple[Redistribution, MetricSet]:
-    moved = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, legs)
+    moved = Redistribution(cache, [Parcel.of(s) for s in samples], columns, legs)
     wire = GroupWire(parallel_state.group_along)
     moved.run(wire)
     metrics = MetricSet(
@@ -289,7 +329,10 @@ def _move(
 
 
 def responses_in(
-    moved: Redistribution, items: Sequence[int], samples: Sequence[Sample]
+    moved: Redistribution,
+    items: Sequence[int],
+    samples: Sequence[Sample],
+    experts: Column | None = None,
 ) -> list[Response]:
     """Responses that were here or have arrived, on the device: views of one tensor each. Local.
 
@@ -297,6 +340,7 @@ def responses_in(
         moved: what has arrived.
         items: positions in its plan.
         samples: their rows of the sample table.
+        experts: of :func:`experts_column`.
 
     Raises:
         RuntimeError: one is not here.
@@ -305,8 +349,12 @@ def responses_in(
     tokens, logprobs = moved.read_all(items, TOKENS), moved.read_all(items, LOGPROBS)
     ids = tokens.to(torch.int64)
     if all(s.num_sampled == s.num_tokens for s in samples):
-        said = zip(torch.split(ids, sizes), torch.split(logprobs, sizes), strict=True)
-        return [Response(*part) for part in said]
+        routed: Sequence[torch.Tensor | None] = [None] * len(sizes)
+        if experts is not None:
+            rows = moved.read_all(items, experts).view(-1, experts.width)
+            routed = torch.split(rows, sizes)
+        said = zip(torch.split(ids, sizes), torch.split(logprobs, sizes), routed, strict=True)
+        return [Response(own, logp, experts=chosen) for own, logp, chosen in said]
     sampled = ids >= 0
     marked = zip(
         torch.split(torch.where(sampled, ids, ~ids), sizes),

@@ -38,7 +38,7 @@ from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered, t
 from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
 from mindspeed_rl.orchestration.step_peak import watch_update
 from mindspeed_rl.phases.machine import Phase
-from mindspeed_rl.trainer.routing_replay import AGREEMENT
+from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
 from mindspeed_rl.types import Prompt
 
@@ -84,7 +84,8 @@ def collect(run: RLJob, step: int) -> Collected:
         drawn = rollouts_of(
             run, prompts, step, settings, attempt, first=first, lengths=run.lengths, begun=begun
         )
-        rl_samples.store(run.cache, drawn.rollouts, drawn.samples)
+        experts = rl_samples.experts_column(run)
+        rl_samples.store(run.cache, drawn.rollouts, drawn.samples, experts)
         num_drawn += len(prompts)
         metrics = metrics.merge(drawn.metrics)
         return drawn.samples
@@ -242,6 +243,8 @@ def update_once(
     silent = silent_metrics(step_loss(run, batch.denominators, True)).merge({FIRST_RATIO: Max()})
     if run.plan.spec.moe:
         silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
+    if run.config.rl.rl_routing_replay == "rollout":
+        silent = silent.merge({ENGINE_AGREEMENT: Mean(0.0, 0.0)})
     first = run.rank == 0
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(first))})
@@ -334,7 +337,8 @@ def probe(run: RLJob) -> float:
             copies=copies, num_copies=engine.tp,
         )  # fmt: skip
         cache = TensorCache(run.job.platform.device)
-        rl_samples.store(cache, mine, samples)
+        experts = rl_samples.experts_column(run)
+        rl_samples.store(cache, mine, samples, experts)
     run.phases.to_train()
     with run.phase("probe"):
         placed = rl_samples.place(run, samples, cache)

@@ -44,8 +44,9 @@ def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokeniz
     """The tokenizer of the run."""
     from transformers import AutoTokenizer
 
-    directory = config.model.tokenizer_name_or_path or config.model.hf_checkpoint
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        config.model.tokenizer_directory
+    )
     return tokenizer
 
 
@@ -178,9 +179,10 @@ def export_hf(
 ) -> None:
     """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
 
-    ``checkpoint`` is where config and tokenizer come from; empty: ``--hf-checkpoint``. Tensors
-    travel to the writer in rounds and are written as they come. Rank 0 writes; nodes that do not
-    share its file system write a copy of their own, so that the next job finds it.
+    ``checkpoint`` is where the config comes from; empty: ``--hf-checkpoint``. The tokenizer is that
+    of the run. Tensors travel to the writer in rounds and are written as they come. Rank 0 writes;
+    nodes that do not share its file system write a copy of their own, so that the next job finds
+    it.
     """
     rank, platform = job.world.rank, job.platform
     source, value_head = engine.layout, engine.spec.value_head
@@ -200,7 +202,10 @@ def export_hf(
         if rank in writers:
             checkpoint = checkpoint or job.config.model.hf_checkpoint
             keys = value_export_keys(checkpoint, engine.spec) if value_head else export_keys(job)
-            opened = HfWriter(target, checkpoint, dtype, step=step, config_keys=keys)
+            tokenizer = job.config.model.tokenizer_directory
+            opened = HfWriter(
+                target, checkpoint, dtype, step=step, tokenizer=tokenizer, config_keys=keys
+            )
             writer = stack.enter_context(opened)
         stream.run(engine.named_parameters(), writer.add if writer else None)
         if writer and not value_head:

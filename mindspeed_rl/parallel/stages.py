@@ -106,6 +106,43 @@ def even_stages(
     return StageLayout(pp, tuple(counts))
 
 
+def accounted_stages(
+    num_layers: int, pp: int, vpp: int = 1, *, embedding: bool, loss: bool
+) -> StageLayout:
+    """Split evenly with the embedding, the loss or both as one more layer.
+
+    The first chunk has a layer less for the embedding, the last one for the loss. Source:
+    ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
+
+    Args:
+        num_layers: layers of the model.
+        pp: pipeline stages.
+        vpp: chunks of each stage.
+        embedding: ``--account-for-embedding-in-pipeline-split``.
+        loss: ``--account-for-loss-in-pipeline-split``.
+
+    Raises:
+        ValueError: layers that do not divide.
+    """
+    slots = num_layers + embedding + loss
+    if slots % (pp * vpp) or slots < pp * vpp:
+        flags = [
+            f"--account-for-{name}-in-pipeline-split"
+            for name, given in (("embedding", embedding), ("loss", loss))
+            if given
+        ]
+        chunks = f" x {vpp} chunks per stage" if vpp > 1 else ""
+        raise ValueError(
+            f"{' '.join(flags)}: --pipeline-model-parallel-size {pp}{chunks} does not divide "
+            f"{slots} = {num_layers} layers + {slots - num_layers}; allowed: the divisors of "
+            f"{slots}, or give the layers of each stage with --num-layer-list"
+        )
+    counts = [slots // (pp * vpp)] * (pp * vpp)
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return StageLayout(pp, tuple(counts))
+
+
 def filled_slots(
     num_layers: int, pp: int, vpp: int, noop_layers: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:

@@ -25,7 +25,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,11 @@ ADAPTOR = "mindspeed.megatron_adaptor"
 PURGED = ("flash_attn", "fla", "fast_hadamard_transform")
 # Their attributes are imported when they are asked for.
 LAZY = ("transformers",)
+# torch_npu imports them to change their idea of CUDA, and with them data sets and trackers: seconds
+# of every start. Nothing here trains with them.
+FOREIGN_TRAINERS = (
+    "transformers.trainer", "transformers.training_args", "transformers.trainer_utils",
+)  # fmt: skip
 _DUMMY_FILE = "mindspeed.dummy_module.py"
 _INSTALLED: list[NpuSetup] = []
 
@@ -59,7 +64,7 @@ def install(setup: NpuSetup) -> None:
     loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
     if with_mindspeed and loaded:
         raise RuntimeError(f"MindSpeed must be applied before {loaded[0]} is imported")
-    with _kept_functions(), _kept_triton_drivers():
+    with _kept_functions(), _kept_triton_drivers(), _hidden(FOREIGN_TRAINERS):
         if with_mindspeed:
             _apply_adaptor(setup.features)
         else:
@@ -181,6 +186,19 @@ def _kept_functions() -> Iterator[None]:
     yield
     changed: Any = torch
     changed.compile, changed.jit.script = compile_, script
+
+
+@contextmanager
+def _hidden(names: Sequence[str]) -> Iterator[None]:
+    """Modules that are not loaded yet cannot be imported."""
+    hidden = [name for name in names if name not in sys.modules]
+    unavailable: Any = None
+    sys.modules.update(dict.fromkeys(hidden, unavailable))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 @contextmanager

@@ -70,17 +70,35 @@ class RequestPort(Protocol):
         ...
 
 
+class RoutedExperts(Protocol):
+    """What remembers the experts of the tokens that the engine of this process computes."""
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def take(self, name: str, first: int, count: int) -> bytes:
+        """Those of ``count`` tokens from position ``first`` on of a request, by its inner name."""
+        ...
+
+
 class OpenRequests:
     """The unfinished requests of one call of ``generate``.
 
     Args:
         port: to the engine.
         max_tokens: limit of a response that has none of its own.
+        experts: completions take theirs along; every request must then end where it began.
     """
 
-    def __init__(self, port: RequestPort, max_tokens: int) -> None:
+    def __init__(
+        self, port: RequestPort, max_tokens: int, experts: RoutedExperts | None = None
+    ) -> None:
         self._port = port
         self._limit = max_tokens
+        self._experts = experts
+        if experts is not None:
+            experts.clear()
         self._parcels: dict[int, Parcel] = {}
         self._names: dict[int, str] = {}
         self._latest: dict[int, Any] = {}
@@ -116,13 +134,19 @@ class OpenRequests:
         found = {}
         for sample_id, output in outputs.items():
             parcel = self._parcels.pop(sample_id)
-            self._names.pop(sample_id)
+            name = self._names.pop(sample_id)
             self._latest.pop(sample_id, None)
             last = completion(output.outputs[0], sample_id, version)
+            experts = None
+            if self._experts is not None:
+                assert not parcel.token_ids, "experts of a request that was on other engines"
+                before = len(parcel.request.token_ids) - 1  # where the first token is predicted
+                experts = self._experts.take(name, before, len(last.token_ids))
             found[sample_id] = replace(
                 last,
                 token_ids=(*parcel.token_ids, *last.token_ids),
                 logprobs=(*parcel.logprobs, *last.logprobs),
+                experts=experts,
             )
         return found
 

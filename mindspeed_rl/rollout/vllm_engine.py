@@ -31,10 +31,11 @@ from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, RequestPort
 from mindspeed_rl.rollout.patches import sampling_stream
 from mindspeed_rl.rollout.patches.derived_state import DERIVED_PARAMS
+from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
-from mindspeed_rl.rollout.vllm_requests import VllmPort, token_scores
+from mindspeed_rl.rollout.vllm_requests import VllmPort, score_params, token_scores
 from mindspeed_rl.types import Completion
 
 
@@ -55,6 +56,7 @@ class VllmEngine:
         options: further arguments of ``vllm.LLM``, from ``--vllm-*``; none that is set here.
         tuning: flags of the engine's execution.
         graph_sizes: what ``--rollout-graph-sizes`` came to.
+        experts: what completions take the experts of their tokens from.
 
     Attributes:
         stats: what :meth:`generate` ran since the caller last took it.
@@ -78,6 +80,7 @@ class VllmEngine:
         options: Mapping[str, object],
         tuning: EngineTuningConfig = EngineTuningConfig(),  # noqa: B008
         graph_sizes: tuple[int, ...] = (),
+        experts: ExpertRecorder | None = None,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -106,6 +109,9 @@ class VllmEngine:
             self._agreement = backend.prepare()
             self._llm = self._build(model_dir, settings)
             parts = backend.parts(self._llm)
+        self._experts = experts
+        if experts is not None:
+            experts.attach(self._llm)
         self._interval = tuning.rollout_dp_sync_interval
         self._engine: Any = self._llm.llm_engine
         self._model, self._derived = parts.model, parts.derived
@@ -312,7 +318,7 @@ class VllmEngine:
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform):
             port = self._port(settings, rebalancer is not None)
-            self._open = OpenRequests(port, settings.max_response_tokens)
+            self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
             self._open.add(Parcel(r, r.begun, r.begun_logprobs) for r in requests)
             for outputs in self._shared_steps(rebalancer):
                 self._open.note(outputs)
@@ -368,16 +374,9 @@ class VllmEngine:
             RuntimeError: the engine is not awake, or its weights are not ``trainer_version``.
         """
         self._require("score", trainer_version)
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=temperature,
-            seed=0,
-            prompt_logprobs=-1 if with_entropy else 0,
-            detokenize=False,
-        )
+        params = score_params(temperature, with_entropy)
         with preserved_rng(self._platform):
             for number, ids in enumerate(sequences):
                 prompt = tokens_input(prompt_token_ids=list(ids))

@@ -66,6 +66,19 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
     )
 
 
+def score_params(temperature: float, with_entropy: bool) -> Any:
+    """For the log-probs of a prompt, and with ``with_entropy`` its whole distributions."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=temperature,
+        seed=0,
+        prompt_logprobs=-1 if with_entropy else 0,
+        detokenize=False,
+    )
+
+
 class VllmPort:
     """Requests of vLLM's ``LLMEngine`` with equal settings; ``follow``: while they run, too."""
 

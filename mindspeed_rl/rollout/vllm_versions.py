@@ -28,8 +28,12 @@ class EngineCapabilities:
         packed_sync: data-parallel ranks may agree through our reduction.
         transposed_experts: see :class:`~mindspeed_rl.resharding.layouts.vllm.VllmLayout`.
         sleep_tags: its sleep mode discards weights and cache one by one and keeps addresses.
+        head_sizes: channels of a head that its attention kernels know; empty: not limited here.
+        latent_sizes: the same of what latent attention caches of a token.
         streams: a request's random stream may go on in another engine; see
             :mod:`~mindspeed_rl.rollout.patches.sampling_stream`.
+        routed_experts: the experts of a response can be had; see
+            :mod:`~mindspeed_rl.rollout.patches.routed_experts`.
         expert_module: path of the module with the experts of a layer, below the layer.
     """
 
@@ -42,7 +46,10 @@ class EngineCapabilities:
     packed_sync: bool = False
     transposed_experts: bool = False
     sleep_tags: bool = False
+    head_sizes: tuple[int, ...] = ()
+    latent_sizes: tuple[int, ...] = ()
     streams: bool = False
+    routed_experts: bool = False
     expert_module: str = EXPERT_MODULE
 
 
@@ -73,7 +80,10 @@ CAPABILITIES = (
         expert_multiple=32,
         whole_shared_experts=True,
         packed_sync=True,
+        head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        latent_sizes=(576,),
         streams=True,
+        routed_experts=True,
     ),
     _ascend("0.11."),
     _ascend("0.13.", streams=True),
@@ -127,11 +137,19 @@ def installed_version() -> str:
 
 
 def check_model_support(row: EngineCapabilities, spec: ModelSpec) -> None:
-    """Refuse models whose weights were not proven to be updatable in place.
+    """Refuse models that the engine has no kernels for, or whose updates in place are not proven.
 
     Raises:
-        ValueError: naming what is not proven.
+        ValueError: naming what is not there, or not proven.
     """
+    size, known, keys = spec.head_dim, row.head_sizes, "head_dim"
+    if spec.latent:
+        size, known, keys = spec.kv_a_size, row.latent_sizes, "kv_lora_rank + qk_rope_head_dim"
+    if known and size not in known:
+        raise ValueError(
+            f"config.json: {keys} {size}: vLLM {row.version}x on {row.platform} has attention "
+            f"kernels for {', '.join(map(str, known))} channels only; run it on another device"
+        )
     missing = [
         what
         for what, needed, can in (

@@ -5,6 +5,9 @@ some tokens change experts, and their ratios jump although the policy hardly cha
 experts are those of the recording pass; their weights come from the present scores, so gradients
 reach the router (Zheng et al. 2025, arXiv:2507.18071, section 5.3).
 
+Where the engine tells its experts, the first pass takes those at the places that predict trained
+tokens (Ma et al. 2025, arXiv:2510.11370), and its own for the others.
+
 Shapes: t tokens of a micro-batch on this rank (of its context-parallel and, with sequence
 parallelism, tensor-parallel share), k experts per token.
 """
@@ -18,9 +21,12 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.data.packing import MicroBatch
 from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 
 AGREEMENT = "routing/agreement"
+ENGINE_AGREEMENT = "routing/engine_agreement"
 
 
 class Routes:
@@ -28,12 +34,40 @@ class Routes:
 
     Args:
         counted: [t] bool, tokens that the agreement is measured on.
+        given: [counted tokens, all layers with experts, k], the engine's experts of those.
     """
 
-    def __init__(self, counted: torch.Tensor) -> None:
+    def __init__(self, counted: torch.Tensor, given: torch.Tensor | None = None) -> None:
         self.counted = counted
+        self.given = given
         #: number of the router -> [t, k] ids, uint8 or int16
         self.experts: dict[int, torch.Tensor] = {}
+
+
+def routes_of(
+    batch: MicroBatch, share: Callable[[torch.Tensor], torch.Tensor], num_layers: int
+) -> Routes:
+    """Those of a micro-batch before its first pass. Local.
+
+    Args:
+        batch: after the split over context-parallel ranks.
+        share: what of a tensor of its tokens is this rank's.
+        num_layers: of the model, with experts.
+    """
+    counted = share(batch.loss_mask)
+    if not batch.experts.size(1):
+        return Routes(counted)
+    rows = share(batch.loss_mask.cumsum(0) - 1)[counted]
+    shape = (len(rows), num_layers, batch.experts.size(1) // num_layers)
+    return Routes(counted, batch.experts[rows].view(shape))
+
+
+def router_places(layout: MegatronLayout, rank: int) -> tuple[int, ...]:
+    """Of each router on a rank, in order, which of the layers with experts it belongs to."""
+    stages, stage = layout.parallel.stages, layout.parallel.coords(rank).pp
+    place = {layer: number for number, layer in enumerate(layout.spec.expert_layers)}
+    mine = (layer for chunk in range(stages.vpp) for layer in stages.layers_of(stage, chunk))
+    return tuple(place[layer] for layer in mine if layer in place)
 
 
 class RoutingReplay:
@@ -46,13 +80,19 @@ class RoutingReplay:
     Args:
         modules: the chunks of the model.
         replays: whether later passes take the recorded experts; else they are only compared.
+        places: of each router, in order, which of the layers with experts it belongs to; needed
+            where the engine gives the experts.
     """
 
-    def __init__(self, modules: Sequence[Any], *, replays: bool = True) -> None:
+    def __init__(
+        self, modules: Sequence[Any], *, replays: bool = True, places: Sequence[int] = ()
+    ) -> None:
         routers = [layer for m in modules for layer in m.modules() if hasattr(layer, "routing")]
         self.current: Routes | None = None
         self.replays = replays
         self.in_update = False
+        self.places = tuple(places)
+        assert not places or len(places) == len(routers), f"{len(routers)} routers at {places}"
         self._tapes = [_Tape(self, number) for number in range(len(routers))]
         for router, tape in zip(routers, self._tapes, strict=True):
             router.router_replay = tape
@@ -81,12 +121,36 @@ class RoutingReplay:
             )
 
     def metrics(self) -> MetricSet:
-        """Share of the recorded experts that the router would choose now, since the last call."""
-        agreed = sum(tape.agreed for tape in self._tapes)
-        compared = sum(tape.compared for tape in self._tapes)
-        for tape in self._tapes:
-            tape.agreed, tape.compared = 0.0, 0.0
-        return MetricSet({AGREEMENT: Mean(float(agreed), float(compared))})
+        """Shares of experts since the last call: of the recorded, those that the router would
+        choose now; of the engine's, those that it would have chosen in the first pass.
+        """
+        metrics = MetricSet({AGREEMENT: _mean([tape.later for tape in self._tapes])})
+        if self.places:
+            metrics[ENGINE_AGREEMENT] = _mean([tape.engine for tape in self._tapes])
+        return metrics
+
+
+class _Count:
+    """How many of the experts of tokens would be chosen again; stays on the device."""
+
+    def __init__(self) -> None:
+        self.agreed: float | torch.Tensor = 0.0
+        self.compared = 0.0
+
+    def add(self, recorded: torch.Tensor, present: torch.Tensor) -> None:
+        """Ids [n, k] of the same tokens, in whatever order."""
+        hits = (recorded[:, :, None] == present[:, None, :]).any(2)
+        self.agreed = self.agreed + hits.sum()
+        self.compared += float(hits.numel())
+
+
+def _mean(counts: Sequence[_Count]) -> Mean:
+    """Over several routers; they begin again."""
+    agreed = float(sum(count.agreed for count in counts))
+    compared = sum(count.compared for count in counts)
+    for count in counts:
+        count.agreed, count.compared = 0.0, 0.0
+    return Mean(agreed, compared)
 
 
 class _Tape:
@@ -97,8 +161,7 @@ class _Tape:
         self.number = number
         self.asked = False
         self.waiting: deque[Routes] = deque()
-        self.agreed: float | torch.Tensor = 0.0
-        self.compared: float | torch.Tensor = 0.0
+        self.later, self.engine = _Count(), _Count()
 
     def get_replay_topk(
         self,
@@ -121,6 +184,12 @@ class _Tape:
         known = routes.experts.get(self.number)
         if known is None:
             found, ids = choose(scores, topk, num_groups, group_topk)
+            if routes.given is not None:
+                theirs = routes.given[:, self._replay.places[self.number]].long()
+                self.engine.add(theirs, ids[routes.counted])
+                ids = ids.clone()
+                ids[routes.counted] = theirs
+                found = scores.gather(1, ids)
             narrow = torch.uint8 if scores.size(1) <= 256 else torch.int16
             routes.experts[self.number] = ids.to(narrow)
             return found, ids
@@ -130,10 +199,5 @@ class _Tape:
             given = scores.detach() if replays else scores
             found, present = choose(given, topk, num_groups, group_topk)
         if not again:
-            self._compare(ids[routes.counted], present[routes.counted])
+            self.later.add(ids[routes.counted], present[routes.counted])
         return (scores.gather(1, ids), ids) if replays else (found, present)
-
-    def _compare(self, recorded: torch.Tensor, present: torch.Tensor) -> None:
-        hits = (recorded[:, :, None] == present[:, None, :]).any(2)
-        self.agreed = self.agreed + hits.sum()
-        self.compared = self.compared + float(hits.numel())

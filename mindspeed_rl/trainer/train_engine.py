@@ -36,7 +36,7 @@ from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.prepared import PreparedBatch
-from mindspeed_rl.trainer.routing_replay import Routes, RoutingReplay
+from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 
 ROUTER_BIAS = "router.expert_bias"
 _BATCH_TENSORS = (
@@ -48,6 +48,7 @@ _BATCH_TENSORS = (
     "advantages",
     "sequence_of",
     "trained_index",
+    "experts",
 )
 
 LossFunction = Callable[[LossInputs], LossOutputs]
@@ -78,7 +79,8 @@ class TrainEngine:
         num_updates: optimizer steps of the whole run: the horizon of the schedule (R47).
         temperature: logits are divided by it in every log-prob (R9).
         routing: ``"replay"``: later passes over a micro-batch take the experts of the first;
-            ``"compare"``: the metrics say how many they share; ``"free"``: neither.
+            ``"engine"``: and the first takes those of the engine; ``"compare"``: the metrics say
+            how many they share; ``"free"``: none of it.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class TrainEngine:
         ]
         self._replay = None
         if routing != "free":
-            self._replay = RoutingReplay(self.modules, replays=routing == "replay")
+            places = router_places(layout, dist.get_rank()) if routing == "engine" else ()
+            replays = routing != "compare"
+            self._replay = RoutingReplay(self.modules, replays=replays, places=places)
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
         #: times that parameters were written from outside
@@ -188,7 +192,7 @@ class TrainEngine:
         Local.
         """
         device = self.platform.device
-        cp = self.layout.parallel.cp
+        cp, layers = self.layout.parallel.cp, len(self.spec.expert_layers)
         cp_rank = self.layout.parallel.coords(dist.get_rank()).cp
         prepared = []
         for batch in batches:
@@ -196,7 +200,7 @@ class TrainEngine:
             row = make_packed_row(share.lengths, share.positions, cp, cp_rank)
             tensors = {name: getattr(share, name).to(device) for name in _BATCH_TENSORS}
             moved = replace(share, **tensors)
-            routes = Routes(self._tokens_of_rank(moved.loss_mask)) if self._replay else None
+            routes = routes_of(moved, self._tokens_of_rank, layers) if self._replay else None
             prepared.append(PreparedBatch(moved, row.to(device), routes=routes))
         return prepared
 

@@ -102,6 +102,7 @@ from mindspeed_rl.config.npu import NpuSetup
 platform = bootstrap.start({platform!r}, 5, bootstrap.World.from_environment(), {setup})
 {after}
 import torch
+from mindspeed_rl.platforms import npu_install
 answer = {{"platform": platform.name, "argv": sys.argv, "told": told}}
 answer["compile"] = torch.compile.__module__
 answer["script"] = torch.jit.script.__module__
@@ -115,10 +116,10 @@ if "triton.backends" in sys.modules:
     answer["triton"] = backends["nvidia"].driver.is_active()
 answer["environment"] = {{k: v for k, v in os.environ.items() if "HCCL" in k or "ALLOC" in k}}
 answer["at_import"] = at_import
+answer["trainers"] = [n for n in npu_install.FOREIGN_TRAINERS if n in sys.modules]
 answer |= {{name: globals().get(name) for name in ("buffers", "twice")}}
 answer["deterministic"] = torch.are_deterministic_algorithms_enabled()
-from mindspeed_rl.platforms.npu_install import determinism_line
-answer["determinism"] = determinism_line()
+answer["determinism"] = npu_install.determinism_line()
 print("ANSWER" + json.dumps(answer))
 os._exit(0)
 """
@@ -227,6 +228,7 @@ def test_without_mindspeed_torch_npu_answers_for_cuda() -> None:
     assert found["platform"] == "npu" and found["seen"] is None
     assert found["at_import"] == {"torch": None, "torch_npu": None} and not found["deterministic"]
     assert found["compile"] == "torch"
+    assert found["trainers"] == [], "neither imported nor hidden for good"
     assert found["jit_fuser"] == "mindspeed_rl.platforms.npu_install"
 
 

@@ -8,6 +8,7 @@ backend. Emulated: virtual memory, which loses what was not saved.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -65,6 +66,7 @@ def real() -> SimpleNamespace:
     camem.python_unmap_and_release = lambda _, size, ptr, __: ctypes.memset(ptr, GARBAGE, size)
     camem.python_create_and_map = lambda *handle: None
     camem.memcpy = lambda to, limit, source, size, kind: 0 * ctypes.memmove(to, source, size)
+    gc.freeze()  # every release of memory collects garbage, among what was imported as well
     return SimpleNamespace(
         camem=camem,
         MLAAttention=MLAAttention,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,8 +33,10 @@ class Way:
         features: of MindSpeed; ``None`` where its adaptor is not there.
         fused_norms: norms are inside the linear layers.
         grouped: experts are in one module.
-        tolerance: of gradients, relative, measured beside it.
+        tolerance: of gradients, relative, measured; ``None``: see :func:`spread`.
         twin: the way on CPU that it is compared with.
+        given: tokens have experts of their own, whatever routers would choose: in bf16 they choose
+            others for some tokens, whose gradients would then be those of other experts.
     """
 
     platform: str = "npu"
@@ -41,20 +44,26 @@ class Way:
     features: Mapping[str, Any] | None = field(default=None, hash=False)
     fused_norms: bool = False
     grouped: bool = False
-    tolerance: float = 2e-5
+    tolerance: float | None = 2e-5
     twin: str = "cpu"
+    given: bool = False
 
 
-# What a run on NPUs has switched on, whole: as `npu_setup` gives it to the adaptor.
+BF16_ULP = 2.0**-8
+ROUTER_BIAS = "e_score_correction_bias"
+# What a run on NPUs has switched on, whole: as `npu_setup` gives it to the adaptor. Not
+# --swap-optimizer, whose operator CANN compiles, nor --moe-permute-fusion, which Triton does.
 PRODUCTION = (
     *("--bf16", "--use-distributed-optimizer", "--moe-grouped-gemm"),
+    *("--use-flash-attn", "--use-fused-rmsnorm", "--use-fused-swiglu"),
     *("--use-fused-rotary-pos-emb", "--npu-deterministic"),
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),
 )
 WAYS = {
     "cpu": Way("cpu"),
-    "cpu bf16": Way("cpu", flags=("--bf16", "--use-distributed-optimizer")),
+    "cpu given": Way("cpu", given=True),
+    "cpu bf16": Way("cpu", flags=("--bf16", "--use-distributed-optimizer"), given=True),
     "torch_npu": Way(),
     "mindspeed local": Way(flags=("--transformer-impl", "local"), features={}),
     "mindspeed": Way(features={"use_fused_rmsnorm": True}, fused_norms=True),
@@ -64,7 +73,7 @@ WAYS = {
     ),
     "mindspeed production": Way(
         flags=PRODUCTION, features={"flags": PRODUCTION}, fused_norms=True, grouped=True,
-        tolerance=0.05, twin="cpu bf16",
+        tolerance=None, twin="cpu bf16", given=True,
     ),
 }  # fmt: skip
 COMPARED = [
@@ -81,18 +90,50 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, F
     models = {n: str(write_family_model(c, root / n)) for n, c in FAMILY_CASES.items()}
 
     @cache
-    def run(name: str) -> dict[str, FamilyFacts]:
+    def outcome(name: str) -> dict[str, FamilyFacts] | AssertionError:
         from ascend.worlds import family_world
 
         way = WAYS[name]
-        results = run_npu_ranks(
-            family_world, 1, work_dir=root / name.replace(" ", "-"),
-            args=(models, VOCAB, way.flags), platform=way.platform, features=way.features,
-        )  # fmt: skip
+        try:
+            results = run_npu_ranks(
+                family_world, 1, work_dir=root / name.replace(" ", "-"),
+                args=(models, VOCAB, way.flags, way.given), platform=way.platform,
+                features=way.features,
+            )  # fmt: skip
+        except AssertionError as error:  # not tried once more for every model
+            return error
         facts: dict[str, FamilyFacts] = results[0]
         return facts
 
+    def run(name: str) -> dict[str, FamilyFacts]:
+        found = outcome(name)
+        if isinstance(found, AssertionError):
+            raise found
+        return found
+
     return run
+
+
+def errors_of(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, float]:
+    """Relative, of all that is trained: the bias of a router is not."""
+    trained = [name for name in expected if ROUTER_BIAS not in name]
+    assert found.keys() == expected.keys()
+    errors = relative_errors(
+        {name: found[name] for name in trained}, {name: expected[name] for name in trained}
+    )
+    assert all(map(isfinite, errors.values()))
+    return errors
+
+
+def spread(found: Mapping[str, Any], exact: Mapping[str, Any]) -> float:
+    """How far two right answers in bf16 may be apart, of what ``found`` is one.
+
+    Its own rounding is its distance from the answer in fp32, of the tensor that suffers most;
+    another order of the same operations may be as far off on the other side.
+    """
+    limit = 2 * max(errors_of(found, exact).values())
+    assert limit < 0.125, "as good as no limit"
+    return limit
 
 
 @pytest.mark.parametrize("way", COMPARED)
@@ -109,14 +150,20 @@ def test_family_trains_as_on_cpu(
     model: str, way: str, ran: Callable[[str], dict[str, FamilyFacts]]
 ) -> None:
     found, expected = ran(way)[model].run, ran(WAYS[way].twin)[model].run
-    errors = relative_errors(found.gradients, expected.gradients)
+    tolerance = WAYS[way].tolerance
+    if tolerance is None:
+        exact = ran("cpu given")[model].run
+        tolerance = spread(expected.gradients, exact.gradients)
+        of_loss, of_weights = BF16_ULP, spread(expected.weights, exact.weights)
+    else:
+        of_loss, of_weights = tolerance / 2, 5 * tolerance
+    errors = errors_of(found.gradients, expected.gradients)
     worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= WAYS[way].tolerance, (worst, errors[worst])
-    rounding = WAYS[way].tolerance / 2
-    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=rounding)
-    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=WAYS[way].tolerance)
-    moved = relative_errors(found.weights, expected.weights)
-    assert max(moved.values()) <= 5 * WAYS[way].tolerance
+    assert errors[worst] <= tolerance, (worst, errors[worst])
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=of_loss)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+    moved = errors_of(found.weights, expected.weights)
+    assert max(moved.values()) <= of_weights
 
 
 @pytest.mark.parametrize("way", COMPARED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ from support.training_worlds import (
 )
 
 from mindspeed_rl.bootstrap import World
+from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.models.spec import ModelSpec
 
 ROUTER_BIAS = "e_score_correction_bias"
 SMALL = ("--micro-batch-size", "3", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3")
@@ -42,10 +44,31 @@ class FamilyFacts:
     run: CaseResult
 
 
+def with_experts(samples: Sequence[TrainSample], spec: ModelSpec) -> list[TrainSample]:
+    """All tokens but the first trained on, each with experts of its own in every layer."""
+    if spec.moe is None:
+        return list(samples)
+    generator = torch.Generator().manual_seed(3)
+    layers, found = len(spec.expert_layers), []
+    for sample in samples:
+        scores = torch.rand((sample.length - 1, layers, spec.num_experts), generator=generator)
+        experts = scores.topk(spec.moe.top_k).indices.to(torch.uint8).flatten(1)
+        found.append(replace(sample, num_prompt_tokens=1, rollout_logprobs=None, experts=experts))
+    return found
+
+
 def family_world(
-    world: World, models: Mapping[str, str], vocab_size: int, flags: Sequence[str]
+    world: World,
+    models: Mapping[str, str],
+    vocab_size: int,
+    flags: Sequence[str],
+    given_experts: bool = False,
 ) -> dict[str, FamilyFacts]:
-    """Every model in one layout; results are on rank 0."""
+    """Every model in one layout; results are on rank 0.
+
+    With ``given_experts`` routers take those of :func:`with_experts`, so that no rounding sends a
+    token elsewhere.
+    """
     from mindspeed_rl.orchestration import training
 
     facts: dict[str, FamilyFacts] = {}
@@ -53,7 +76,11 @@ def family_world(
         job = make_job(world, folder, [*SMALL, *flags])
         if not facts:
             training.initialize_parallel(job)
-        engine = training.build_engine(job, "policy", 1)
+        routing = "engine" if given_experts and job.plan.spec.moe else "free"
+        engine = training.build_engine(job, "policy", 1, routing=routing)
+        samples = make_samples(vocab_size)
+        if given_experts:
+            samples = with_experts(samples, job.plan.spec)
         layer = engine.modules[0].decoder.layers[-1]
         # what was loaded: the checkpoint itself, not what the step below makes of it
         back = in_hf_coordinates(job, engine.named_parameters())
@@ -66,7 +93,7 @@ def family_world(
             sorted(engine.named_parameters()),
             {part: type(module).__qualname__ for part, module in layer.named_modules()},
             changed,
-            run_case(job, engine, case, make_samples(vocab_size)),
+            run_case(job, engine, case, samples),
         )
     return facts
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.layout_arrays import Case, Latent
 from support.layout_cases import layouts_of
-from support.layout_oracle import Case, Latent
 from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World

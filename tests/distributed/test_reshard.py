@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.layout_oracle import Case, vllm_params
+from support.layout_arrays import Case
+from support.layout_oracle import vllm_params
 from support.spawn import run_ranks
 from support.training_worlds import make_job
 

@@ -18,6 +18,7 @@ import pytest
 
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.observability.names import measures_machine
 from mindspeed_rl.observability.timers import PhaseUse, StepTimes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
@@ -74,9 +75,8 @@ def interrupt(folder: Path, name: str, step: int) -> None:
 
 def records(file: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file, without what measures the machine instead of the run."""
-    machine = ("time/", "time_max/", "throughput/", "memory/", "eval/time_s")
     return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(machine)}
+        {name: value for name, value in json.loads(line).items() if not measures_machine(name)}
         for line in file.read_text().splitlines()
     ]
 

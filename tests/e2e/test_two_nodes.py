@@ -15,6 +15,7 @@ from support.jobs import TorchrunJob, free_port
 
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.observability.names import measures_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -37,8 +38,7 @@ FLAGS = [
     "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
     "--rollout-max-response-length", "6",
 ]  # fmt: skip
-MACHINE = ("time/", "time_max/", "throughput/", "memory/", "reshard/gb_per_s")
-BY_NODE = ("reshard/bytes_sent",)  # which of the ranks with the same weights sends them
+BY_NODE = "reshard/bytes_sent"  # which of the ranks with the same weights sends them
 
 
 def run(folder: Path, num_nodes: int) -> list[Path]:
@@ -56,9 +56,12 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
 
 def records(output: Path) -> list[dict[str, Any]]:
     """The steps of a run, without what measures the machine, or how it is cut into nodes."""
-    left_out = MACHINE + BY_NODE
     return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(left_out)}
+        {
+            name: value
+            for name, value in json.loads(line).items()
+            if name != BY_NODE and not measures_machine(name)
+        }
         for line in (output / "metrics.jsonl").read_text().splitlines()
     ]
 

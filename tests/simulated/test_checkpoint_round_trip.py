@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.family_models import FAMILY_CASES, write_family_model
+from support.layout_arrays import Case, hf_arrays
 from support.layout_cases import LATENT, MOE, PLAIN_LATENT, TIED, cases, layouts_of
-from support.layout_oracle import Case, hf_arrays
 from support.local_transport import LocalTransport, LocalWorld
 
 from mindspeed_rl.checkpoint.hf import load_hf

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.layout_arrays import PADDING, Array, Case, hf_arrays
 from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
-from support.layout_oracle import PADDING, Array, Case, hf_arrays, megatron_params, vllm_params
+from support.layout_oracle import megatron_params, vllm_params
 
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.checksums import box_checksum, copies_held, local_checksums

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.layout_arrays import PADDING, Array, Case, hf_arrays
 from support.layout_cases import (
     FIXED,
     GQA,
@@ -28,7 +29,7 @@ from support.layout_cases import (
     cases,
     layouts_of,
 )
-from support.layout_oracle import PADDING, Array, Case, hf_arrays, megatron_params, vllm_params
+from support.layout_oracle import megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
 
 from mindspeed_rl.resharding import exchange

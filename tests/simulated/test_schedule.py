@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.layout_arrays import Case
 from support.layout_cases import (
     GQA,
     LATENT,
@@ -20,7 +21,6 @@ from support.layout_cases import (
     cases,
     layouts_of,
 )
-from support.layout_oracle import Case
 from support.local_transport import LocalTransport, LocalWorld
 
 from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, Resharder

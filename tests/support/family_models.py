@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from mindspeed_rl.data.packing import TrainSample
 
 VOCAB = 67
@@ -106,17 +108,23 @@ FAMILY_CASES = {
 }
 
 
-def write_family_model(case: FamilyCase, folder: Path, seed: int = 0) -> Path:
-    """A checkpoint with weights of N(0, 0.1), so that every part of the model matters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def family_config(case: FamilyCase) -> PretrainedConfig:
+    """The config of transformers."""
+    from transformers import AutoConfig
 
     from mindspeed_rl.data.tiny_families import TINY_FAMILIES
 
     fields = {**_COMMON, **case.changes}
     if case.family in TINY_FAMILIES:
-        config = TINY_FAMILIES[case.family](**fields)
-    else:
-        config = AutoConfig.for_model(case.family, **fields)
+        return TINY_FAMILIES[case.family](**fields)
+    return AutoConfig.for_model(case.family, **fields)
+
+
+def write_family_model(case: FamilyCase, folder: Path, seed: int = 0) -> Path:
+    """A checkpoint with weights of N(0, 0.1), so that every part of the model matters."""
+    from transformers import AutoModelForCausalLM
+
+    config = family_config(case)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).to(torch.float32)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from support.layout_oracle import Case, Latent, vllm_params
+from support.layout_arrays import Case, Latent
+from support.layout_oracle import vllm_params
 from support.training_worlds import make_job
 
 from mindspeed_rl.bootstrap import World

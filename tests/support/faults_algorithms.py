@@ -23,6 +23,7 @@ _VALUE = "tests/unit/test_value_loss.py::"
 _PPO = "tests/unit/test_ppo_step.py::"
 _VALUE_MODELS = "tests/distributed/test_value_models.py::"
 _REPLAY = "tests/unit/test_routing_replay.py::"
+_EXPERTS = "tests/unit/test_routed_experts.py::"
 _SAMPLING = "tests/unit/test_dynamic_sampling.py::"
 
 
@@ -195,6 +196,23 @@ ALGORITHM_MUTATIONS = (
              "(scores.gather(1, ids), ids) if replays",
              "(scores.detach().gather(1, ids), ids) if replays",
              _REPLAY + "test_experts_of_the_first_pass_with_the_weights_of_now"),
+    Mutation("engine-experts-of-another-layer", "trainer/routing_replay.py",
+             "return tuple(place[layer] for layer in mine if layer in place)",
+             "return tuple(range(sum(layer in place for layer in mine)))",
+             _REPLAY + "test_each_rank_gives_its_routers_their_tokens_and_layers"),
+    Mutation("engine-experts-of-the-first-tokens", "trainer/routing_replay.py",
+             "rows = share(batch.loss_mask.cumsum(0) - 1)[counted]",
+             "rows = share(batch.loss_mask).cumsum(0)[counted] - 1",
+             _REPLAY + "test_each_rank_gives_its_routers_their_tokens_and_layers"),
+    Mutation("engine-experts-one-place-late", "rollout/open_requests.py",
+             "before = len(parcel.request.token_ids) - 1", "before = len(parcel.request.token_ids)",
+             _EXPERTS + "test_completions_have_the_experts_of_the_places_that_predict_them"),
+    Mutation("engine-experts-of-the-prompt-row", "rollout/patches/routed_experts.py",
+             "            row += count\n", "            row += 1\n",
+             _EXPERTS + "test_rows_belong_to_the_requests_of_a_step"),
+    Mutation("engine-experts-left-out-for-cut-rows", "data/packing.py",
+             "experts=batch.experts[trained],", "experts=batch.experts[: trained.numel()],",
+             "tests/unit/test_context_split.py::test_ranks_share_every_token_once"),
     Mutation("low-shard-loses-its-shift", "trainer/logprobs.py",
              "shift.masked_fill(local_max.isneginf(), 0.0)", "shift.masked_fill(scale == 0, 0.0)",
              "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_two_ranks"),

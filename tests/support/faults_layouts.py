@@ -24,6 +24,13 @@ LAYOUT_MUTATIONS = (
         _DECLARED,
     ),
     Mutation(
+        "the-last-chunk-has-no-layer-less-for-the-loss",
+        "parallel/stages.py",
+        "    counts[-1] -= loss\n",
+        "    counts[0] -= loss\n",
+        "tests/unit/test_pipeline_split.py::test_layers_of_every_chunk_are_megatrons",
+    ),
+    Mutation(
         "expert-parallelism-innermost",
         "parallel/layout.py",
         "range(first + etp + self.etp * ep,",

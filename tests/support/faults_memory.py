@@ -70,9 +70,23 @@ MEMORY_MUTATIONS = (
     Mutation(
         "groups-of-the-engine-not-counted",
         "memory/communicators.py",
-        "        groups |= _engine(rank, engine, use)\n",
+        "        groups |= _engine(engine, use)\n",
         "        pass\n",
         _MODEL + "test_groups_of_a_step_have_a_communicator_each",
+    ),
+    Mutation(
+        "groups-begin-at-whoever-asks",
+        "memory/communicators.py",
+        "rank - sum(rank // stride % size * stride for stride, size in walked)",
+        "rank",
+        "tests/unit/test_communicators.py::test_groups_of_a_rank_are_those_of_the_definition",
+    ),
+    Mutation(
+        "every-member-makes-the-group",
+        "memory/communicators.py",
+        "            if seen[rank]:\n",
+        "            if False:\n",
+        "tests/unit/test_communicators.py::test_all_groups_are_those_of_every_rank_each_once",
     ),
     Mutation(
         "groups-of-one-rank-counted",

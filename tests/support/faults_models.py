@@ -43,4 +43,33 @@ MODEL_MUTATIONS = (
         "",
         _ROPE + "test_frequencies_are_those_of_transformers",
     ),
+    Mutation(
+        "positions-beyond-yarn-in-the-engine",
+        "models/spec.py",
+        "return min(self.max_position_embeddings, stretched)",
+        "return self.max_position_embeddings",
+        _ROPE + "test_an_engine_knows_the_positions_of_yarns_stretched_context",
+    ),
+    Mutation(
+        "rollouts-beyond-yarn",
+        "config/validate.py",
+        "if limit > spec.engine_positions:",
+        "if limit > spec.max_position_embeddings:",
+        "tests/unit/test_config_validate.py::"
+        "test_rollouts_stay_within_what_the_engine_knows_of_yarn",
+    ),
+    Mutation(
+        "untruncated-yarn-of-latent-attention",
+        "models/families/deepseek_v3.py",
+        'if kind == "yarn" and not scaling.get("truncate", True):',
+        "if False:",
+        "tests/unit/test_published_models.py::test_what_is_not_computed_is_refused",
+    ),
+    Mutation(
+        "heads-without-kernels",
+        "rollout/vllm_versions.py",
+        "if known and size not in known:",
+        "if False:",
+        "tests/unit/test_vllm_engine.py::test_a_model_without_kernels_of_the_engine_is_refused",
+    ),
 )

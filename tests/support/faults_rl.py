@@ -50,8 +50,8 @@ RL_MUTATIONS = (
     Mutation(
         "samples-of-the-first-update-in-every-one",
         "orchestration/rl_samples.py",
-        "{i: train_sample(start + i) for i in ids}",
-        "{i: train_sample(i) for i in ids}",
+        "train_samples([number * size + i for i in mine])",
+        "train_samples(mine)",
         _RL_STEP + "test_every_token_is_trained_once_with_its_samples_advantage",
     ),
     Mutation(

@@ -10,6 +10,7 @@ _RED_ENVIRONMENT = _DOCTOR + "test_an_environment_that_breaks_runs_is_red"
 _DATA = "tests/unit/test_data_published.py::"
 _TRACKERS = "tests/unit/test_trackers.py::"
 _PROFILER = "tests/unit/test_profiler.py::"
+_USER_FILES = "tests/unit/test_user_files.py::"
 
 TOOL_MUTATIONS = (
     Mutation("another-version-is-green", "diagnosis/packages.py",
@@ -76,4 +77,22 @@ TOOL_MUTATIONS = (
     Mutation("a-prediction-asks-for-weights", "config/validate.py",
              "    if files:\n        find_weights(checkpoint)", "    find_weights(checkpoint)",
              "tests/unit/test_config_validate.py::test_weights_and_tokenizer_must_be_there"),
+    Mutation("an-export-gets-the-tokenizer-beside-the-weights", "checkpoint/hf_writer.py",
+             "(tokenizer, _TOKENIZER_FILES)", "(source, _TOKENIZER_FILES)",
+             "tests/unit/test_hf_export.py::"
+             "test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another"),
+    Mutation("an-environment-is-looked-for-late", "config/environment.py",
+             "check_python_name(Path(path), attribute, where)", "pass",
+             _USER_FILES + "test_an_environment_that_is_none_is_told_before_anything_is_loaded"),
+    Mutation("imported-names-are-not-in-the-file", "config/reward_spec.py",
+             'yield (node.asname or node.name).partition(".")[0]', "pass",
+             _USER_FILES + "test_whatever_a_file_binds_is_accepted_and_then_found"),
+    Mutation("rates-are-numbers-of-the-run", "observability/names.py",
+             'or name.endswith(("_s", "_ms"))', "",
+             "tests/unit/test_observability_metrics.py::"
+             "test_what_measures_the_machine_is_told_by_unit_and_chapter"),
+    Mutation("another-number-of-ranks-is-green", "doctor.py",
+             "if given not in (0, size):", "if False:",
+             "tests/unit/test_doctor_ranks.py::"
+             "test_another_number_of_ranks_than_the_flag_says_is_red"),
 )  # fmt: skip

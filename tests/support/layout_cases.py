@@ -7,7 +7,7 @@ from math import gcd, lcm
 from typing import Any
 
 from hypothesis import strategies as st
-from support.layout_oracle import Case, Latent
+from support.layout_arrays import Case, Latent
 
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import pickle
 import signal
@@ -16,11 +17,12 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.jobs import free_port
 from support.warm_ranks import Rank, Server
 
 # How long the peers of a failed rank may take to fail by themselves before they are killed.
@@ -80,6 +82,59 @@ def run_ranks(
     (folder / "task.pkl").write_bytes(pickle.dumps(task))
     (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
     processes = [_start(folder, rank, num_ranks) for rank in range(num_ranks)]
+    _end(function.__name__, folder, processes, timeout_s)
+    return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
+
+
+def run_command(
+    module: str, flags: Sequence[str], num_ranks: int, *, cwd: Path, timeout_s: float = 240.0
+) -> str:
+    """Run ``python -m module flags`` on every rank; what rank 0 printed.
+
+    Rank 0 holds the store: that of torchrun's agent is the difference to a start by torchrun.
+
+    Args:
+        module: an entry.
+        flags: of the entry.
+        num_ranks: size of the world.
+        cwd: of every rank; a new folder with logs is made in it.
+        timeout_s: limit of each rank, start included.
+
+    Raises:
+        RankError: as :func:`run_ranks`; an exit status other than 0 is a failure.
+    """
+    folder = cwd / f"ranks-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    command = {"module": module, "flags": list(flags), "cwd": str(cwd), "timeout_s": timeout_s}
+    (folder / "command.json").write_text(json.dumps(command))
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        _start(folder, rank, num_ranks, "support.command_rank", store) for rank in range(num_ranks)
+    ]
+    _end(module, folder, processes, timeout_s)
+    return (folder / "rank0.log").read_text(errors="replace")
+
+
+def _start(
+    folder: Path,
+    rank: int,
+    world: int,
+    body: str = "support.spawn",
+    more: Mapping[str, str] | None = None,
+) -> Rank:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        **(more or {}),
+    }
+    return _SERVER.start(folder, environment, body)
+
+
+def _end(name: str, folder: Path, processes: Sequence[Rank], timeout_s: float) -> None:
+    """Wait for all ranks and leave none; ``RankError`` when one failed."""
     try:
         order = _wait(processes, timeout_s + KILL_MARGIN_S)
     finally:
@@ -91,21 +146,9 @@ def run_ranks(
         # several may end between two looks: the one without an exception, or the earliest, is first
         order.sort(key=lambda rank: _failed_at_ns(folder, rank))
         codes = [process.returncode for process in processes]
-        ranks = [*order, *(r for r in range(num_ranks) if r not in order)]
+        ranks = [*order, *(r for r in range(len(processes)) if r not in order)]
         story = "\n".join(_story(folder, rank, codes[rank]) for rank in ranks)
-        raise RankError(f"{function.__name__} failed on rank {order[0]}\n{story}", codes)
-    return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
-
-
-def _start(folder: Path, rank: int, world: int) -> Rank:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    return _SERVER.start(folder, environment)
+        raise RankError(f"{name} failed on rank {order[0]}\n{story}", codes)
 
 
 def _wait(processes: Sequence[Rank], limit_s: float) -> list[int]:

@@ -1,9 +1,10 @@
 """A process that has imported the heavy libraries and forks the ranks of test worlds.
 
 Importing torch and megatron-core takes each rank longer than most tests. A line of standard input
-is a JSON object with ``folder`` and ``environment`` of a rank (see ``support/spawn.py``); the
-answer is a line with its process id. When a rank ends, its exit status is written to
-``rank<RANK>.exit`` in the folder. When standard input ends, what still runs is killed.
+is a JSON object with ``folder`` and ``environment`` of a rank (see ``support/spawn.py``) and the
+module whose ``main`` is its ``body``; the answer is a line with its process id. When a rank ends,
+its exit status is written to ``rank<RANK>.exit`` in the folder. When standard input ends, what
+still runs is killed.
 
 The forks share the hash seed of strings, unlike the ranks that torchrun starts in tests/e2e.
 """
@@ -11,6 +12,7 @@ The forks share the hash seed of strings, unlike the ranks that torchrun starts 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -95,9 +97,9 @@ class Server:
             | self._environment,
         )
 
-    def start(self, folder: Path, environment: dict[str, str]) -> Rank:
+    def start(self, folder: Path, environment: dict[str, str], body: str = "support.spawn") -> Rank:
         """Fork a rank. Worlds may be started by several threads at once."""
-        task = {"folder": str(folder), "environment": environment}
+        task = {"folder": str(folder), "environment": environment, "body": body}
         with self._lock:
             stdin, stdout = self._pipes
             print(json.dumps(task), file=stdin, flush=True)
@@ -140,6 +142,7 @@ def _reap(running: dict[int, Path], flags: int = os.WNOHANG) -> None:
 def serve() -> dict[str, Any] | None:
     """Fork ranks until standard input ends; in a fork, its task."""
     running: dict[int, Path] = {}
+    gc.freeze()  # forks neither look through what was imported nor copy its pages for that
     while True:
         ready, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_S)
         _reap(running)
@@ -171,9 +174,7 @@ def main() -> None:
     task = serve()
     if task is not None:
         become_rank(Path(task["folder"]), task["environment"])
-        from support import spawn
-
-        spawn.main()
+        importlib.import_module(task["body"]).main()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ def check(flags: str) -> RLRunConfig:
         "--grpo-kl-beta 0.01 --ref-update-interval 10",
         "--reward-model-hf-checkpoint rm --reward-model-weight 0.5",
         "--rl-routing-replay trainer --old-logprob recompute",
+        "--rl-routing-replay rollout --old-logprob rollout",
+        "--rl-routing-replay rollout --rollout-rebalance waiting",
     ],
 )
 def test_what_belongs_together_is_accepted(flags: str) -> None:
@@ -76,6 +78,23 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
         (
             "--rl-routing-replay trainer --old-logprob rollout",
             "--rl-routing-replay trainer records .*; use on-policy or recompute",
+        ),
+        (
+            "--rl-routing-replay rollout --rollout-rebalance all",
+            "--rl-routing-replay rollout: not with --rollout-rebalance all: .* remove one",
+        ),
+        (
+            "--rl-routing-replay rollout --partial-rollout-tokens 8 --old-logprob rollout",
+            "--rl-routing-replay rollout: not with --partial-rollout-tokens 8",
+        ),
+        (
+            "--rl-routing-replay rollout --grpo-filter-groups-with-same-reward "
+            "--rl-resample-factor 2 --old-logprob rollout",
+            "--rl-routing-replay rollout: not with --rl-resample-factor 2: .*replay trainer",
+        ),
+        (
+            "--rl-routing-replay rollout --rl-environment calculator",
+            "--rl-routing-replay rollout: not with --rl-environment",
         ),
         ("--rl-gamma 0.9", "--rl-gamma 0.9 has no effect with --rl-advantage-estimator grpo; .*"),
         (

@@ -111,6 +111,19 @@ def test_a_valid_run_gives_its_plan(build: Build) -> None:
     assert not plan.batch.on_policy
 
 
+def test_rollouts_stay_within_what_the_engine_knows_of_yarn(build: Build, files: Path) -> None:
+    """Beyond the stretched context vLLM gives NaN; 128 tokens are asked for."""
+    for original in (32, 31):
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+        write_model(files, rope_scaling=scaling)
+        if original == 32:
+            assert check_rl(build(), WORLD).max_model_len == 128
+            continue
+        told = "128 tokens exceed the model's YaRN factor x original_max_position_embeddings 124;"
+        with pytest.raises(ValueError, match=told):
+            check_rl(build(), WORLD)
+
+
 def test_the_batch_arithmetic_in_words(build: Build) -> None:
     """What a run prints at its start (R55)."""
     plan = check_rl(build(), WORLD)
@@ -256,6 +269,10 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
         (
             {"rewards": {"reward_function": ("/no/file.py:x=0.5",)}},
             r"--reward-function /no/file\.py:x: no Python file at '/no/file\.py'; give the path",
+        ),
+        (
+            {"environment": {"rl_environment": "/no/file.py:Mine"}},
+            r"--rl-environment /no/file\.py:Mine: no Python file at '/no/file\.py'; give the path",
         ),
         (
             {"rewards": {"reward_function": ("math=abc",)}},
@@ -448,7 +465,7 @@ def test_weights_and_tokenizer_must_be_there(build: Build, files: Path) -> None:
 def test_a_reward_of_a_file_needs_the_file_only_to_run(build: Build, files: Path) -> None:
     config = build(rewards={"reward_function": (f"{files}/mine.py:score=0.5", "format")})
     check_rl(config, WORLD, files=False)
-    (files / "mine.py").touch()
+    (files / "mine.py").write_text("def score(request): return 1.0\n")
     check_rl(config, WORLD)
 
 

@@ -22,7 +22,14 @@ SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 
 def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
     samples = [
-        TrainSample(i, torch.arange(n) + 100 * i, 1, torch.arange(n - 1.0) + 100 * i, float(i))
+        TrainSample(
+            i,
+            torch.arange(n) + 100 * i,
+            1,
+            torch.arange(n - 1.0) + 100 * i,
+            float(i),
+            experts=torch.arange(2 * n - 2).view(-1, 2) + 100 * i,
+        )
         for i, n in enumerate(sizes)
     ]
     plan = plan_micro_batches(
@@ -50,7 +57,7 @@ def test_ranks_share_every_token_once(sizes: list[int], cp: int, tail: int) -> N
         assert torch.equal(joined, getattr(row, name)[where])
     trained = torch.cat([s.row_index[s.loss_mask] for s in shares if s.row_index is not None])
     order = trained.argsort()
-    for name in ("rollout_logprobs", "advantages", "sequence_of"):
+    for name in ("rollout_logprobs", "advantages", "sequence_of", "experts"):
         joined = torch.cat([getattr(s, name) for s in shares])
         assert torch.equal(joined[order], getattr(row, name))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from support.published import PUBLISHED
@@ -104,15 +106,16 @@ WRONG_PACKAGES = [
 ]
 
 
+def with_package(facts: Facts, name: str, version: str | None) -> Facts:
+    others = {k: v for k, v in facts.packages.items() if k != name}
+    return replace(facts, packages=others | ({name: version} if version else {}))
+
+
 @pytest.mark.parametrize(("name", "version", "platform", "fix"), WRONG_PACKAGES)
 def test_a_package_outside_the_matrix_is_red(
     name: str, version: str | None, platform: str, fix: str
 ) -> None:
-    facts = healthy(platform)
-    packages = {k: v for k, v in facts.packages.items() if k != name}
-    if version:
-        packages[name] = version
-    (row,) = reds(rows_of(replace(facts, packages=packages), platform))
+    (row,) = reds(rows_of(with_package(healthy(platform), name, version), platform))
     assert normalised(row.what.split()[0]) == name and (version or "not installed") in row.what
     assert fix in row.fix
 
@@ -150,15 +153,15 @@ def test_a_machine_that_cannot_run_is_red(
     assert words in row.what and fix in row.fix
 
 
-@pytest.mark.parametrize(
-    ("platform", "installed", "words"),
-    [("npu", "2.10.0+cu128", "CUDA build"), ("cuda", "2.13.0+cpu", "CPU build")],
-)
+TORCH_OF_ANOTHER_DEVICE = [
+    ("npu", "2.10.0+cu128", "CUDA build"),
+    ("cuda", "2.13.0+cpu", "CPU build"),
+]
+
+
+@pytest.mark.parametrize(("platform", "installed", "words"), TORCH_OF_ANOTHER_DEVICE)
 def test_a_torch_of_another_device_is_red(platform: str, installed: str, words: str) -> None:
-    facts = healthy(platform)
-    (row,) = reds(
-        rows_of(replace(facts, packages={**facts.packages, "torch": installed}), platform)
-    )
+    (row,) = reds(rows_of(with_package(healthy(platform), "torch", installed), platform))
     assert words in row.what and "--force-reinstall" in row.fix
 
 
@@ -194,6 +197,55 @@ def test_an_environment_that_breaks_runs_is_red(
 ) -> None:
     (row,) = reds(rows_of(with_environ(healthy(platform), change), platform))
     assert words in row.what and fix in row.fix
+
+
+def cases() -> Iterator[tuple[str, Facts]]:
+    """All of the above: the platform, and a machine on which one thing is wrong."""
+    for name, version, platform, _ in WRONG_PACKAGES:
+        yield platform, with_package(healthy(platform), name, version)
+    for platform, version, _ in TORCH_OF_ANOTHER_DEVICE:
+        yield platform, with_package(healthy(platform), "torch", version)
+    for platform, change, *_ in FACTS_THAT_ARE_RED:
+        yield platform, replace(healthy(platform), **change)  # type: ignore[arg-type]
+    for platform, environ, *_ in ENVIRONMENTS_THAT_ARE_RED:
+        yield platform, with_environ(healthy(platform), environ)  # type: ignore[arg-type]
+
+
+def lines_that_made_a_red_row() -> set[tuple[str, int]]:
+    """Name of the file and line of every call of ``red`` while the cases are looked at."""
+    found: set[tuple[str, int]] = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is red.__code__:
+            assert frame.f_back
+            found.add((Path(frame.f_back.f_code.co_filename).name, frame.f_back.f_lineno))
+
+    before = sys.getprofile()
+    for platform, facts in cases():
+        sys.setprofile(watch)
+        try:
+            rows_of(facts, platform)
+        finally:
+            sys.setprofile(before)
+    return found
+
+
+def test_every_red_row_in_the_sources_has_a_case() -> None:
+    """A row that no case makes is one whose words and fix nobody has read."""
+    made = lines_that_made_a_red_row()
+    calls = [
+        (file.name, node)
+        for file in sorted((ROOT / "mindspeed_rl" / "diagnosis").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "red"
+    ]
+    assert len(calls) > 20
+    untested = [
+        f"{name}:{node.lineno}"
+        for name, node in calls
+        if not any((name, line) in made for line in range(node.lineno, node.end_lineno + 1))
+    ]
+    assert not untested
 
 
 def test_values_that_others_set_rightly_stay_green() -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
+from mindspeed_rl.data.tiny_model import write_tiny_model
 
 
 @pytest.fixture
@@ -129,3 +130,33 @@ def test_the_config_tells_the_type_of_the_model(
     assert weights["weight"].dtype == torch.bfloat16
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written == {"layers": 2, **expected, **keys}
+
+
+def test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another(tmp_path: Path) -> None:
+    """--tokenizer-name-or-path: transformers reads from the export what the run read."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    source, other, target = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "hf"
+    write_tiny_model(source)
+    write_tiny_model(other)
+    for path in other.iterdir():
+        if path.name in ("config.json", "generation_config.json", "model.safetensors"):
+            path.unlink()
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<calc>"])
+    tokenizer.chat_template = "{% for m in messages %}<calc>{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(other)
+    (source / "added_tokens.json").write_text('{"of the model": 0}')
+    for name in ("configuration_deepseek.py", "tokenization_deepseek.py", "train.py"):
+        (source / name).write_text("# of the model\n")
+
+    with HfWriter(target, source, torch.float32, step=1, tokenizer=other) as writer:
+        writer.add("weight", torch.zeros(2))
+    found = AutoTokenizer.from_pretrained(target)
+    said = [{"role": "user", "content": "3 1 2"}]
+    assert found.get_vocab() == tokenizer.get_vocab() and "<calc>" in found.get_vocab()
+    assert found.apply_chat_template(said) == tokenizer.apply_chat_template(said)
+    assert found.eos_token_id == tokenizer.eos_token_id
+    assert not (target / "added_tokens.json").exists(), "two tokenizers would be mixed"
+    assert [path.name for path in target.glob("*.py")] == ["configuration_deepseek.py"]
+    assert AutoConfig.from_pretrained(target).vocab_size == 307

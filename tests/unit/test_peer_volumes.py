@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
+from support.layout_arrays import PADDING, Array, Case, hf_arrays
 from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
-from support.layout_oracle import PADDING, Array, Case, hf_arrays, megatron_params, vllm_params
+from support.layout_oracle import megatron_params, vllm_params
 from support.published import published_config
 
 from mindspeed_rl.models.registry import spec_from_hf_config

@@ -277,6 +277,11 @@ DEEPSEEK, MOE, LLAMA = "deepseek-v3", "qwen3-30b-a3b", "llama-3.1-8b"
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
             "mscale 0.7 without mscale_all_dim",
         ),
+        (
+            DEEPSEEK,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+            "truncate false with latent attention is not supported; allowed: true",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(model: str, change: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import rope_of, yarn_mscale
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -75,3 +76,19 @@ def test_spelling_of_transformers_4() -> None:
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 40.0, 4096)
     assert rope.attention_factor == 1.0
     assert rope.softmax_mscale == yarn_mscale(40, 1.0) == pytest.approx(1.368888, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest", "positions"),
+    [("yarn", 131072, 16384), ("yarn", 8192, 8192), ("linear", 131072, 131072)],
+)
+def test_an_engine_knows_the_positions_of_yarns_stretched_context(
+    kind: str, largest: int, positions: int
+) -> None:
+    """vLLM gives NaN beyond 4 x 4096 (YaRN), without an error."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        max_position_embeddings=largest,
+        rope_parameters=KINDS[kind] | {"rope_theta": 1e4},
+    )
+    assert spec_from_hf_config(config.to_dict()).engine_positions == positions

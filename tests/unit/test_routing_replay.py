@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_rl.data.packing import TrainSample, pack
 from mindspeed_rl.observability.metrics import Mean
-from mindspeed_rl.trainer.routing_replay import AGREEMENT, Routes, RoutingReplay
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.stages import listed_stages
+from mindspeed_rl.trainer.routing_replay import (
+    AGREEMENT,
+    ENGINE_AGREEMENT,
+    Routes,
+    RoutingReplay,
+    router_places,
+    routes_of,
+)
 
 TOKENS, EXPERTS, TOP_K = 12, 8, 2
 KINDS: dict[str, dict[str, Any]] = {
@@ -152,6 +163,56 @@ def test_the_first_update_records_for_those_after_it() -> None:
             out.square().sum().backward()
         if drift:
             assert torch.equal(kept.experts[0], recorded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_pass_takes_the_experts_of_the_engine(kind: str) -> None:
+    """At the counted places, with the router's own weights for them; its own experts elsewhere."""
+    router, plain = Router(kind), Router(kind)
+    plain.load_state_dict(router.state_dict())
+    replay = RoutingReplay([torch.nn.ModuleList([router])], places=[1])
+    x, counted = torch.randn(TOKENS, 6), torch.arange(TOKENS) % 3 != 0
+    own = plain(x)[1]
+    # what an engine with a little other weights would choose; another layer's ids are in the way
+    ids = own.nonzero()[:, 1].view(TOKENS, TOP_K).clone()
+    ids[1, 0] = next(e for e in range(EXPERTS) if not own[1, e])
+    given = torch.stack([torch.full_like(ids, 7), ids], 1)[counted].to(torch.uint8)
+    replay.current = kept = Routes(counted, given)
+    probs, chosen = router(x)
+    wanted = torch.zeros_like(own).scatter_(1, ids, True)
+    assert torch.equal(chosen, wanted) and not torch.equal(chosen, own)
+    assert torch.equal(kept.experts[0].long().sort(1)[0], ids.sort(1)[0])
+    probs[counted].square().sum().backward()
+    gradient = router.weight.grad
+    assert gradient is not None and float(gradient.abs().sum()) > 0
+    with replay.update():
+        router(x)
+    found = replay.metrics()
+    engine, later = found[ENGINE_AGREEMENT], found[AGREEMENT]
+    assert isinstance(engine, Mean) and isinstance(later, Mean)
+    number = int(counted.sum()) * TOP_K
+    assert (engine.sum, engine.weight) == (number - 1, number)
+    assert later.value == engine.value, "of the recorded ones, which are the engine's"
+
+
+def test_each_rank_gives_its_routers_their_tokens_and_layers() -> None:
+    """A share of a packed row; the layers of a stage with two chunks and a dense layer."""
+    samples = [
+        TrainSample(i, torch.arange(n), 2, experts=torch.arange((n - 2) * 6).view(-1, 6) + 50 * i)
+        for i, n in enumerate((5, 4))
+    ]
+    row = pack(samples, 12)
+    assert row.experts.shape == (5, 6) and row.experts[3, 0] == 50
+    for half in range(2):
+        part = routes_of(row, lambda x, half=half: x.chunk(2)[half], 3)
+        assert part.given is not None and part.given.shape == (int(part.counted.sum()), 3, 2)
+    assert part.given[0].flatten().tolist() == [50, 51, 52, 53, 54, 55]
+    assert routes_of(pack([TrainSample(0, torch.arange(5), 2)], 8), lambda x: x, 3).given is None
+    spec = SimpleNamespace(expert_layers=(1, 2, 3, 4, 5, 6, 7))
+    stages = listed_stages(8, 2, (3, 1, 2, 2))
+    parallel = ParallelLayout.build(world=2, stages=stages)
+    layout: Any = SimpleNamespace(spec=spec, parallel=parallel)
+    assert [router_places(layout, rank) for rank in (0, 1)] == [(0, 1, 3, 4), (2, 5, 6)]
 
 
 def test_without_routes_nothing_changes() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.engine_double import CACHE_BYTES, EngineDouble
 from support.layout_cases import MOE, layouts_of
 
+from mindspeed_rl.models.spec import LatentAttentionSpec
 from mindspeed_rl.rollout import vllm_versions
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
 
@@ -182,10 +183,25 @@ def test_an_engine_without_proof_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=told):
         vllm_versions.installed_layout(layout, "cpu")
     proven = vllm_versions.engine_capabilities("0.32.0", "cpu")
+    spec = replace(layout.spec, head_dim=64)
     for change, what in (({"in_place_experts": False}, "experts"), ({}, "")):
         row = replace(proven, **change)
         if what:
             with pytest.raises(ValueError, match=f"updating {what} in place is not proven"):
-                vllm_versions.check_model_support(row, layout.spec)
+                vllm_versions.check_model_support(row, spec)
         else:
-            vllm_versions.check_model_support(row, layout.spec)
+            vllm_versions.check_model_support(row, spec)
+
+
+def test_a_model_without_kernels_of_the_engine_is_refused() -> None:
+    """Before the engine is built, whose own message names no size that it has."""
+    row = vllm_versions.engine_capabilities("0.32.0", "cpu")
+    _, layout = layouts_of(MOE)
+    with pytest.raises(ValueError, match=r"head_dim 2: vLLM 0\.32\.x on cpu .* for 32, 64, 80,"):
+        vllm_versions.check_model_support(row, replace(layout.spec, head_dim=2))
+    for rank in (512, 16):
+        latent = LatentAttentionSpec(0, rank, nope_head_dim=32, rope_head_dim=64, v_head_dim=24)
+        spec = replace(layout.spec, latent=latent, head_dim=96)
+        told = r"qk_rope_head_dim 80: .* for 576 channels only"
+        with nullcontext() if rank == 512 else pytest.raises(ValueError, match=told):
+            vllm_versions.check_model_support(row, spec)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,34 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    parts = {"generate": 0.0, "forward_backward": 0.0}
+
+    @contextmanager
+    def timed(part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        parts[part] += time.perf_counter() - begin
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]
+        """Tells sampling and the update's two passes from the rest of a step."""
+
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            with timed("generate"):
+                return super()._generate(*args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            with timed("forward_backward"):
+                return super().compute_loss(*args, **kwargs)
+
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Wall time at the end of every step."""
+        """Wall time, and that of the parts, at the end of every step."""
 
         def __init__(self) -> None:
-            self.ends = [time.perf_counter()]
+            self.ends = [{"step": time.perf_counter(), **parts}]
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             """Note it."""
-            self.ends.append(time.perf_counter())
+            self.ends.append({"step": time.perf_counter(), **parts})
 
     lines = (folder / "rl.jsonl").read_text().splitlines()
     rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines])
@@ -50,7 +72,7 @@ def main() -> None:
         learning_rate=1e-5, gradient_checkpointing=False, dataloader_pin_memory=False, seed=0,
     )  # fmt: skip
     clock = Clock()
-    trainer = GRPOTrainer(
+    trainer = Timed(
         model=AutoModelForCausalLM.from_pretrained(folder / "model"),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         reward_funcs=digits,
@@ -58,14 +80,24 @@ def main() -> None:
         train_dataset=rows,
         callbacks=[clock],
     )
+    backward = trainer.accelerator.backward
+
+    def timed_backward(*args: Any, **kwargs: Any) -> None:
+        with timed("forward_backward"):
+            backward(*args, **kwargs)
+
+    trainer.accelerator.backward = timed_backward
     trainer.train()
     if dist.get_rank() == 0:
         lengths = [r["completions/mean_length"] for r in trainer.state.log_history
                    if "completions/mean_length" in r]  # fmt: skip
-        seconds = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
+        took = [
+            {name: after[name] - before[name] for name in after}
+            for before, after in pairwise(clock.ends)
+        ]
         found = [
-            {"seconds": s, "tokens": n * prompts * group}
-            for s, n in zip(seconds, lengths, strict=True)
+            {"seconds": parts.pop("step"), "tokens": n * prompts * group, "parts": parts}
+            for parts, n in zip(took, lengths, strict=True)
         ]
         result.write_text(json.dumps({"steps": found}))
     dist.barrier()

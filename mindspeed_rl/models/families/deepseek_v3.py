@@ -50,8 +50,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 def _check_rope(config: Mapping[str, Any], kind: str) -> None:
     """Refuse what trainer, transformers and vLLM scale differently.
 
-    vLLM takes every scaled kind for YaRN and reads neither ``attention_factor`` nor ``mscale``
-    alone.
+    vLLM takes every scaled kind for YaRN and reads neither ``attention_factor`` nor ``truncate``
+    nor ``mscale`` alone.
     """
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if kind not in ("default", "yarn"):
@@ -62,6 +62,10 @@ def _check_rope(config: Mapping[str, Any], kind: str) -> None:
         raise ValueError(
             f"config.json: attention_factor {scaling['attention_factor']} with latent attention is "
             "not supported; remove it (mscale and mscale_all_dim say the same)"
+        )
+    if kind == "yarn" and not scaling.get("truncate", True):
+        raise ValueError(
+            "config.json: truncate false with latent attention is not supported; allowed: true"
         )
     if float(scaling.get("mscale") or 1.0) != 1.0 and not scaling.get("mscale_all_dim"):
         raise ValueError(

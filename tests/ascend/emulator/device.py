@@ -14,7 +14,9 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ import torch
 import torch.distributed as dist
 from ascend.emulator.operators import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 # Where a process leaves the number of calls of each operator when it ends.
 COUNTS_VARIABLE = "MINDSPEED_RL_ASCEND_COUNTS"
@@ -47,9 +48,12 @@ def as_cpu(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory = (ctypes.c_char * size).from_address(storage.data_ptr())
     memory.owner = storage
-    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    if size % tensor.itemsize == 0:
+        whole = torch.frombuffer(memory, dtype=tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    odd = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return empty.set_(odd, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def as_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -57,6 +61,62 @@ def as_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     as_cpu(new).copy_(tensor)
     return new
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What has to be known of an operator.
+
+    Attributes:
+        name: with its namespace.
+        native: torch_npu does it itself.
+        can: it is one of torch's, or has a reference.
+        reference: what it computes, by the names of its arguments.
+        arguments: those names.
+    """
+
+    name: str
+    native: bool
+    can: bool
+    reference: Callable[..., Any] | None
+    arguments: tuple[str, ...]
+
+
+@cache
+def _operator(func: Any) -> _Operator:
+    name = func._schema.name
+    namespace, _, short = name.partition("::")
+    native = namespace == "aten" and (short in _NATIVE or _is_view(func))
+    reference = REFERENCES.get(name)
+    return _Operator(
+        name,
+        native or name in _NATIVE_NPU,
+        namespace in ("aten", "c10d") or reference is not None,
+        reference,
+        tuple(argument.name for argument in func._schema.arguments),
+    )
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """``function`` of everything in nested tuples, lists and dictionaries; pytree is slow."""
+    if isinstance(value, tuple):
+        return tuple([_mapped(function, one) for one in value])
+    if isinstance(value, list):
+        return [_mapped(function, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _mapped(function, one) for key, one in value.items()}
+    return function(value)
+
+
+def _first_npu(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor on an emulated device among nested values."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            if (found := _first_npu(value)) is not None:
+                return found
+        elif is_npu(value):
+            return value  # type: ignore[no-any-return]
+    return None
 
 
 class EmulatedNpu(TorchDispatchMode):
@@ -69,24 +129,34 @@ class EmulatedNpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        values, _ = tree_flatten((args, kwargs))
+        kwargs = kwargs or {}
         asked = kwargs.get("device")
-        on_npu = [value for value in values if is_npu(value)]
-        if not on_npu and (asked is None or torch.device(asked).type != "npu"):
+        on_npu = _first_npu(args)
+        if on_npu is None:
+            on_npu = _first_npu(kwargs.values())
+        if on_npu is None and (asked is None or torch.device(asked).type != "npu"):
             return func(*args, **kwargs)
-        namespace, _, name = func._schema.name.partition("::")
-        self.counts[func._schema.name] += 1
-        if namespace == "aten" and (name in _NATIVE or _is_view(func)):
+        operator = _operator(func)
+        self.counts[operator.name] += 1
+        if operator.native:
             return func(*args, **kwargs)
-        if func._schema.name in _NATIVE_NPU:
-            return func(*args, **kwargs)
-        if namespace not in ("aten", "c10d") and func._schema.name not in REFERENCES:
-            raise NotImplementedError(f"the emulator has no reference of {func._schema.name}")
-        target = torch.device(asked) if asked is not None else on_npu[0].device
-        return self._on_cpu(func, args, kwargs, target)
+        if not operator.can:
+            raise NotImplementedError(f"the emulator has no reference of {operator.name}")
+        if asked is not None:
+            target = torch.device(asked)
+        else:
+            assert on_npu is not None
+            target = on_npu.device
+        return self._on_cpu(func, operator, args, kwargs, target)
 
-    def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any], target: torch.device) -> Any:
+    def _on_cpu(
+        self,
+        func: Any,
+        operator: _Operator,
+        args: Any,
+        kwargs: dict[str, Any],
+        target: torch.device,
+    ) -> Any:
         """Run an operator on aliases; what it returns is on ``target``."""
         aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -108,13 +178,12 @@ class EmulatedNpu(TorchDispatchMode):
                     return tensor
             return as_npu(value, target) if target.type == "npu" else value
 
-        args, kwargs = tree_map(down, (args, kwargs))
+        args, kwargs = _mapped(down, args), _mapped(down, kwargs)
         kwargs.pop("pin_memory", None)
-        reference = REFERENCES.get(func._schema.name)
-        if reference is None:
-            return tree_map(up, func(*args, **kwargs))
-        names = [argument.name for argument in func._schema.arguments]
-        return tree_map(up, reference(**dict(zip(names, args, strict=False)), **kwargs))
+        if operator.reference is None:
+            return _mapped(up, func(*args, **kwargs))
+        named = dict(zip(operator.arguments, args, strict=False))
+        return _mapped(up, operator.reference(**named, **kwargs))
 
     def write_counts(self) -> None:
         """Leave the counts in the folder that the environment names, if it does."""

@@ -1,0 +1,73 @@
+"""The main job of the README, with fewer RL steps: it ends, and what the README lists is there.
+
+The interpreter of the tests stands in for the environment that setup_env.sh would install.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.jobs import ROOT, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
+
+STEPS = 3
+LIMIT_S = 400.0
+
+
+def listed_results() -> list[str]:
+    """The names in the first column of the README's table of results."""
+    text = (ROOT / "README.md").read_text()
+    table = text.partition("writes into `outputs/quickstart/seed0/rl/`:")[2].split("\n\n")[1]
+    rows = table.splitlines()[2:]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of the RL run."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    scripts = folder / "pretrain_scripts"
+    shutil.copytree(ROOT / "pretrain_scripts", scripts)
+    for name in ("setup_env.sh", "check_package.sh"):
+        (scripts / name).write_text(f"#!/bin/sh\necho {sys.executable}\n")
+    for name in ("tools", "mindspeed_rl"):
+        (folder / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        ["bash", str(scripts / "quickstart.sh"), "--train-iters", str(STEPS),
+         "--eval-interval", str(STEPS)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())},
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "outputs" / "quickstart" / "seed0" / "rl"
+
+
+def test_the_main_job_leaves_what_the_readme_lists(results: Path) -> None:
+    names = listed_results()
+    assert {"summary.json", "metrics.jsonl", "hf/"} <= set(names)
+    assert not [name for name in names if not (results / name).exists()]
+    assert json.loads((results / "hf" / "export.json").read_text())["step"] == STEPS
+    summary = json.loads((results / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["eval_prompts"] == 500
+    assert summary["worst_mismatch"] < 1e-4
+    assert 0.05 < summary["accuracy_before"] < 1.0, "the warm start taught it something"
+    lines = (results / "metrics.jsonl").read_text().splitlines()
+    trained = [line for line in map(json.loads, lines) if "reward/mean" in line]
+    assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
+
+
+def test_its_curves_can_be_drawn_again_from_outside(results: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "plot_run.py"), str(results)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {results / 'curves.png'}" in done.stdout

@@ -1,0 +1,35 @@
+"""Body of a forked rank that is a command: ``python -m MODULE FLAGS`` as torchrun starts it.
+
+Of the command only one thing differs: torch is imported already, so the environment is prepared
+without the check that it is not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import runpy
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from mindspeed_rl import bootstrap
+
+
+def _prepare(
+    platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
+) -> list[str]:
+    assert platform == "cpu" and not deterministic
+    bootstrap.set_defaults(platform, environ)
+    return []
+
+
+def main() -> None:
+    """Run the command of the folder that is the first argument."""
+    command = json.loads((Path(sys.argv[1]) / "command.json").read_text())
+    faulthandler.dump_traceback_later(command["timeout_s"], exit=True)
+    bootstrap.prepare_environment = _prepare
+    os.chdir(command["cwd"])
+    sys.argv[1:] = command["flags"]
+    runpy.run_module(command["module"], run_name="__main__", alter_sys=True)

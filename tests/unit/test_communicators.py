@@ -1,0 +1,144 @@
+"""Groups of ranks by arithmetic against their definition, rank by rank (R24, R34)."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.memory.communicators import Groups, GroupUse, all_device_groups, device_groups
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+
+sizes = st.sampled_from([1, 2, 3])
+
+
+def divisors(number: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([n for n in range(1, number + 1) if number % n == 0])
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[ParallelLayout, EngineLayout | None]:
+    tp, cp, dp, pp = (draw(sizes) for _ in range(4))
+    per_stage = tp * cp * dp
+    etp = draw(divisors(per_stage))
+    ep = draw(divisors(per_stage // etp))
+    parallel = ParallelLayout.build(
+        world=per_stage * pp, stages=even_stages(pp, pp), tp=tp, cp=cp, ep=ep, etp=etp
+    )
+    engine_tp = draw(divisors(parallel.world))
+    engine_pp = draw(divisors(parallel.world // engine_tp))
+    engine_dp = draw(divisors(parallel.world // (engine_tp * engine_pp)))
+    engine = EngineLayout(
+        parallel.world, engine_tp, engine_dp, expert_parallel=draw(st.booleans()), pp=engine_pp
+    )
+    return parallel, draw(st.sampled_from([engine, None]))
+
+
+uses = st.builds(GroupUse, *(st.booleans() for _ in range(5)))
+
+
+def by_definition(
+    rank: int, parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
+) -> Groups:
+    """Peers are those who stand where this rank stands on the named axes: all ranks are asked."""
+    everyone = range(parallel.world)
+
+    def dense(*axes: str) -> tuple[int, ...]:
+        at = parallel.coords(rank)
+        return tuple(
+            r
+            for r in everyone
+            if all(getattr(parallel.coords(r), axis) == getattr(at, axis) for axis in axes)
+        )
+
+    def expert(*axes: str) -> tuple[int, ...]:
+        at = parallel.expert_coords(rank)
+        return tuple(
+            r
+            for r in everyone
+            if all(getattr(parallel.expert_coords(r), axis) == getattr(at, axis) for axis in axes)
+        )
+
+    pipeline = dense("tp", "cp", "dp")
+    ends = (pipeline[0], pipeline[-1])
+    groups = {
+        "world": tuple(everyone), "tp": dense("cp", "dp", "pp"), "cp": dense("tp", "dp", "pp"),
+        "dp_cp": dense("tp", "pp"), "pp": pipeline,
+    }  # fmt: skip
+    if use.sharded_optimizer:
+        groups["intra_dist_opt_instance"] = tuple(everyone)
+    else:
+        groups["mp"] = dense("cp", "dp")
+    if use.tied and rank in ends:
+        groups["embd"] = ends
+    if use.experts:
+        groups |= {"ep": expert("tp", "dp", "pp"), "ep_tp": expert("ep", "dp", "pp")}
+        groups["tp_ep_mp"] = expert("dp", "pp")
+        if use.router_bias:
+            groups["tp_dp_cp"] = dense("pp")
+        if parallel.ep > 1:
+            groups["ep_dp"] = expert("tp", "ep", "pp")
+            if not use.sharded_optimizer:
+                groups["tp_ep_pp"] = expert("dp")
+    if engine is not None:
+        groups |= engine_by_definition(rank, engine, use)
+    return {name: ranks for name, ranks in groups.items() if len(set(ranks)) > 1}
+
+
+def engine_by_definition(rank: int, engine: EngineLayout, use: GroupUse) -> Groups:
+    peers = tuple(
+        r
+        for r in range(engine.world)
+        if engine.replica_of(r) == engine.replica_of(rank)
+        and engine.stage_of(r) == engine.stage_of(rank)
+    )
+    groups = {
+        "rollout tp": tuple(r for r in peers if engine.group_of(r) == engine.group_of(rank)),
+        "rollout dp": tuple(r for r in peers if engine.tp_rank(r) == engine.tp_rank(rank)),
+    }
+    if engine.expert_parallel:
+        groups["rollout ep"] = peers
+        if use.engine_mc2:
+            groups["rollout mc2"] = peers
+    return groups
+
+
+@given(worlds(), uses)
+@settings(deadline=None)
+def test_groups_of_a_rank_are_those_of_the_definition(
+    world: tuple[ParallelLayout, EngineLayout | None], use: GroupUse
+) -> None:
+    parallel, engine = world
+    for rank in range(parallel.world):
+        expected = by_definition(rank, parallel, engine, use)
+        assert device_groups(rank, parallel, engine, use) == expected
+
+
+@given(worlds(), uses)
+@settings(deadline=None)
+def test_all_groups_are_those_of_every_rank_each_once(
+    world: tuple[ParallelLayout, EngineLayout | None], use: GroupUse
+) -> None:
+    parallel, engine = world
+    expected: dict[str, dict[tuple[int, ...], None]] = {}
+    for rank in range(parallel.world):
+        for name, ranks in device_groups(rank, parallel, engine, use).items():
+            expected.setdefault(name, {})[ranks] = None
+    found = all_device_groups(parallel, engine, use)
+    assert found == {name: tuple(groups) for name, groups in expected.items()}
+    for groups in found.values():
+        members = [rank for group in groups for rank in group]
+        assert len(members) == len(set(members)), "a rank is in one group of a name"
+
+
+def test_groups_of_4096_ranks_cost_steps_in_proportion_to_them() -> None:
+    """Every group is made once: by its lowest rank, not by each of its members."""
+    parallel = ParallelLayout.build(world=4096, stages=even_stages(16, 16), tp=8, ep=32, etp=1)
+    engine = EngineLayout(4096, 4, 64, expert_parallel=True)
+    found = all_device_groups(parallel, engine, GroupUse(experts=True, router_bias=True))
+    assert {name: (len(groups), len(groups[0])) for name, groups in found.items()} == {
+        "world": (1, 4096), "tp": (512, 8), "dp_cp": (128, 32), "pp": (256, 16), "mp": (32, 128),
+        "ep": (128, 32), "tp_ep_mp": (128, 32), "tp_dp_cp": (16, 256), "ep_dp": (512, 8),
+        "tp_ep_pp": (8, 512), "rollout tp": (1024, 4), "rollout dp": (64, 64),
+        "rollout ep": (16, 256),
+    }  # fmt: skip

@@ -1,0 +1,201 @@
+"""The experts of a response: which rows of which steps of the engine they were (R12)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mindspeed_rl.config import RLConfig, RLRunConfig
+from mindspeed_rl.experience.redistribute import Parcel as SampleParcel
+from mindspeed_rl.experience.redistribute import Redistribution
+from mindspeed_rl.experience.samples import Sample, SampleKey
+from mindspeed_rl.experience.tensor_cache import Column, TensorCache
+from mindspeed_rl.orchestration import rl_phases
+from mindspeed_rl.orchestration.rl_phases import check_expert_replay
+from mindspeed_rl.orchestration.rl_samples import COLUMNS, as_train_samples, responses_in, store
+from mindspeed_rl.rollout.engine import GenerationRequest
+from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
+from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.types import Completion, Prompt, Rollout
+
+LAYERS, TOP_K = 4, 2
+EXPERT_LAYERS = (1, 3)
+
+
+def expert(position: int, layer: int, slot: int, who: int) -> int:
+    """A number that says of whom it is."""
+    return (16 * who + 4 * position + 2 * (layer == 3) + slot) % 256
+
+
+class Capturer:
+    """vLLM's buffer of a step: rows of all layers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int]] = []
+
+    def snapshot_routing_data(self, num_tokens: int) -> torch.Tensor:
+        """[tokens, layers, k] uint8; a layer without experts is never written."""
+        assert num_tokens == len(self.rows)
+        values = [
+            [
+                [expert(p, layer, s, who) if layer in EXPERT_LAYERS else 255 for s in range(TOP_K)]
+                for layer in range(LAYERS)
+            ]
+            for who, p in self.rows
+        ]
+        return torch.tensor(values, dtype=torch.uint8)
+
+
+class Engine:
+    """A recorder and the steps of a model runner."""
+
+    def __init__(self) -> None:
+        self.recorder = ExpertRecorder(EXPERT_LAYERS)
+        self.capturer = Capturer()
+        self.recorder._capturer = self.capturer
+
+    def step(self, **scheduled: tuple[int, int]) -> None:
+        """Each request computes so many tokens from a position on."""
+        self.capturer.rows = [
+            (ord(name), first + i)
+            for name, (first, count) in scheduled.items()
+            for i in range(count)
+        ]
+        runner = SimpleNamespace(
+            input_batch=SimpleNamespace(
+                req_ids=list(scheduled),
+                num_computed_tokens_cpu=torch.tensor([f for f, _ in scheduled.values()]).numpy(),
+            )
+        )
+        counts = {name: count for name, (_, count) in scheduled.items()}
+        output = SimpleNamespace(
+            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values())
+        )
+        self.recorder.note(runner, output)
+
+
+def wanted(name: str, first: int, count: int) -> bytes:
+    return bytes(
+        expert(first + i, layer, slot, ord(name))
+        for i in range(count)
+        for layer in EXPERT_LAYERS
+        for slot in range(TOP_K)
+    )
+
+
+def test_rows_belong_to_the_requests_of_a_step() -> None:
+    """Prompts of different lengths, one behind a cached prefix; another order in a later step."""
+    engine = Engine()
+    engine.step(a=(0, 3), b=(4, 1))
+    engine.step(b=(5, 1), a=(3, 1), c=(0, 2))
+    engine.step()
+    engine.step(a=(4, 1))
+    assert engine.recorder.take("a", 2, 3) == wanted("a", 2, 3)
+    assert engine.recorder.take("b", 4, 2) == wanted("b", 4, 2)
+    with pytest.raises(RuntimeError, match="computed nothing of request a"):
+        engine.recorder.take("a", 2, 3)
+    engine.recorder.clear()
+    with pytest.raises(RuntimeError, match="computed nothing of request c"):
+        engine.recorder.take("c", 1, 1)
+
+
+def test_a_request_that_was_put_off_is_computed_again() -> None:
+    engine = Engine()
+    engine.step(a=(0, 2))
+    engine.step(a=(2, 1))
+    engine.step(a=(1, 3))  # its first block was still there
+    engine.step(a=(4, 1))
+    assert engine.recorder.take("a", 1, 4) == wanted("a", 1, 4)
+
+
+def test_a_token_without_experts_is_told() -> None:
+    engine = Engine()
+    engine.step(a=(0, 2))
+    engine.step(a=(3, 1))
+    with pytest.raises(RuntimeError, match=r"of 3 tokens of request a from position 1 .* \[1\]"):
+        engine.recorder.take("a", 1, 3)
+
+
+class Port:
+    """An engine that names requests itself."""
+
+    def add(self, key: str, *about: Any) -> str:
+        """The inner name of sample 0 is a."""
+        return chr(ord("a") + int(key))
+
+    def abort(self, keys: list[str]) -> None:
+        """Nothing to give up."""
+
+    def stream(self, name: str) -> None:
+        """No random numbers."""
+
+
+def finished(sample_id: int, num_tokens: int) -> Any:
+    said = SimpleNamespace(
+        finish_reason="length",
+        token_ids=list(range(num_tokens)),
+        logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in range(num_tokens)],
+    )
+    return SimpleNamespace(request_id=str(sample_id), outputs=[said], finished=True)
+
+
+def test_completions_have_the_experts_of_the_places_that_predict_them() -> None:
+    """The first token is predicted at the end of its prompt; the last one predicts nothing."""
+    engine = Engine()
+    open_requests = OpenRequests(Port(), 8, engine.recorder)
+    requests = [GenerationRequest(i, (7,) * n, seed=i) for i, n in enumerate((3, 1))]
+    open_requests.add(Parcel(request) for request in requests)
+    engine.step(a=(0, 3), b=(0, 1))
+    engine.step(a=(3, 1))
+    done = open_requests.finish({0: finished(0, 2), 1: finished(1, 1)}, version=5)
+    assert done[0].experts == wanted("a", 2, 2) and done[1].experts == wanted("b", 0, 1)
+    plain = OpenRequests(Port(), 8)
+    plain.add([Parcel(requests[1])])
+    assert plain.finish({1: finished(1, 1)}, version=5)[1].experts is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_samples_keep_them(dtype: torch.dtype) -> None:
+    """From bytes to the trained tokens; nothing of a response that was cut and is left out."""
+    column = Column("experts", dtype, 4)
+    numbers = torch.arange(12).to(dtype) + (300 if dtype is torch.int16 else 0)
+    raw = numbers.numpy().tobytes()
+    half = len(raw) // 3
+    pieces = (raw[: 2 * half], raw[2 * half :])
+    rollouts = [
+        Rollout(i, Prompt(i, (1, 2), "", ""), Completion((9,) * n, (-1.0,) * n, "length", 0,
+                                                         experts=piece), 1.0)
+        for i, (n, piece) in enumerate(zip((2, 1), pieces, strict=True))
+    ]  # fmt: skip
+    samples = [
+        Sample(i, i, n, n, False, 0, 0, 1.0, key=SampleKey(1, i)) for i, n in enumerate((2, 1))
+    ]
+    cache = TensorCache(torch.device("cpu"))
+    cache.begin_step(1)
+    store(cache, rollouts, samples, column)
+    parcels = [SampleParcel.of(s) for s in samples]
+    kept = Redistribution(cache, parcels, (*COLUMNS, column), ())
+    prompts = [torch.tensor([1, 2])] * 2
+    responses = responses_in(kept, (0, 1), samples, column)
+    trained = as_train_samples(samples, prompts, responses)
+    for sample, expected in zip(trained, numbers.view(3, 4).split([2, 1]), strict=True):
+        assert sample.experts is not None and torch.equal(sample.experts, expected)
+        assert sample.experts.dtype is dtype and sample.num_trained == len(expected)
+    for dropped in as_train_samples(samples, prompts, responses, drop_truncated=True):
+        assert dropped.experts is not None and dropped.experts.shape == (0, 4)
+        assert dropped.num_trained == 0
+
+
+def test_an_engine_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plain = (
+        cast(RLRunConfig, SimpleNamespace(rl=RLConfig(rl_routing_replay=choice)))
+        for choice in ("rollout", "trainer")
+    )
+    check_expert_replay(asked, "cpu")
+    monkeypatch.setattr(rl_phases, "installed_version", lambda: "0.23.0")
+    with pytest.raises(ValueError, match=r"rollout: the experts that vLLM 0\.23\.x on npu .*; use"):
+        check_expert_replay(asked, "npu")
+    check_expert_replay(plain, "npu")

@@ -1,0 +1,96 @@
+"""The user's own files and environments, looked at before anything is loaded (R55)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config.environment import (
+    BUILT_IN_ENVIRONMENTS,
+    EnvironmentConfig,
+    check_environment,
+)
+from mindspeed_rl.config.rewards import RewardConfig, check_rewards
+from mindspeed_rl.environments import known_environments, resolve_environment
+
+MINE = """
+import math as maths
+from os import path
+
+class Mine: ...
+
+def build(tokenizer): ...
+
+other = build
+if path:
+    later = maths
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+def test_environments_that_are_checked_are_those_that_are_registered() -> None:
+    assert known_environments() == tuple(sorted(BUILT_IN_ENVIRONMENTS))
+
+
+@pytest.mark.parametrize("name", ["Mine", "build", "other", "later", "maths", "path"])
+def test_whatever_a_file_binds_is_accepted_and_then_found(mine: Path, name: str) -> None:
+    """The early check refuses nothing that the import would find."""
+    check_environment(EnvironmentConfig(rl_environment=f"{mine}:{name}"))
+    check_rewards(RewardConfig(reward_function=(f"{mine}:{name}",)), 60.0, "")
+    if name not in ("later", "maths", "path"):  # modules cannot be called
+        assert callable(resolve_environment(f"{mine}:{name}"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["from os.path import *\n", "globals()['X'] = len\n", "exec('X = len')\n",
+     "def __getattr__(name): return len\n"],
+)  # fmt: skip
+def test_names_that_cannot_be_read_are_left_to_the_import(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "any.py"
+    file.write_text(text)
+    check_environment(EnvironmentConfig(rl_environment=f"{file}:X"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("calculater", "calculater: unknown environment; did you mean 'calculator'? known: "),
+        ("/no/file.py:X", "/no/file.py:X: no Python file at '/no/file.py'; give the path"),
+        ("{mine}:Mime", "{mine}:Mime: the file defines no 'Mime'; nearest: Mine"),
+        ("{mine}:zzz", "the file defines no 'zzz'; define it at the top level"),
+        ("{broken}:X", "the file is no Python: invalid syntax"),
+    ],
+)
+def test_an_environment_that_is_none_is_told_before_anything_is_loaded(
+    mine: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("class X:\n    def\n")
+    places = {"mine": mine, "broken": broken}
+    flags = EnvironmentConfig(rl_environment=name.format(**places))
+    with pytest.raises(ValueError, match="--rl-environment ") as told:
+        check_environment(flags)
+    assert message.format(**places) in str(told.value)
+
+
+def test_a_reward_function_that_is_not_in_its_file_is_told_as_early(mine: Path) -> None:
+    flags = RewardConfig(reward_function=(f"{mine}:biuld=0.5",))
+    told = re.escape(f"--reward-function {mine}:biuld: the file defines no 'biuld'; nearest: build")
+    with pytest.raises(ValueError, match=told):
+        check_rewards(flags, 60.0, "")
+
+
+def test_a_dry_run_needs_no_files_and_knows_the_names() -> None:
+    check_environment(EnvironmentConfig(rl_environment="/no/file.py:X"), files=False)
+    check_environment(EnvironmentConfig(), files=False)
+    with pytest.raises(ValueError, match="unknown environment"):
+        check_environment(EnvironmentConfig(rl_environment="nothing"), files=False)
