@@ -206,10 +206,11 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
 
 
 def _checksum(rollout: Rollout) -> int:
-    """Of the bits of tokens and log-probs; 32 bits, so that sums over ranks stay exact."""
+    """Of the bits of tokens, log-probs and experts; 32 bits: sums over ranks stay exact."""
     done = rollout.completion
     of_tokens = zlib.crc32(array("q", done.token_ids).tobytes())
-    return zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)
+    of_logprobs = zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)
+    return zlib.crc32(done.experts or b"", of_logprobs)
 
 
 def _scores(rollout: Rollout, part_names: Sequence[str]) -> list[float]:

@@ -233,8 +233,14 @@ def keep_surplus(
     The last ``num_pending`` have responses that go on.
 
     Raises:
-        ValueError: there are some, but the run lets none go on.
+        ValueError: there are some, but the run lets none go on, or replays experts that a
+            checkpoint does not hold.
     """
+    if groups and run.config.rl.rl_routing_replay == "rollout":
+        raise ValueError(
+            f"--load: the checkpoint carries {len(groups)} groups over, without the experts that "
+            "--rl-routing-replay rollout replays; give --rl-routing-replay trainer or none"
+        )
     if num_pending and not run.config.balance.partial_rollout_tokens:
         raise ValueError(
             f"--load: {num_pending} groups of the checkpoint have responses that go on; give "

@@ -41,11 +41,16 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run."""
-    from transformers import AutoTokenizer
+    """The tokenizer of the run; an export, whose ``config.json`` is the model's, reads the same."""
+    from transformers import AutoConfig, AutoTokenizer
 
+    model = config.model
+    how: dict[str, Any] = {}
+    if model.tokenizer_name_or_path:
+        # transformers chooses the class, and with it rules and added tokens, by the model's type
+        how["config"] = AutoConfig.from_pretrained(model.hf_checkpoint)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        config.model.tokenizer_directory
+        model.tokenizer_directory, **how
     )
     return tokenizer
 

@@ -198,7 +198,8 @@ def _hidden(names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         for name in hidden:
-            del sys.modules[name]
+            if name in sys.modules and sys.modules[name] is None:
+                del sys.modules[name]
 
 
 @contextmanager

@@ -81,7 +81,8 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
             batch=SimpleNamespace(samples_per_update=PER_UPDATE),
         )
         run = SimpleNamespace(
-            job=models.job, plan=plan, rank=world.rank, environment=None, cache=cache,
+            job=models.job, config=models.job.config, plan=plan, rank=world.rank,
+            environment=None, cache=cache,
             prompts=[SimpleNamespace(token_ids=ids) for ids in PROMPTS],
         )  # fmt: skip
         placed = rl_samples.place(cast(Any, run), table)

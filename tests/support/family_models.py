@@ -35,7 +35,7 @@ _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 32,
 }
 _LATENT = {
     "q_lora_rank": 12,

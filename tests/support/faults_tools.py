@@ -81,6 +81,10 @@ TOOL_MUTATIONS = (
              "(tokenizer, _TOKENIZER_FILES)", "(source, _TOKENIZER_FILES)",
              "tests/unit/test_hf_export.py::"
              "test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another"),
+    Mutation("a-tokenizer-is-read-without-its-model", "orchestration/training.py",
+             'how["config"] = AutoConfig.from_pretrained(model.hf_checkpoint)', "pass",
+             "tests/unit/test_hf_export.py::"
+             "test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export"),
     Mutation("an-environment-is-looked-for-late", "config/environment.py",
              "check_python_name(Path(path), attribute, where)", "pass",
              _USER_FILES + "test_an_environment_that_is_none_is_told_before_anything_is_loaded"),

@@ -28,9 +28,14 @@ def _raise() -> None:
     raise RuntimeError("planted fault")
 
 
+def _stop() -> None:
+    time.sleep(1.0)  # its phase gets into a heartbeat
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop": _stop,
     "segfault": lambda: ctypes.string_at(0),
     "raise": _raise,
     "sleep": lambda: time.sleep(3600),

@@ -7,12 +7,15 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
+from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
 
@@ -160,3 +163,24 @@ def test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another(tmp_path
     assert not (target / "added_tokens.json").exists(), "two tokenizers would be mixed"
     assert [path.name for path in target.glob("*.py")] == ["configuration_deepseek.py"]
     assert AutoConfig.from_pretrained(target).vocab_size == 307
+
+
+def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_path: Path) -> None:
+    """Beside a tokenizer.json alone nothing says its class, which adds tokens: config.json does."""
+    from transformers import AutoTokenizer
+
+    from mindspeed_rl.orchestration.training import load_tokenizer
+
+    source, bare, target = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "hf"
+    write_tiny_model(source)
+    bare.mkdir()
+    (source / "tokenizer.json").rename(bare / "tokenizer.json")
+    with HfWriter(target, source, torch.float32, step=1, tokenizer=bare) as writer:
+        writer.add("weight", torch.zeros(2))
+    model = ModelConfig(hf_checkpoint=str(source), tokenizer_name_or_path=str(bare))
+    of_the_run = load_tokenizer(cast(Any, SimpleNamespace(model=model)))
+    found = AutoTokenizer.from_pretrained(target)
+    assert type(of_the_run) is type(found) and of_the_run.get_vocab() == found.get_vocab()
+    assert (of_the_run.eos_token, of_the_run.pad_token) == (found.eos_token, found.pad_token)
+    alone = AutoTokenizer.from_pretrained(bare)
+    assert alone.get_vocab() != found.get_vocab(), "else nothing is shown here"

@@ -140,14 +140,20 @@ def test_a_step_prefers_the_ranks_that_sampled(
     job = SimpleNamespace(plan=plan, config=run.config)
     legs: list[Any] = []
 
-    def moved(run: object, samples: object, found: Any, cache: object) -> Any:
+    def moved(run: object, samples: object, found: Any, *_: object) -> Any:
         legs.append(found)
         return SimpleNamespace(keep=lambda: None), {}
 
     monkeypatch.setattr(rl_samples, "_move", moved)
     for rank in range(4):
         fake = SimpleNamespace(
-            job=job, plan=plan, rank=rank, environment=None, cache=None, prompts=run.prompts
+            job=job,
+            config=run.config,
+            plan=plan,
+            rank=rank,
+            environment=None,
+            cache=None,
+            prompts=run.prompts,
         )
         placed = rl_samples.place(cast(Any, fake), samples)
         for number, update in enumerate(placed.plans):

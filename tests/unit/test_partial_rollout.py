@@ -8,6 +8,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -255,6 +256,12 @@ def test_open_responses_need_a_run_that_lets_them_go_on(tmp_path: Path) -> None:
     run = partial_run(tmp_path, "")
     with pytest.raises(ValueError, match=r"2 groups of the checkpoint .* --partial-rollout-tokens"):
         keep_surplus(run, [[], [], []], [], 2)
+
+
+def test_groups_carried_over_have_no_experts_to_replay() -> None:
+    flags = SimpleNamespace(rl=SimpleNamespace(rl_routing_replay="rollout"))
+    with pytest.raises(ValueError, match=r"carries 1 groups over.*--rl-routing-replay trainer"):
+        keep_surplus(cast(Any, SimpleNamespace(config=flags)), [[]], [])
 
 
 def test_dynamic_sampling_goes_on_with_what_is_open(tmp_path: Path) -> None:

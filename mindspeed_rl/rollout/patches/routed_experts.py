@@ -90,7 +90,7 @@ class ExpertRecorder:
             raise RuntimeError(f"routed experts: the engine has computed nothing of request {name}")
         found = parts[0][1].new_zeros((count, *parts[0][1].shape[1:]))
         known = torch.zeros(count, dtype=torch.bool)
-        for start, rows in parts:  # a request that was put off is computed once more
+        for start, rows in reversed(parts):  # of one that was put off, what predicted the token
             skipped = max(0, first - start)
             at, end = start + skipped - first, min(count, start + len(rows) - first)
             if at < end:
