@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.profiler import record_function
+
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
@@ -202,7 +204,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     if config.rl.grpo_kl_beta:
         reference = training.build_engine(job, "reference", 0, temperature)
     critic, reward_model = build_critic(job), build_reward_model(job)
-    timer = PhaseTimer(job.platform.synchronize)
+    timer = PhaseTimer(job.platform.synchronize, annotate=record_function)
     sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
