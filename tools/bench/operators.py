@@ -7,7 +7,7 @@ that of the operators it calls.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,9 +105,9 @@ def seconds_by_kind(trace: Path, stretch: str) -> dict[str, float]:
     if not stretches:
         names = sorted({r.name for r in named})
         raise ValueError(f"{trace.name}: no range {stretch!r}; it has {names}")
-    totals: Counter[str] = Counter()
+    totals: dict[str, float] = defaultdict(float)
     for operator, own in own_times(operators):
         if any(r.begin <= operator.begin < r.end for r in stretches):
             totals[kind_of(operator.name)] += own
     totals[OUTSIDE] = sum(r.end - r.begin for r in stretches) - sum(totals.values())
-    return {kind: value / 1e6 for kind, value in totals.most_common()}
+    return {kind: totals[kind] / 1e6 for kind in sorted(totals, key=lambda kind: -totals[kind])}
