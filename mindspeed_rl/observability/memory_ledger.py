@@ -17,8 +17,6 @@ from mindspeed_rl.observability.metrics import Max, MetricSet
 from mindspeed_rl.platforms.base import DeviceMemory
 
 _MIB, _GIB = 2**20, 2**30
-# Borders that a step logs owner by owner; of the others only the sum.
-_LOGGED = ("train", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +103,7 @@ class MemoryLedger:
         self._unforeseen = unforeseen
         self._slope = Slope()
         self._warned = False
+        self._told: set[str] = set()
         self.borders: dict[str, Border] = {}
         #: times that the trainer got the device
 
@@ -150,21 +149,33 @@ class MemoryLedger:
             )
 
     def metrics(self) -> MetricSet:
-        """Of the last time each border was crossed; the fullest rank of each number."""
+        """Of the last time each border was crossed; the fullest rank of each number.
+
+        Predictions by owner do not change: they are told with the first crossing alone.
+        """
         found = MetricSet()
         for state, border in self.borders.items():
             found[f"memory/{state}_used_bytes"] = Max(border.device.used_bytes)
             found[f"memory/{state}_owned_bytes"] = Max(border.owned_bytes)
+            for owner, num_bytes in border.owners.items():
+                found[f"memory/{state}/{owner}_bytes"] = Max(num_bytes)
             if state in self._predicted:
-                expected = sum(
-                    num_bytes if owner in self._unforeseen else self._predicted[state].get(owner, 0)
-                    for owner, num_bytes in border.owners.items()
-                )
-                found[f"memory/{state}_predicted_bytes"] = Max(expected)
-            if state in _LOGGED:
-                for owner, num_bytes in border.owners.items():
-                    found[f"memory/{state}/{owner}_bytes"] = Max(num_bytes)
+                expected = self._expected(border)
+                found[f"memory/{state}_predicted_bytes"] = Max(sum(expected.values()))
+                for owner in [] if state in self._told else expected:
+                    if owner not in self._unforeseen:
+                        name = f"memory/{state}/{owner}_predicted_bytes"
+                        found[name] = Max(expected[owner])
+                self._told.add(state)
         return found
+
+    def _expected(self, border: Border) -> dict[str, int]:
+        """What was predicted for a border, by owner."""
+        predicted = self._predicted[border.state]
+        return {
+            owner: num_bytes if owner in self._unforeseen else predicted.get(owner, 0)
+            for owner, num_bytes in border.owners.items()
+        }
 
     def table(self) -> str:
         """All borders crossed so far, a column each, in MiB; predictions in brackets."""

@@ -44,6 +44,11 @@ def test_owners_are_noted_at_every_border() -> None:
     assert metrics["memory/rollout_used_bytes"] == Max(31 * GIB)
     assert metrics["memory/rollout_predicted_bytes"] == Max(31 * GIB)
     assert "memory/train_predicted_bytes" not in metrics
+    assert metrics["memory/rollout/kv_cache_predicted_bytes"] == Max(21 * GIB)
+    ledger.at_border("rollout")
+    later = ledger.metrics()
+    assert "memory/rollout/kv_cache_predicted_bytes" not in later, "it does not change"
+    assert later["memory/rollout/kv_cache_bytes"] == Max(20 * GIB)
 
 
 def test_the_table_has_all_borders_and_predictions() -> None:
@@ -72,6 +77,7 @@ def test_what_the_data_decides_is_owned_and_not_predicted() -> None:
     assert metrics["memory/train/samples_bytes"] == Max(3 * GIB)
     assert metrics["memory/train_owned_bytes"] == Max(13 * GIB)
     assert metrics["memory/train_predicted_bytes"] == Max(12 * GIB)
+    assert "memory/train/samples_predicted_bytes" not in metrics
     assert ledger.table().splitlines()[2].split() == ["samples", "3072.0"]
 
 
