@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from mindspeed_rl.orchestration import rl_resume, rl_step
 from mindspeed_rl.orchestration.evaluation import evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.trainer.train_engine import TrainEngine
 
 ABSENT = cast(Any, None)  # what is refused looks at nothing
 IN_TRAIN: dict[str, Callable[[RLJob], object]] = {
@@ -35,3 +37,20 @@ def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) 
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
         evaluate(run, run.prompts, 0)
+
+
+def test_an_update_waits_for_its_optimizer_state() -> None:
+    """R19: the switch lets it come beside the first passes."""
+    arrived: list[bool] = []
+
+    def step() -> tuple[bool, float, None]:
+        assert arrived, "the state is still on its way"
+        return True, 0.5, None
+
+    engine = SimpleNamespace(
+        platform=SimpleNamespace(wait_for_copies=lambda: arrived.append(True)),
+        schedule=SimpleNamespace(advance=lambda: 1e-3, num_updates=1),
+        optimizer=SimpleNamespace(param_groups=[{}], step=step),
+    )
+    assert TrainEngine.step(cast(Any, engine)).grad_norm == 0.5
+    assert engine.optimizer.param_groups == [{"lr": 1e-3}]

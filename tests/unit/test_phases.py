@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.queued_copies import QueuedCopies
 from support.table_engine import (
     CACHE_BYTES,
     CompareWeights,
@@ -57,6 +58,7 @@ class Machine:
         verify_interval: int = 1,
         mode: OffloadMode = OffloadMode.NONE,
         free_weights: bool = False,
+        platform: CpuPlatform | None = None,
     ) -> None:
         self.engine = TableEngine()
         self.proof = CompareWeights()
@@ -76,7 +78,7 @@ class Machine:
         self.num_tidied = 0
         self.borders: list[str] = []
         self.asked_for: list[int] = []
-        platform = CpuPlatform()
+        platform = platform or CpuPlatform()
         pool = HostPool(platform)
         self.groups = {
             owner: StorageGroup(
@@ -98,6 +100,7 @@ class Machine:
             mode,
             free_weights,
             release_cached_memory=self.tidy,
+            wait_for_copies=platform.wait_for_copies,
             require_free=self.asked_for.append,
             at_border=self.borders.append,
         )
@@ -265,6 +268,26 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
         RuntimeError, match="critic_optimizer: allowed in train only, not in broken"
     ):
         machine.phases.resident(*CRITIC).__enter__()
+
+
+@pytest.mark.parametrize("mode", [OffloadMode.OPTIMIZER, OffloadMode.ALL])
+def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode) -> None:
+    """R19: on a device copies run beside the computation; only the optimizer may still be late."""
+    platform = QueuedCopies()
+    machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL, platform=platform)
+    platform.wait_for_copies()  # as TrainEngine.step
+    for version in range(3):
+        machine.expected[Owner.PARAMETERS] -= 1
+        machine.trainer.sub_(1)
+        machine.phases.to_rollout(version)
+        machine.check()
+        machine.phases.to_train()
+        assert torch.equal(machine.trainer, machine.expected[Owner.PARAMETERS])
+        with machine.phases.resident(Owner.REFERENCE, *CRITIC):
+            for owner in (Owner.REFERENCE, Owner.CRITIC, Owner.CRITIC_OPTIMIZER):
+                assert torch.equal(machine.tensors[owner], machine.expected[owner]), owner
+        platform.wait_for_copies()
+        machine.check()
 
 
 def test_room_is_asked_for_before_anything_comes() -> None:
