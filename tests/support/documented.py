@@ -50,7 +50,7 @@ def write_recorders(folder: Path, record: Path) -> None:
     """``python`` and ``torchrun`` that add their arguments to a file."""
     for name, first in (("python", ()), ("torchrun", LAUNCHER)):
         text = _RECORDER.format(
-            package=record.parent.resolve() / PACKAGE.name,
+            package=PACKAGE,
             record=record,
             more=len(first),
             first=" ".join(first),

@@ -126,7 +126,7 @@ def write_readers_things(block: Block, data: Path, folder: Path) -> None:
     configs = {"Qwen2.5-7B-Instruct": "qwen2.5-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
                "Qwen3-235B-A22B": "qwen3-235b-a22b", "DeepSeek-R1-bf16": "deepseek-v3"}  # fmt: skip
     for name, config in configs.items():
-        if "convert" not in block.text:
+        if "convert" not in block.text and "--doctor" not in block.text:  # not yet downloaded
             (folder / "models" / name).mkdir(parents=True)
             shutil.copy(PUBLISHED[config], folder / "models" / name / "config.json")
     (folder / "my").mkdir()
