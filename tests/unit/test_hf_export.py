@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.conversions import convert, write_model
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.config import (
@@ -232,6 +233,18 @@ def test_code_that_is_missing_is_told_before_the_run(
     )  # fmt: skip
     with pytest.raises(ValueError, match=rf"{missing} is missing, which .* names: .*; copy it"):
         check_paths(run)
+
+
+def test_a_conversion_brings_the_code_or_writes_nothing(tmp_path: Path) -> None:
+    model, target = write_model("qwen3", tmp_path / "model"), tmp_path / "out"
+    names_code(model, AutoConfig="configuration_mine.Config")
+    flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target)
+    with pytest.raises(ValueError, match=r"configuration_mine\.py is missing, which auto_map of"):
+        convert(*flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    (model / "configuration_mine.py").write_text("class Config: ...\n")
+    convert(*flags)
+    assert (target / "configuration_mine.py").read_text() == "class Config: ...\n"
 
 
 def test_code_of_two_directories_with_one_name_is_refused(tmp_path: Path, with_code: Path) -> None:
