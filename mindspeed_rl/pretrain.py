@@ -29,8 +29,6 @@ OTHER_DATA = (
 
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
-    from torch.profiler import record_function
-
     from mindspeed_rl.observability.loggers import RunLogger
     from mindspeed_rl.observability.profiler import StepProfiler
     from mindspeed_rl.observability.progress import RunProgress
@@ -52,10 +50,10 @@ def main(job: SftJob) -> None:
         )
     results.claim(job, loaded.step)
     writer = job.world.rank == 0
-    timer = PhaseTimer(job.platform.synchronize, annotate=record_function)
     backends = ("jsonl", "tensorboard")
     others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))
     profiler = StepProfiler(job.config.profiler, job.platform, job.world.rank, logs.output_dir)
+    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
     with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir, others) as logger:
         logger.truncate_after(loaded.step)
         progress = RunProgress(

@@ -84,8 +84,7 @@ class PhaseTimer:
             work that a phase has only queued is charged to the phase that waits for it.
         clock: monotonic seconds.
         memory: the meter of host memory.
-        annotate: opens a range of the profiler's trace with the name of the phase, such as
-            ``torch.profiler.record_function``.
+        mark: names what runs in a phase for others, such as a profiler.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class PhaseTimer:
         synchronize: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         memory: PeakMemory | None = None,
-        annotate: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._synchronize = synchronize
-        self._annotate = annotate
         self._clock = clock
+        self._mark = mark
         self._memory = PeakMemory() if memory is None else memory
         self._stack: list[str] = []
         self._phases: dict[str, PhaseUse] = {}
@@ -117,7 +116,7 @@ class PhaseTimer:
         self._stack.append(phase)
         self._phases.setdefault(phase, PhaseUse(0.0, None))
         try:
-            with self._annotate(phase):
+            with self._mark(phase):
                 yield
         finally:
             self._end_segment()

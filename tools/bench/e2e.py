@@ -207,7 +207,7 @@ def training_floor_s(folder: Path, args: argparse.Namespace, response: float) ->
 
 def trace_updates(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Seconds of one update of both sides by kind of operator; prints them."""
-    sides = {"ours": (run_ours, "train"), "trl": (run_trl, "forward_backward")}
+    sides = {"ours": (run_ours, "phase train"), "trl": (run_trl, "forward_backward")}
     found = {}
     for side, (run, stretch) in sides.items():
         (folder / "trace").mkdir(exist_ok=True)
