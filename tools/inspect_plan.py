@@ -144,6 +144,8 @@ def as_json(findings: Findings, args: argparse.Namespace) -> list[dict[str, Any]
         {
             "strategy": s.name,
             "recv_bytes": asdict(s.recv_bytes),
+            "recv_inter_node_bytes": asdict(s.inter_node_bytes),
+            "recv_intra_node_bytes": asdict(s.intra_node_bytes),
             "floor_bytes": floors,
             "node_floor_bytes": nodes,
             "send_bytes": asdict(s.send_bytes),
@@ -174,6 +176,8 @@ def _rows(findings: Findings, strategy: Strategy, seconds: float | None) -> dict
     ratio = f"{strategy.recv_bytes.mean / floor:.2f}" if floor else "-"
     return {
         "in per rank, GB (min / mean / max)": _spread(strategy.recv_bytes),
+        "  from other nodes": _spread(strategy.inter_node_bytes),
+        "  from its own node": _spread(strategy.intra_node_bytes),
         "out per rank, GB": _spread(strategy.send_bytes),
         "in / floor": ratio,
         "critical path, GB": _gb(strategy.critical_bytes),

@@ -6,7 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.peer_links import LinkBytes, gather_links, stream_links, two_stage_links
+from bench.peer_links import (
+    LinkBytes,
+    gather_from_other_nodes,
+    gather_links,
+    stream_from_other_nodes,
+    stream_links,
+    two_stage_from_other_nodes,
+    two_stage_links,
+)
 from bench.peer_volumes import Volumes, gather_volumes, stream_volumes, two_stage_volumes
 from plan_stream import is_planned, rounds_of_stream, whole_tensor_bytes, with_planned_rounds
 
@@ -73,6 +81,8 @@ class Strategy:
     Attributes:
         name: ``direct``, ``relay``, ``stream``, ``gather`` or ``two-stage``.
         recv_bytes: from other ranks.
+        inter_node_bytes: the part of it from other nodes.
+        intra_node_bytes: the part of it from the same node.
         send_bytes: to other ranks.
         critical_bytes: sum over rounds of the largest max(sent, received) of a rank.
         link_bytes: ``critical_bytes`` by kind of link.
@@ -85,6 +95,8 @@ class Strategy:
 
     name: str
     recv_bytes: Spread
+    inter_node_bytes: Spread
+    intra_node_bytes: Spread
     send_bytes: Spread
     critical_bytes: int
     link_bytes: LinkBytes
@@ -164,6 +176,8 @@ def _direct(problem: Problem, relay: bool = False) -> Strategy:
     return Strategy(
         name=name,
         recv_bytes=Spread.of([t.receive_bytes for t in totals]),
+        inter_node_bytes=Spread.of([t.inter_node_receive_bytes for t in totals]),
+        intra_node_bytes=Spread.of([t.receive_bytes - t.inter_node_receive_bytes for t in totals]),
         send_bytes=Spread.of([t.send_bytes for t in totals]),
         critical_bytes=critical,
         link_bytes=_direct_links(totals, critical),
@@ -217,7 +231,9 @@ def _stream(problem: Problem, source: MegatronLayout, target: VllmLayout) -> Str
         whole_bytes = whole_tensor_bytes(schedule, source, bytes_of)
         volumes = with_planned_rounds(volumes, schedule, traffic, whole_bytes)
     plan_s = time.process_time() - start if planned else 0.0
-    return _strategy(problem, "stream", volumes, stream_links(volumes, nodes), plan_s)
+    links = stream_links(volumes, nodes)
+    foreign = stream_from_other_nodes(world, per_node, nodes)
+    return _strategy(problem, "stream", volumes, links, foreign, plan_s)
 
 
 def _others(problem: Problem, source: MegatronLayout, target: VllmLayout) -> tuple[Strategy, ...]:
@@ -226,22 +242,37 @@ def _others(problem: Problem, source: MegatronLayout, target: VllmLayout) -> tup
     two_stage = two_stage_volumes(source, target, BF16_BYTES)
     return (
         _stream(problem, source, target),
-        _strategy(problem, "gather", gather, gather_links(source, BF16_BYTES, per_node)),
+        _strategy(
+            problem,
+            "gather",
+            gather,
+            gather_links(source, BF16_BYTES, per_node),
+            gather_from_other_nodes(source, BF16_BYTES, per_node),
+        ),
         _strategy(
             problem,
             "two-stage",
             two_stage,
             two_stage_links(source, target, BF16_BYTES, per_node),
+            two_stage_from_other_nodes(source, target, BF16_BYTES, per_node),
         ),
     )
 
 
 def _strategy(
-    problem: Problem, name: str, volumes: Volumes, links: LinkBytes, plan_s: float = 0.0
+    problem: Problem,
+    name: str,
+    volumes: Volumes,
+    links: LinkBytes,
+    from_other_nodes: Sequence[int],
+    plan_s: float = 0.0,
 ) -> Strategy:
+    received, foreign = volumes.recv_bytes, from_other_nodes
     return Strategy(
         name,
-        Spread.of([volumes.recv_bytes[rank] for rank in problem.ranks]),
+        Spread.of([received[rank] for rank in problem.ranks]),
+        Spread.of([foreign[rank] for rank in problem.ranks]),
+        Spread.of([received[rank] - foreign[rank] for rank in problem.ranks]),
         Spread.of([volumes.send_bytes[rank] for rank in problem.ranks]),
         volumes.critical_bytes,
         links,

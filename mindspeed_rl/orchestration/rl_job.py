@@ -25,6 +25,7 @@ from mindspeed_rl.environments import (
 )
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -206,7 +207,8 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
-    ledger = open_ledger(job, sharing, engine, cache)
+    trained = {Owner.OPTIMIZER: policy, Owner.CRITIC_OPTIMIZER: critic}
+    ledger = open_ledger(job, sharing, engine, cache, trained)
     holder: list[RLJob] = []
     phases = build_phases(
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)

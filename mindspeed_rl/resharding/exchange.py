@@ -94,8 +94,8 @@ class Exchange:
         part, item = self._round.legs[leg], self._dtype.itemsize
         sent, received = (sum(s.values()) * item for s in (part.send_sizes, part.receive_sizes))
         start = _aligned(sent)
-        outgoing = self._staging[:sent].view(self._dtype)
-        incoming = self._staging[start : start + received].view(self._dtype)
+        outgoing = shared_view(self._staging[:sent], self._dtype)
+        incoming = shared_view(self._staging[start : start + received], self._dtype)
         sends = self._messages(part.sends, outgoing, lambda t: source_view(read, t))
         receives = self._messages(part.receives, incoming, lambda t: target_view(self._write, t))
         for transfers, flat in (m for several in sends.values() for m in several):
@@ -126,7 +126,7 @@ class Exchange:
                 if alone is not None and size >= alone and len(together) == 1:
                     view = view_of(together[0])
                     if view.is_contiguous() and view.dtype is self._dtype:
-                        messages.append(((), view.view(-1)))
+                        messages.append(((), shared_view(view, (-1,))))
                         continue
                 messages.append((together, buffer[used : used + size]))
                 used += size
@@ -148,6 +148,29 @@ class Exchange:
         for transfers, flat in self._arriving:
             for t, span in _spans(flat, transfers):
                 target_view(self._write, t).copy_(span)
+
+
+def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> torch.Tensor:
+    """Memory without gaps as another element type or shape: never a copy.
+
+    MindSpeed replaces ``torch.Tensor.view`` by one that copies memory with gaps and says nothing;
+    a message would be packed into the copy, or stay there when it has arrived.
+
+    Args:
+        memory: contiguous; of bytes aligned to the element type, where that changes.
+        what: element type, or sizes, as for ``torch.Tensor.view``.
+
+    Raises:
+        RuntimeError: what ``torch.Tensor.view`` returns lies elsewhere.
+    """
+    shown = memory.view(what)
+    if shown.data_ptr() != memory.data_ptr():
+        raise RuntimeError(
+            "reshard: torch.Tensor.view returns copies (tensor of size "
+            f"{tuple(memory.shape)}, strides {memory.stride()}): weights would be lost; remove "
+            "what replaces torch.Tensor.view"
+        )
+    return shown
 
 
 def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> int:
@@ -198,7 +221,7 @@ def _spans(
     """Every transfer with its part of a buffer, in its shape."""
     start = 0
     for t in transfers:
-        yield t, buffer[start : start + t.num_elements].view(t.hf_box.size)
+        yield t, shared_view(buffer[start : start + t.num_elements], t.hf_box.size)
         start += t.num_elements
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from mindspeed_rl.resharding.boxes import Box, ParamView
 from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, locate
-from mindspeed_rl.resharding.sources import Assignment, assign_sources
+from mindspeed_rl.resharding.sources import Assignment, Wanted, share_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +96,20 @@ class ReshardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rectangle that the source layout cuts a tensor into, and the ranks that hold it."""
+    """A rectangle that a layout cuts a tensor into, and the ranks that hold it."""
 
     box: Box
     shards: tuple[Shard, ...]
-    sources: tuple[range, ...]
+    holders: tuple[range, ...]
 
     @classmethod
     def of(cls, shards: tuple[Shard, ...]) -> Cell:
         """Shards of one rectangle, mirrors included."""
         return cls(shards[0].piece.hf_box, shards, tuple(shard.holders for shard in shards))
+
+    def is_held_by(self, rank: int) -> bool:
+        """Whether ``rank`` holds it."""
+        return any(rank in several for several in self.holders)
 
     def piece_of(self, rank: int) -> Piece:
         """Where ``rank`` holds it."""
@@ -137,66 +141,61 @@ def repeats_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]:
     return {again: once for again, once in found.items() if again is not once}
 
 
+def needs_of(target: ShardLayout, hf_name: str) -> list[Cell]:
+    """The rectangles of a tensor that have to arrive, each with all ranks that need it.
+
+    What a rank keeps twice arrives once (:func:`repeats_of`).
+    """
+    shards = target.shards(hf_name)
+    if len(shards) == 1:
+        return [Cell.of(shards)]
+    repeats = repeats_of(target, hf_name)
+    same: dict[Box, list[Shard]] = {}
+    for shard in shards:
+        if shard not in repeats:
+            same.setdefault(shard.piece.hf_box, []).append(shard)
+    return [Cell.of(tuple(several)) for several in same.values()]
+
+
 @lru_cache(maxsize=4096)
 def _turn_of_pattern(pattern: str) -> int:
     return zlib.crc32(pattern.encode()) & 0xFFFF
 
 
-def turn_of(hf_name: str) -> int:
-    """Whose turn it is among equal sources: neighbouring layers and experts follow each other."""
+def turn_of(hf_name: str, experts_per_rank: int = 1) -> int:
+    """Whose turn it is among equal sources: experts and layers of one rank follow each other."""
     pattern, layer, expert = locate(hf_name)
-    return _turn_of_pattern(pattern) + layer + expert
+    return _turn_of_pattern(pattern) + layer * experts_per_rank + expert
 
 
 def overlaps(
     source: ShardLayout, target: ShardLayout, hf_name: str, ranks_per_node: int, relay: bool
-) -> Iterator[tuple[Cell, Shard, Box, Assignment]]:
+) -> Iterator[tuple[Cell, Cell, Box, Assignment]]:
     """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
 
     With ``relay`` rectangles are sliced so that every destination on a node without a holder
     receives one slice from afar and passes it on to the others. Each rectangle has a turn of its
-    own, so that all holders of a tensor serve its shards; those of the vocabulary, large and with
-    no other layer to even them out, are sliced until there is one for each holder.
+    own, so that all holders of a tensor serve its shards. Where a stage has too few layers to even
+    out what its ranks send, matrices are sliced.
     """
-    turn, in_layer = turn_of(hf_name), locate(hf_name)[0] != hf_name
-    cells = cells_of(source, hf_name)
-    repeats = repeats_of(target, hf_name)
-    for dst in target.shards(hf_name):
-        if dst in repeats:
+    num_layers, num_experts = source.num_alike(hf_name)
+    turn = turn_of(hf_name, num_experts)
+    needs = needs_of(target, hf_name)
+    for cell in cells_of(source, hf_name):
+        found = [(dst, box) for dst in needs if (box := cell.box.intersect(dst.box))]
+        if not found:
             continue
-        for cell in cells:
-            if not (box := cell.box.intersect(dst.piece.hf_box)):
-                continue
-            sources, holders = cell.sources, dst.holders
-            assigned = assign_sources(sources, holders, ranks_per_node, turn)
-            if not relay or assigned.fan_out < 2:
-                parts = 1 if in_layer else _num_slices(box, cell, assigned)
-                for i in range(parts):
-                    assigned = assign_sources(sources, holders, ranks_per_node, turn)
-                    if (part := box.slice(i, parts)).num_elements:
-                        yield cell, dst, part, assigned
-                    turn += 1
-                continue
-            for i in range(assigned.fan_out):
-                assigned = assign_sources(sources, holders, ranks_per_node, turn + i, relay=True)
-                if (part := box.slice(i, assigned.fan_out)).num_elements:
+        wanted = tuple(Wanted(d.holders, b.num_elements, len(b.size) > 1) for d, b in found)
+        alike = num_layers * num_experts
+        shared = share_out(cell.holders, wanted, ranks_per_node, turn, alike, relay)
+        for (dst, box), slices in zip(found, shared, strict=True):
+            for i, assigned in enumerate(slices):
+                if (part := box.slice(i, len(slices))).num_elements:
                     yield cell, dst, part, assigned
 
 
-# More messages of one large matrix gain little.
-_MAX_SLICES = 8
-
-
-def _num_slices(box: Box, cell: Cell, assigned: Assignment) -> int:
-    """Slices of a matrix after which each holder has one to send."""
-    lacking = int((assigned.leg > 0).sum())
-    if len(box.size) < 2 or not lacking:
-        return 1
-    return max(1, min(_MAX_SLICES, sum(map(len, cell.sources)) // lacking))
-
-
 def _transfer(
-    piece: Piece, dst: Shard, box: Box, src_rank: int, dst_rank: int, leg: int
+    piece: Piece, wanted: Piece, box: Box, src_rank: int, dst_rank: int, leg: int
 ) -> Transfer:
     return Transfer(
         src_rank,
@@ -206,9 +205,9 @@ def _transfer(
         piece.param,
         box.moved(piece.hf_box, piece.param_box),
         piece.view,
-        dst.piece.param,
-        box.moved(dst.piece.hf_box, dst.piece.param_box),
-        dst.piece.view,
+        wanted.param,
+        box.moved(wanted.hf_box, wanted.param_box),
+        wanted.view,
         leg,
     )
 
@@ -237,19 +236,21 @@ def plan_reshard(
     repeats: list[Transfer] = []
     for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
         for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
-            if rank in dst.holders:
+            if needed := dst.is_held_by(rank):
                 sender, leg = assigned.source_of(rank)
-                piece = dst.piece if leg == 2 else cell.piece_of(sender)
+                piece = (dst if leg == 2 else cell).piece_of(sender)
                 where = copies if sender == rank else receives
-                where.append(_transfer(piece, dst, box, sender, rank, max(1, leg)))
-            if any(rank in ranks for ranks in (*cell.sources, dst.holders)):
+                wanted = dst.piece_of(rank)
+                where.append(_transfer(piece, wanted, box, sender, rank, max(1, leg)))
+            if needed or cell.is_held_by(rank):
                 for receiver, leg in assigned.served_by(rank):
-                    piece = dst.piece if leg == 2 else cell.piece_of(rank)
-                    sends.append(_transfer(piece, dst, box, rank, receiver, leg))
+                    piece = (dst if leg == 2 else cell).piece_of(rank)
+                    wanted = dst.piece_of(receiver)
+                    sends.append(_transfer(piece, wanted, box, rank, receiver, leg))
         for again, once in repeats_of(target, name).items():
             if rank in again.holders:
                 box = once.piece.hf_box
-                repeats.append(_transfer(once.piece, again, box, rank, rank, 1))
+                repeats.append(_transfer(once.piece, again.piece, box, rank, rank, 1))
     digest = layout_digest(source, target, ranks_per_node, relay)
     return ReshardPlan(rank, tuple(sends), tuple(receives), tuple(copies), tuple(repeats), digest)
 

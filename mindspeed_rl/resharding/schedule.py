@@ -204,10 +204,10 @@ class _Costs:
             for cell, dst, box, assigned in found:
                 narrowest = min(narrowest, box.size[box.sliced_dim])
                 num_bytes = float(box.num_elements * size)
-                charges = [(1, ranks, assigned.most_sent) for ranks in cell.sources]
-                charges.append((1, dst.holders, 1))
+                charges = [(1, ranks, assigned.most_sent) for ranks in cell.holders]
+                charges += [(1, ranks, 1) for ranks in dst.holders]
                 if assigned.leg.max(initial=0) == 2:
-                    charges.append((2, dst.holders, 2 if assigned.even else 3))
+                    charges += [(2, ranks, 2 if assigned.even else 3) for ranks in dst.holders]
                 for leg, ranks, times in charges:
                     loads[leg, ranks] = loads.get((leg, ranks), 0.0) + num_bytes * times
         world = 1 + max((ranks[-1] for _, ranks in loads), default=0)

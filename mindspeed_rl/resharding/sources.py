@@ -7,8 +7,11 @@ of the receiver's by construction; it never looks at another rank.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,48 +53,199 @@ class Assignment:
         return int(self.source[i]), int(self.leg[i])
 
 
+class Wanted(NamedTuple):
+    """A rectangle that some ranks need.
+
+    Attributes:
+        destinations: these ranks.
+        size: its elements: what sending it once costs.
+        may_slice: whether it may be cut to even out what its holders send.
+    """
+
+    destinations: tuple[range, ...]
+    size: int = 1
+    may_slice: bool = False
+
+
+class Shared(NamedTuple):
+    """The sources of some rectangles that the same ranks hold.
+
+    Attributes:
+        slices: of each rectangle, the sources of each of its slices.
+        level: no other turn gives any source another load.
+    """
+
+    slices: tuple[tuple[Assignment, ...], ...]
+    level: bool
+
+
 def assign_sources(
     sources: tuple[range, ...],
-    destinations: range,
+    destinations: tuple[range, ...],
     ranks_per_node: int,
     turn: int = 0,
     relay: bool = False,
 ) -> Assignment:
-    """Choose a source for every destination.
+    """:func:`share_out` of the first slice of one rectangle."""
+    return share_out(sources, (Wanted(destinations),), ranks_per_node, turn, relay=relay)[0][0]
 
-    A destination that holds the rectangle takes its own. Others take a holder of their node, in
-    turns. What is left is spread over the holders so that the largest load is as small as it can be
-    after the first two rules.
+
+def share_out(
+    sources: tuple[range, ...],
+    wanted: tuple[Wanted, ...],
+    ranks_per_node: int,
+    turn: int = 0,
+    alike: int = 1,
+    relay: bool = False,
+) -> tuple[tuple[Assignment, ...], ...]:
+    """Choose a source for every destination of rectangles.
+
+    A destination that holds a rectangle takes its own. Others take a holder of their node, evenly.
+    What is left is spread over the holders so that the largest number of destinations of one of
+    them is as small as it can be after the first two rules. Where several would do, those go first
+    that send least of the rectangles before.
 
     Args:
-        sources: the ranks that hold the rectangle.
-        destinations: the ranks that need it.
+        sources: the ranks that hold the rectangles.
+        wanted: the rectangles.
         ranks_per_node: size of a node.
-        turn: rotates every choice between equals; give neighbouring tensors different turns, or
+        turn: rotates every choice between equals; give neighbouring tensors consecutive turns, or
             the first of several holders serves them all.
-        relay: let one rank of each node without a holder receive for the others of its node.
+        alike: how many tensors take turns. Where these are too few, rectangles are sliced.
+        relay: let one rank of each node without a holder receive for the others of its node, a
+            slice each.
+
+    Returns:
+        For each rectangle the sources of each of its slices.
     """
-    usual = _assign(sources, destinations, ranks_per_node, 0, relay)
+    usual = _share_out(sources, wanted, ranks_per_node, 0, alike, relay)
     if usual.level:
-        return usual
+        return usual.slices
     period = sum(map(len, sources)) * (ranks_per_node if relay else 1)
-    return _assign(sources, destinations, ranks_per_node, turn % period, relay)
+    return _share_out(sources, wanted, ranks_per_node, turn % period, alike, relay).slices
 
 
 @lru_cache(maxsize=1 << 16)
+def _share_out(
+    sources: tuple[range, ...],
+    wanted: tuple[Wanted, ...],
+    ranks_per_node: int,
+    turn: int,
+    alike: int,
+    relay: bool,
+) -> Shared:
+    """:func:`share_out`, once for every turn that matters."""
+    one = len(wanted) == len(sources) == len(sources[0]) == 1
+    if one and len(destinations := wanted[0].destinations) == len(destinations[0]) == 1:
+        only = _one_to_one(sources[0][0], destinations[0][0], ranks_per_node)
+        return Shared(((only,),), level=True)
+    known = [_fixed(sources, rectangle.destinations, ranks_per_node) for rectangle in wanted]
+    relayed = [relay and fixed.fan_out > 1 for fixed in known]
+    direct = [fixed for fixed, passes_on in zip(known, relayed, strict=True) if not passes_on]
+    count = _num_slices(_shares(direct), alike)
+    parts = [
+        fixed.fan_out if passes_on else count if rectangle.may_slice else 1
+        for fixed, passes_on, rectangle in zip(known, relayed, wanted, strict=True)
+    ]
+    order = _Order(known, parts, relayed, turn)
+    sizes = [rectangle.size / count for rectangle, count in zip(wanted, parts, strict=True)]
+    # on nodes of holders there is no other choice: what is left goes by what these then send
+    near = [
+        [order.near_choice(fixed, size) for _ in range(count)]
+        for fixed, size, count in zip(known, sizes, parts, strict=True)
+    ]
+    slices = tuple(
+        tuple(
+            _assign(fixed, order, choice, size, turn + i if passes_on else None)
+            for i, choice in enumerate(choices)
+        )
+        for fixed, choices, size, passes_on in zip(known, near, sizes, relayed, strict=True)
+    )
+    return Shared(slices, all(a.level for several in slices for a in several))
+
+
+# More messages of one matrix gain little, nor does more evenness.
+_MAX_SLICES, _EVEN = 8, 1.1
+
+
+def _shares(known: Sequence[_Fixed]) -> frozenset[tuple[int, int]]:
+    """(destinations, sources) of each run of sources that shares some out, over rectangles."""
+    destinations: Counter[tuple[int, int]] = Counter()
+    for fixed in known:
+        runs = zip(fixed.near.first.tolist(), fixed.near.count.tolist(), strict=True)
+        destinations.update(runs)
+        destinations[-1, fixed.src.size] += fixed.far.index.size
+    return frozenset((number, count) for (_, count), number in destinations.items() if number)
+
+
+@lru_cache(maxsize=1 << 12)
+def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
+    """Slices of a matrix with which turns even out what its holders send.
+
+    When n destinations are shared out among h holders t times, each holder serves t n / h of them,
+    rounded up at most.
+    """
+
+    def unevenness(parts: int) -> float:
+        turns = num_turns * parts
+        return max((-(-turns * n // h) * h / (turns * n) for n, h in shares), default=1.0)
+
+    several = range(1, _MAX_SLICES)
+    return next((parts for parts in several if unevenness(parts) <= _EVEN), _MAX_SLICES)
+
+
+class _Order:
+    """Which holders of some rectangles go first: those that send least so far.
+
+    Among equals the order rotates, by as much as a turn shares out: the next tensor goes on where
+    this one ends.
+    """
+
+    def __init__(
+        self, known: Sequence[_Fixed], parts: Sequence[int], relayed: Sequence[bool], turn: int
+    ) -> None:
+        first = known[0]
+        size = first.src.size
+        near, far = np.zeros(size, np.int64), 0
+        for fixed, count, passes_on in zip(known, parts, relayed, strict=True):
+            np.add.at(near, fixed.near.first, count)
+            entering = np.unique(fixed.far.node) if passes_on else fixed.far.node
+            far += count * entering.size
+        of_node = np.searchsorted(first.src_node, first.src_node, "left")
+        in_node = np.searchsorted(first.src_node, first.src_node, "right") - of_node
+        place = np.arange(size)
+        self._node = first.src_node
+        self._near_tie = (place - of_node - turn * near[of_node]) % in_node
+        self._far_tie = (place - turn * far) % size
+        self._load = np.zeros(size)
+
+    def near_choice(self, fixed: _Fixed, size: float) -> Ranks:
+        """[near] which source each destination takes that has some on its node."""
+        near = fixed.near
+        in_order = np.lexsort((self._near_tie, self._load, self._node))
+        choice: Ranks = in_order[near.first + near.position % near.count]
+        self.add(np.bincount(choice, minlength=fixed.src.size), size)
+        return choice
+
+    def last(self, takers: Ranks, count: int) -> Ranks:
+        """[count] those of some sources that come last."""
+        found: Ranks = takers[np.lexsort((self._far_tie[takers], self._load[takers]))]
+        return found[found.size - count :]
+
+    def add(self, loads: Ranks, size: float) -> None:
+        """Note what each source sends of a slice."""
+        self._load = self._load + loads * size
+
+
 def _assign(
-    sources: tuple[range, ...], destinations: range, ranks_per_node: int, turn: int, relay: bool
+    fixed: _Fixed, order: _Order, choice: Ranks, size: float, turn: int | None
 ) -> Assignment:
-    """:func:`assign_sources`, once for every turn that matters."""
-    if len(sources) == len(sources[0]) == len(destinations) == 1:
-        return _one_to_one(sources[0][0], destinations[0], ranks_per_node)
-    fixed = _fixed(sources, destinations, ranks_per_node)
-    src, dst, near, far, leg = fixed.src, fixed.dst, fixed.near, fixed.far, fixed.leg
+    """The sources of one slice, relayed where it has a ``turn``."""
+    src, dst, far, leg = fixed.src, fixed.dst, fixed.far, fixed.leg
     source = fixed.source.copy()
-    choice = near.first + (near.position + turn) % near.count
-    source[near.index] = src[choice]
+    source[fixed.near.index] = src[choice]
     entering = far.index
-    if relay and far.index.size:
+    if turn is not None:
         leaders = far.first + (turn + far.node) % far.count
         passed_on = leaders != np.arange(far.index.size)
         source[far.index[passed_on]] = dst[far.index[leaders[passed_on]]]
@@ -99,7 +253,8 @@ def _assign(
         leg[far.index[passed_on]] = 2
         entering = far.index[~passed_on]
     loads = np.bincount(choice, minlength=src.size)
-    shares, surplus = _level(loads, entering.size, turn)
+    shares, surplus = _level(loads, entering.size, order)
+    order.add(shares, size)
     source[entering] = np.repeat(src, shares)
     return Assignment(
         dst,
@@ -108,7 +263,7 @@ def _assign(
         most_sent=int((loads + shares).max()),
         fan_out=fixed.fan_out,
         even=fixed.even,
-        level=not relay and fixed.near_is_level and not surplus,
+        level=turn is None and fixed.near_is_level and not surplus,
     )
 
 
@@ -152,6 +307,7 @@ class _Fixed:
 
     Attributes:
         src: [S] the sources, ascending.
+        src_node: [S] their nodes.
         dst: [D] the destinations, ascending.
         source: [D] themselves where they are sources, else -1.
         leg: [D] 0 there, else 1.
@@ -163,6 +319,7 @@ class _Fixed:
     """
 
     src: Ranks
+    src_node: Ranks
     dst: Ranks
     source: Ranks
     leg: NDArray[np.int8]
@@ -174,11 +331,10 @@ class _Fixed:
 
 
 @lru_cache(maxsize=1 << 14)
-def _fixed(sources: tuple[range, ...], destinations: range, ranks_per_node: int) -> _Fixed:
-    src = _ranks(sources[0])
-    if len(sources) > 1:
-        src = np.unique(np.concatenate([_ranks(several) for several in sources]))
-    dst = _ranks(destinations)
+def _fixed(
+    sources: tuple[range, ...], destinations: tuple[range, ...], ranks_per_node: int
+) -> _Fixed:
+    src, dst = _ranks(sources), _ranks(destinations)
     found = np.minimum(np.searchsorted(src, dst), src.size - 1)
     source = np.where(src[found] == dst, dst, -1)
     leg = (source < 0).astype(np.int8)
@@ -191,14 +347,17 @@ def _fixed(sources: tuple[range, ...], destinations: range, ranks_per_node: int)
     near_is_level = not (length % near.count).any()
     index = np.flatnonzero((source < 0) & (count == 0))
     position, length = _runs(dst_node[index])
-    far = _Group(index, dst_node[index], np.arange(index.size) - position, length, position)
+    begins = np.arange(index.size) - position
+    far = _Group(index, dst_node[index], begins, length, position)
     even = bool((length == length[:1]).all())
     fan_out = int(length.max(initial=0))
-    return _Fixed(src, dst, source, leg, near, far, near_is_level, fan_out, even)
+    return _Fixed(src, src_node, dst, source, leg, near, far, near_is_level, fan_out, even)
 
 
-def _ranks(several: range) -> Ranks:
-    return np.arange(several.start, several.stop, several.step)
+def _ranks(several: tuple[range, ...]) -> Ranks:
+    """Each once, ascending."""
+    parts = [np.arange(ranks.start, ranks.stop, ranks.step) for ranks in several]
+    return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
 
 
 def _runs(values: Ranks) -> tuple[Ranks, Ranks]:
@@ -208,7 +367,7 @@ def _runs(values: Ranks) -> tuple[Ranks, Ranks]:
     return np.arange(values.size) - first, length
 
 
-def _level(loads: Ranks, extra: int, turn: int) -> tuple[Ranks, int]:
+def _level(loads: Ranks, extra: int, order: _Order) -> tuple[Ranks, int]:
     """How much of ``extra`` each source takes on top of its load so that the largest is least.
 
     Up to a level L the k smallest loads take k L less their sum, and no choice of sources takes
@@ -225,6 +384,5 @@ def _level(loads: Ranks, extra: int, turn: int) -> tuple[Ranks, int]:
     surplus = int(shares.sum()) - extra
     takers = np.flatnonzero(shares)
     if surplus:
-        spared = takers[(np.arange(surplus) + turn) % takers.size]
-        shares[spared] -= 1
+        shares[order.last(takers, surplus)] -= 1
     return shares, surplus

@@ -132,6 +132,10 @@ def _joined(messages: Tensors, dtype: torch.dtype, device: torch.device) -> torc
     several = [message for of_peer in messages.values() for message in of_peer]
     if not several:
         return torch.empty(0, dtype=dtype, device=device)
+    end = several[0].data_ptr()
+    for message in several:
+        assert message.data_ptr() == end, "messages of a direction must follow each other"
+        end += message.numel() * message.element_size()
     size = sum(message.numel() for message in several)
     return several[0].as_strided((size,), (1,))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
-from support.family_reshard import NUM_SYNCS, Moved, Rollout, family_reshard_world
+from support.family_reshard import BUCKET_BYTES, NUM_SYNCS, Moved, Rollout, family_reshard_world
 from support.spawn import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -58,3 +58,7 @@ def test_every_rank_holds_slices_of_the_checkpoint_after_every_sync(
             for rollout, found in zip(ROLLOUTS[kind], several, strict=True):
                 assert found.wrong == [[]] * NUM_SYNCS, (rank, name, rollout)
                 assert found.num_params > 10 and found.num_rounds > 3, (rank, name, rollout)
+                # the plans' digests come on top: the own one and everybody's
+                said, peak = found.staging
+                assert 0 < said <= peak <= said + (WORLD + 1) * 32, (rank, name, rollout)
+                assert peak <= BUCKET_BYTES, (rank, name, rollout)

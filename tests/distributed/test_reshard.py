@@ -7,10 +7,11 @@ Four ranks hold a real megatron-core model as TP2 x PP2. What each engine rank m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,11 @@ pytestmark = pytest.mark.distributed
 ENGINE_SIZES = (1, 2, 4)  # two key/value heads: with 4 ranks each is held twice
 BUCKET_BYTES = 256 << 10
 COMPARED_BYTES = 5 * 32  # before the first round: the plans' digests, the own one and everybody's
+COLLECTIVES = (
+    *("all_to_all_single", "all_to_all", "batch_isend_irecv", "send", "recv"),
+    *("all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "scatter"),
+    *("all_reduce", "reduce", "reduce_scatter", "broadcast", "broadcast_object_list", "barrier"),
+)
 # transport, ranks per node, relay
 WAYS = (("p2p", 4, False), ("all-to-all", 2, True), ("all-to-all", 4, False))
 UNTOUCHED = -1  # bit pattern of elements that no transfer may write: the vocabulary padding
@@ -48,6 +54,8 @@ class Report:
     Attributes:
         wrong: parameters whose bits differ from the oracle's.
         staging: by way, what the reshard says that it allocates, and the peak of what it did.
+        stream: the same of a stream, less the whole tensors that it delivers.
+        exchanges: by way, calls of ``torch.distributed`` in one reshard, and its rounds x legs.
         num_rounds: rounds that the bucket size made.
         proof: HF tensors that differ after the reshard, as the checksums say.
         engine_flip: the same after one bit changed in the last engine rank, and where.
@@ -58,6 +66,8 @@ class Report:
 
     wrong: list[str]
     staging: dict[str, tuple[int, int]]
+    stream: tuple[int, int]
+    exchanges: dict[str, tuple[int, int]]
     num_rounds: int
     proof: list[str]
     engine_flip: list[str]
@@ -112,6 +122,7 @@ def reshard_and_prove(
 
     wrong = []
     staging: dict[str, tuple[int, int]] = {}
+    exchanges: dict[str, tuple[int, int]] = {}
     for way, per_node, relay in WAYS:
         resharder = Resharder(
             source,
@@ -125,9 +136,10 @@ def reshard_and_prove(
             name: torch.full(shape, UNTOUCHED, dtype=bits).view(dtype)
             for name, shape in target.local_shapes(rank).items()
         }
-        with TensorTracker() as tracker:
+        with TensorTracker() as tracker, counted_calls() as calls:
             resharder.run(read, write)
         staging[f"{way}, relay {relay}"] = resharder.staging_bytes(), tracker.peak_bytes
+        exchanges[f"{way}, relay {relay}"] = len(calls), (1 + relay) * len(resharder.rounds)
         assert write.keys() == expected.keys()
         found = {name: param.view(bits).int() for name, param in write.items()}
         wrong += [f"{way} {n}" for n, want in expected.items() if not torch.equal(found[n], want)]
@@ -135,7 +147,10 @@ def reshard_and_prove(
         source, range(1, 3), ranks_per_node=4, transport=transport("all-to-all"), **common
     )
     whole: dict[str, torch.Tensor] = {}
-    stream.run(read, whole.__setitem__ if rank in (1, 2) else None)
+    with TensorTracker() as tracker:
+        stream.run(read, whole.__setitem__ if rank in (1, 2) else None)
+    delivered = sum(tensor.nbytes for tensor in whole.values())
+    streamed_bytes = stream.resharder.staging_bytes(), tracker.peak_bytes - delivered
     hf = load_file(Path(folder) / "model.safetensors") if rank in (1, 2) else {}
     streamed = {name for name, tensor in whole.items() if torch.equal(hf[name].to(dtype), tensor)}
     wrong += sorted(hf.keys() - streamed)
@@ -155,7 +170,39 @@ def reshard_and_prove(
     with flipped_bit(read[DIVERGED_PARAM] if last else None):
         resharder.run(read, write)
         diverged = [*differing(), located(DIVERGED)]
-    return Report(wrong, staging, len(resharder.rounds), proof, engine_flip, trainer_flip, diverged)
+    return Report(
+        wrong,
+        staging,
+        streamed_bytes,
+        exchanges,
+        len(resharder.rounds),
+        proof,
+        engine_flip,
+        trainer_flip,
+        diverged,
+    )
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[str]]:
+    """Names of the functions of ``torch.distributed`` that this rank calls."""
+    import torch.distributed as dist
+
+    calls: list[str] = []
+
+    def noted(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def noting(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return call(*args, **options)
+
+        return noting
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, noted(name)))
+        yield calls
 
 
 def expected_bits(
@@ -235,6 +282,19 @@ def test_staging_stays_within_the_bucket(
         for way, (said, peak) in report.staging.items():
             assert 0 < said <= peak <= said + COMPARED_BYTES, (way, said, peak)
             assert peak <= BUCKET_BYTES, (way, peak)
+        said, peak = report.stream
+        assert 0 < said <= peak <= min(said + COMPARED_BYTES, BUCKET_BYTES), (said, peak)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reshard_makes_one_collective_per_round(
+    name: str, resharded: tuple[list[dict[str, Report]], Path]
+) -> None:
+    """And one comparison of plans; point to point a rank may have nothing to do in a round."""
+    for report in (rank[name] for rank in resharded[0]):
+        for way, (calls, rounds) in report.exchanges.items():
+            fewest = 1 + rounds if way.startswith("all-to-all") else 2
+            assert fewest <= calls <= 1 + rounds, (way, calls, rounds)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -78,11 +78,23 @@ def no_such_platform(folder: Path) -> dict[str, str]:
     return {"--platform": "cuda"}
 
 
-def old_versions(folder: Path) -> dict[str, str]:
-    info = folder / "old" / "megatron_core-0.1.0.dist-info"
+def installed(folder: Path, name: str, version: str) -> None:
+    """What Python finds before the real package, where the folder is on its path."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def old_versions(folder: Path) -> dict[str, str]:
+    installed(folder / "old_versions", "megatron-core", "0.1.0")
     return {}
+
+
+def unknown_engine(folder: Path) -> dict[str, str]:
+    """R1: with experts a guess at where the engine keeps them would give wrong rollouts."""
+    installed(folder / "unknown_engine", "vllm", "9.9.0")
+    write_tiny_model(folder / "experts", family="qwen3_moe")
+    return {"--hf-checkpoint": "experts"}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,11 @@ def old_versions(folder: Path) -> dict[str, str]:
             r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            unknown_engine,
+            r"vLLM 9\.9\.0 on cpu is not in the capability table; known: 0\.32\.x on cpu",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -115,8 +132,7 @@ def test_a_mistake_is_told_once(
     world: Path, spoil: Callable[[Path], dict[str, str]], words: str
 ) -> None:
     flags = arguments(spoil(world))
-    extra = {"PYTHONPATH": os.pathsep.join([str(world / "old"), str(ROOT)])}
-    environment = extra if spoil is old_versions else None
+    environment = {"PYTHONPATH": os.pathsep.join([str(world / spoil.__name__), str(ROOT)])}
     with TorchrunJob(world, ENTRY, flags, port=free_port(), environment=environment) as job:
         ended = job.end(LIMIT_S)
     told = re.findall(r"^mindspeed_rl\.train_rl: error: (.*)$", ended.output, re.MULTILINE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,13 @@ class Moved:
         wrong: after each sync, parameters whose bits are not the oracle's.
         num_params: engine parameters of the rank.
         num_rounds: of one sync.
+        staging: what a sync says that it allocates, and on CPU the peak of what it did.
     """
 
     wrong: list[list[str]]
     num_params: int
     num_rounds: int
+    staging: tuple[int, int]
 
 
 def family_reshard_world(
@@ -88,6 +91,7 @@ def three_syncs(
     source: Any, world: World, read: Mapping[str, torch.Tensor], folder: str, rollout: Rollout
 ) -> Moved:
     """Collective: the world. The trainer's weights double between syncs, and are put back."""
+    from mindspeed_rl.observability.tensor_tracker import TensorTracker
     from mindspeed_rl.parallel.layout import EngineLayout
     from mindspeed_rl.resharding.executor import Resharder
     from mindspeed_rl.resharding.layouts.vllm import VllmLayout
@@ -127,13 +131,17 @@ def three_syncs(
         name: torch.full(shape, _UNTOUCHED, dtype=torch.int32, device=device).view(torch.float32)
         for name, shape in target.local_shapes(world.rank).items()
     }
-    wrong = []
+    wrong, peak_bytes = [], 0
     for sync in range(NUM_SYNCS):
-        resharder.run(read, write)
+        tracker = TensorTracker()
+        with tracker if device.type == "cpu" else nullcontext():
+            resharder.run(read, write)
+        peak_bytes = max(peak_bytes, tracker.peak_bytes)
         wrong.append(_differing(write, expected_bits(case, weights, 2.0**sync, world.rank)))
         for parameter in read.values():
             parameter.data *= 2.0 if sync < NUM_SYNCS - 1 else 0.5 ** (NUM_SYNCS - 1)
-    return Moved(wrong, len(write), len(resharder.rounds))
+    staging = resharder.staging_bytes(), peak_bytes
+    return Moved(wrong, len(write), len(resharder.rounds), staging)
 
 
 def expected_bits(

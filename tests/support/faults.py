@@ -21,6 +21,7 @@ __all__ = ["MUTATIONS", "Mutation"]
 _SOURCES = "tests/simulated/test_sources.py::"
 _SCHEDULE = "tests/simulated/test_schedule.py::"
 _PLANNER = "tests/simulated/test_planner.py::"
+_COSTS = "tests/simulated/test_sync_costs.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
 _CHECKSUMS = "tests/simulated/test_checksums.py::"
 _ENGINE = "tests/unit/test_vllm_engine.py::"
@@ -84,16 +85,44 @@ MUTATIONS = (
     Mutation(
         "sources-take-no-turns",
         "resharding/sources.py",
-        "(np.arange(surplus) + turn)",
-        "np.arange(surplus)",
+        "self._far_tie = (place - turn * far) % size",
+        "self._far_tie = place",
         _SOURCES + "test_turns_share_what_does_not_divide",
     ),
     Mutation(
         "leg-2-reads-the-trainer",
         "resharding/planner.py",
-        "piece = dst.piece if leg == 2 else cell.piece_of(rank)",
+        "piece = (dst if leg == 2 else cell).piece_of(rank)",
         "piece = cell.shards[0].piece",
         _PLANNER + "test_plans_of_all_ranks_fit_together",
+    ),
+    Mutation(
+        "runs-of-one-rectangle-enter-a-node-each",
+        "resharding/planner.py",
+        "return [Cell.of(tuple(several)) for several in same.values()]",
+        "return [Cell.of((shard,)) for several in same.values() for shard in several]",
+        _COSTS + "test_with_a_relay_a_node_receives_its_floor",
+    ),
+    Mutation(
+        "a-view-that-is-a-copy-is-filled",
+        "resharding/exchange.py",
+        "if shown.data_ptr() != memory.data_ptr():",
+        "if shown.numel() != shown.numel():",
+        _COSTS + "test_a_view_that_is_a_copy_is_refused",
+    ),
+    Mutation(
+        "gaps-between-messages-are-sent",
+        "resharding/transports.py",
+        "assert message.data_ptr() == end,",
+        "assert True,",
+        _COSTS + "test_messages_with_gaps_between_them_are_no_buffer",
+    ),
+    Mutation(
+        "plans-are-compared-at-every-sync",
+        "resharding/executor.py",
+        "        self._compared = True",
+        "        self._compared = False",
+        _COSTS + "test_collectives_follow_the_rounds_and_not_the_tensors[False]",
     ),
     Mutation(
         "strided-memory-sent-as-if-it-were-one-run",

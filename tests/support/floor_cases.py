@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any
 
 from hypothesis import strategies as st
@@ -106,50 +107,110 @@ def elements_moved(transfers: tuple[Transfer, ...]) -> Elements:
 
 # --- any layouts -------------------------------------------------------------------------------
 
-MAX_WORLD, EXPERTS = 64, 16
-_POWERS = (1, 2, 4, 8, 16, 32, 64)
-# few experts, so that a plan of many ranks takes no time
-_MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("qwen2.5-7b", {}),
-    ("qwen3-8b", {"tie_word_embeddings": True}),
-    ("qwen3-30b-a3b", {"num_experts": EXPERTS}),
-    ("deepseek-v3", {"n_routed_experts": EXPERTS}),
+MAX_WORLD = 64
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A published model with few experts, so that a plan of many ranks takes no time.
+
+    Attributes:
+        name: of its config.
+        training_tp: tensor-parallel sizes of the trainer that its shapes allow.
+        rollout_tp: those of the engine.
+        experts: of a layer.
+        changes: of its config.
+    """
+
+    name: str
+    training_tp: tuple[int, ...]
+    rollout_tp: tuple[int, ...]
+    experts: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+_TWOS, _THREES = (1, 2, 4), (1, 2, 3, 4, 6)
+# vLLM shares a vocabulary in blocks of 64: 2304 blocks are three times 768
+_DIVISIBLE_BY_3 = {"vocab_size": 2304 * 64, "num_attention_heads": 48}
+_MODELS = (
+    _Model("qwen2.5-7b", _TWOS, _TWOS),
+    _Model("qwen3-8b", _TWOS, (1, 2, 4, 8, 16), changes={"tie_word_embeddings": True}),
+    _Model("qwen3-30b-a3b", _TWOS, (1, 2, 4, 8, 16), 16, {"num_experts": 16}),
+    _Model("deepseek-v3", _TWOS, (1, 2, 4, 8, 16), 16, {"n_routed_experts": 16}),
+    # sizes that do not divide each other
+    _Model(
+        "qwen3-8b",
+        _THREES,
+        (1, 2, 3, 4, 6, 12, 24),
+        0,
+        _DIVISIBLE_BY_3 | {"num_key_value_heads": 12},
+    ),
+    _Model(
+        "qwen3-30b-a3b",
+        _THREES,
+        (1, 2, 3, 4, 6, 12),
+        12,
+        _DIVISIBLE_BY_3 | {"num_key_value_heads": 12, "num_experts": 12},
+    ),
+    _Model(
+        "deepseek-v3",
+        _THREES,
+        (1, 2, 3, 4, 6, 12),
+        24,
+        _DIVISIBLE_BY_3
+        | {"num_key_value_heads": 48, "n_routed_experts": 24, "moe_intermediate_size": 1536},
+    ),
 )
 
 
+def _size(number: int, *, limit: int = MAX_WORLD) -> st.SearchStrategy[int]:
+    """What divides a number of ranks, or of experts."""
+    return st.sampled_from([n for n in _SIZES if n <= limit and not number % n])
+
+
 def _up_to(limit: int) -> st.SearchStrategy[int]:
-    return st.sampled_from([n for n in _POWERS if n <= limit])
+    return st.sampled_from([n for n in _SIZES if n <= limit])
+
+
+@st.composite
+def _with_experts(
+    draw: st.DrawFn, model: _Model, training: Training, rollout: Rollout
+) -> tuple[Training, Rollout]:
+    """The same layouts with experts shared out on both sides."""
+    stage, experts = training.world // training.pp, model.experts
+    if extend := draw(st.booleans()):
+        etp, ep = 0, draw(_size(gcd(stage, experts) // training.tp))
+    else:
+        etp = draw(st.sampled_from([n for n in model.training_tp if not stage % n]))
+        ep = draw(_size(gcd(stage // etp, experts)))
+    training = replace(training, ep=ep, etp=etp, extend_ep=extend)
+    dp = draw(_size(gcd(rollout.world // (rollout.pp * rollout.tp), experts // rollout.tp)))
+    ep = draw(st.sampled_from([1, rollout.tp * dp]))
+    rollout = replace(rollout, dp=dp, ep=ep)
+    if ep > 1 and draw(st.booleans()):
+        more = [draw(st.integers(0, experts - 1)) for _ in range(ep)]
+        slots = draw(st.permutations([*range(experts), *more]))
+        rollout = replace(rollout, slots=tuple(slots))
+    return training, rollout
 
 
 @st.composite
 def floor_cases(draw: st.DrawFn) -> FloorCase:
     """Real matrices, few layers, any pair of layouts up to ``MAX_WORLD`` ranks."""
-    model, changes = draw(st.sampled_from(_MODELS))
-    moe = "experts" in "".join(changes)
-    tp, pp = draw(_up_to(4)), draw(_up_to(4))
-    cp = draw(_up_to(2))
+    model = draw(st.sampled_from(_MODELS))
+    tp, pp, cp = draw(st.sampled_from(model.training_tp)), draw(_up_to(4)), draw(_up_to(2))
     world = tp * pp * cp * draw(_up_to(MAX_WORLD // (tp * pp * cp)))
     vpp = draw(_up_to(2)) if pp > 1 else 1
     layers = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp).filter(any))
     training = Training(world, tp, pp, vpp, cp)
-    rollout_tp = draw(_up_to(min(world, 4 if model == "qwen2.5-7b" else 16)))
-    rollout_pp = draw(_up_to(min(world // rollout_tp, sum(layers), 2)))
+    rollout_tp = draw(st.sampled_from([n for n in model.rollout_tp if not world % n]))
+    rollout_pp = draw(_size(world // rollout_tp, limit=min(sum(layers), 2)))
     rollout = Rollout(world, rollout_tp, pp=rollout_pp)
-    if moe:
-        stage = world // pp
-        if extend := draw(st.booleans()):
-            etp, ep = 0, draw(_up_to(min(stage, EXPERTS) // tp))
-        else:
-            etp = draw(_up_to(min(stage, 4)))
-            ep = draw(_up_to(min(stage // etp, EXPERTS)))
-        training = replace(training, ep=ep, etp=etp, extend_ep=extend)
-        dp = draw(_up_to(min(world // rollout_pp, EXPERTS) // rollout_tp))
-        rollout = replace(rollout, dp=dp, ep=draw(st.sampled_from([1, rollout_tp * dp])))
-        if rollout.ep > 1 and EXPERTS % rollout.ep == 0 and draw(st.booleans()):
-            more = [draw(st.integers(0, EXPERTS - 1)) for _ in range(rollout.ep)]
-            slots = draw(st.permutations([*range(EXPERTS), *more]))
-            rollout = replace(rollout, slots=tuple(slots))
-    if model == "deepseek-v3":
-        changes = changes | {"first_k_dense_replace": draw(st.integers(0, sum(layers)))}
-    case = FloorCase(model, training, rollout, draw(_up_to(MAX_WORLD)), changes)
+    if model.experts:
+        training, rollout = draw(_with_experts(model, training, rollout))
+    changes = dict(model.changes)
+    if model.name == "deepseek-v3":
+        changes["first_k_dense_replace"] = draw(st.integers(0, sum(layers)))
+    case = FloorCase(model.name, training, rollout, draw(_up_to(MAX_WORLD)), changes)
     return case.with_layers(*layers)

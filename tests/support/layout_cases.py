@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 from support.layout_arrays import Case, Latent
 
@@ -14,13 +15,14 @@ from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.parallel.stages import even_stages, listed_stages
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.resharding.layouts.vllm import VOCAB_PADDING, VllmLayout
 
-MAX_WORLD = 16
+MAX_WORLD, MAX_EXPERTS = 16, 32
+_SIZES = (1, 2, 3, 4, 6, 8)
 
 
-def _divisors(number: int, candidates: tuple[int, ...] = (1, 2, 3, 4, 8)) -> list[int]:
-    return [n for n in candidates if number % n == 0]
+def _divisors(number: int, limit: int = MAX_WORLD) -> list[int]:
+    return [n for n in _SIZES if n <= limit and number % n == 0]
 
 
 @st.composite
@@ -40,16 +42,20 @@ def _stages(draw: st.DrawFn, pp: int) -> dict[str, Any]:
 
 
 @st.composite
-def _experts(draw: st.DrawFn, ranks_per_stage: int, world: int, num_layers: int) -> dict[str, Any]:
-    """Experts and how both sides share them."""
-    etp = draw(st.sampled_from(_divisors(ranks_per_stage, (1, 2, 4))))
-    ep = draw(st.sampled_from(_divisors(ranks_per_stage // etp, (1, 2, 4))))
-    engine_tp = draw(st.sampled_from(_divisors(world, (1, 2, 4))))
-    engine_dp = draw(st.sampled_from(_divisors(world // engine_tp, (1, 2, 4))))
+def _experts(
+    draw: st.DrawFn, tp: int, ranks_per_stage: int, world: int, num_layers: int
+) -> dict[str, Any]:
+    """Experts and how both sides share them; shapes that all sizes divide."""
+    etp = draw(st.sampled_from(_divisors(ranks_per_stage, 4)))
+    ep = draw(st.sampled_from(_divisors(ranks_per_stage // etp, 4)))
+    engine_tp = draw(st.sampled_from(_divisors(world, 4)))
+    engine_dp = draw(st.sampled_from(_divisors(world // engine_tp, 4)))
     stages = world // (engine_tp * engine_dp)
     engine_pp = draw(st.sampled_from([n for n in (1, 2, 3) if not stages % n and n <= num_layers]))
-    engine_ep, size = draw(st.booleans()), engine_tp * engine_dp
-    experts = lcm(ep, size if engine_ep else 1) * draw(st.sampled_from([1, 2]))
+    size = engine_tp * engine_dp
+    engine_ep = lcm(ep, size) <= MAX_EXPERTS and draw(st.booleans())
+    fewest = lcm(ep, size if engine_ep else 1)
+    experts = fewest * draw(st.sampled_from([1, 2] if 2 * fewest <= MAX_EXPERTS else [1]))
     physical: list[int] = []
     if engine_ep and draw(st.booleans()):
         extra = draw(st.lists(st.integers(0, experts - 1), min_size=size, max_size=size))
@@ -66,7 +72,7 @@ def _experts(draw: st.DrawFn, ranks_per_stage: int, world: int, num_layers: int)
         "experts": experts,
         "expert_ffn": lcm(etp, 1 if engine_ep else size) * draw(st.integers(1, 3)),
         "moe_layers": tuple(layer >= dense_first for layer in range(num_layers)),
-        "shared_ffn": draw(st.sampled_from([0, 8])),
+        "shared_ffn": draw(st.sampled_from([0, 2 * lcm(tp, engine_tp)])),
         "router_bias": draw(st.booleans()),
         "expert_multiple": draw(st.sampled_from([1, 3, 32])),
         "transposed": draw(st.booleans()),
@@ -101,18 +107,28 @@ def _attention(draw: st.DrawFn, tp: int, engine_tp: int, latent: bool) -> dict[s
 
 
 @st.composite
+def _vocabulary(draw: st.DrawFn, engine_tp: int) -> int:
+    """vLLM's ranks share the rows in whole blocks of 64 and refuse what they cannot share."""
+    blocks = engine_tp // gcd(engine_tp, VOCAB_PADDING)
+    if blocks == 1:
+        return draw(st.integers(2, 150))
+    return draw(st.integers((blocks - 1) * VOCAB_PADDING + 1, blocks * VOCAB_PADDING))
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any model and pair of layouts that fits, up to ``MAX_WORLD`` ranks."""
-    tp, pp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3)))
+    tp, pp = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.sampled_from((1, 2, 3)))
+    assume(tp * pp <= MAX_WORLD)
     cp = draw(st.sampled_from([n for n in (1, 2) if tp * pp * n <= MAX_WORLD]))
-    dp = draw(st.sampled_from([n for n in (1, 2, 4) if tp * pp * cp * n <= MAX_WORLD]))
+    dp = draw(st.sampled_from([n for n in (1, 2, 3, 4) if tp * pp * cp * n <= MAX_WORLD]))
     world = tp * pp * cp * dp
     fields = draw(_stages(pp))
     experts = draw(st.booleans())
     if experts:
-        fields |= draw(_experts(world // pp, world, fields["num_layers"]))
+        fields |= draw(_experts(tp, world // pp, world, fields["num_layers"]))
     else:
-        fields["engine_tp"] = engine_tp = draw(st.sampled_from(_divisors(world, (1, 2, 4, 8))))
+        fields["engine_tp"] = engine_tp = draw(st.sampled_from(_divisors(world)))
         num_layers = fields["num_layers"]
         stages = [n for n in (1, 2, 3) if not world // engine_tp % n and n <= num_layers]
         fields["engine_pp"] = draw(st.sampled_from(stages))
@@ -122,7 +138,7 @@ def cases(draw: st.DrawFn) -> Case:
         **fields,
         hidden=draw(st.integers(1, 5)),
         ffn=lcm(tp, engine_tp) * draw(st.integers(1, 3)),
-        vocab=draw(st.integers(2, 150)),
+        vocab=draw(_vocabulary(engine_tp)),
         tied=draw(st.booleans()),
         tp=tp,
         pp=pp,

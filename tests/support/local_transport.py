@@ -7,6 +7,7 @@ must be expected by its receiver with its exact size, else the whole world stops
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,7 +85,13 @@ class LocalPending:
 
 
 class LocalTransport:
-    """One rank's end of a :class:`LocalWorld`; counts what it sends and how often it gathers."""
+    """One rank's end of a :class:`LocalWorld`.
+
+    Attributes:
+        num_exchanges: calls of :meth:`start`.
+        num_gathers: calls of :meth:`all_gather`.
+        bytes_from: received, by rank.
+    """
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self._world = world
@@ -94,21 +101,24 @@ class LocalTransport:
         self.num_gathers = 0
         self.device = torch.device("cpu")
         self.many_messages = False
-        self._started = 0
+        self.num_exchanges = 0
+        self.bytes_from: Counter[int] = Counter()
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> LocalPending:
         """Post this rank's messages."""
         everything = [m for several in (*sends.values(), *receives.values()) for m in several]
         assert {m.dtype for m in everything} <= {dtype}
-        world, self._started = self._world, self._started + 1
+        world, self.num_exchanges = self._world, self.num_exchanges + 1
         for peer, messages in sends.items():
             assert peer != self._rank, f"rank {self._rank} sends to itself"
             assert self.many_messages or len(messages) == 1
             # not copied, so that what is overwritten too early arrives wrong
-            world.messages[self._started, self._rank, peer] = list(messages)
+            world.messages[self.num_exchanges, self._rank, peer] = list(messages)
         self.sent_bytes += _num_bytes(sends)
         self.received_bytes += _num_bytes(receives)
-        return LocalPending(world, self._rank, self._started, receives)
+        for peer, messages in receives.items():
+            self.bytes_from[peer] += _num_bytes({peer: messages})
+        return LocalPending(world, self._rank, self.num_exchanges, receives)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Post this rank's message, wait for all ranks, read all. Collective."""

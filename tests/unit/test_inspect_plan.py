@@ -20,6 +20,7 @@ from support.floor_oracle import Rollout, Training
 from support.local_transport import LocalTransport, LocalWorld
 from support.published import PUBLISHED
 
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.planner import plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
 from mindspeed_rl.resharding.stream import TensorStream
@@ -28,6 +29,7 @@ from mindspeed_rl.resharding.traffic import (
     Spread,
     critical_bytes,
     element_bytes_of,
+    node_floors,
     rank_traffic,
     round_traffic,
 )
@@ -36,8 +38,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import inspect_plan  # noqa: E402
-from bench.peer_links import gather_links, two_stage_links  # noqa: E402
-from bench.peer_volumes import gather_volumes, two_stage_volumes  # noqa: E402
+from bench.peer_links import (  # noqa: E402
+    gather_from_other_nodes,
+    gather_links,
+    stream_from_other_nodes,
+    two_stage_from_other_nodes,
+    two_stage_links,
+)
+from bench.peer_volumes import (  # noqa: E402
+    gather_volumes,
+    stream_volumes,
+    two_stage_volumes,
+)
+from bench.trainer_tensors import trainer_tensors  # noqa: E402
 
 QWEN_7B = FloorCase("qwen2.5-7b", Training(16, tp=4, pp=2), Rollout(16, tp=2), 8)
 QWEN_30B = FloorCase(
@@ -84,9 +97,12 @@ def test_json_holds_every_strategy_and_key(report: tuple[str, list[dict[str, Any
     _, entries = report
     assert [e["strategy"] for e in entries] == ["direct", "stream", "gather", "two-stage"]
     for entry in entries:
-        for key in ("recv_bytes", "floor_bytes", "send_bytes", "node_floor_bytes"):
+        keys = ("recv_bytes", "recv_inter_node_bytes", "recv_intra_node_bytes", "send_bytes")
+        for key in (*keys, "floor_bytes", "node_floor_bytes"):
             assert set(entry[key]) == {"min", "mean", "max"}
             assert entry[key]["min"] <= entry[key]["mean"] <= entry[key]["max"]
+        of_nodes = entry["recv_inter_node_bytes"]["mean"] + entry["recv_intra_node_bytes"]["mean"]
+        assert of_nodes == pytest.approx(entry["recv_bytes"]["mean"])
         parts = entry["critical_within_nodes_bytes"] + entry["critical_between_nodes_bytes"]
         assert parts == entry["critical_bytes"] > 0
         assert entry["peak_staging_bytes"] > 0 and entry["messages_per_rank"] > 0
@@ -112,11 +128,15 @@ def test_direct_is_at_the_floor_of_the_oracle(report: tuple[str, list[dict[str, 
 def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, Any]]]) -> None:
     text, entries = report
     assert "16 of 16 ranks, 8 per node" in text
-    received = next(line for line in text.splitlines() if line.startswith("in per rank"))
-    for entry in entries:
-        spread = entry["recv_bytes"]
-        shown = " / ".join(f"{spread[key] / 1e9:.3f}" for key in ("min", "mean", "max"))
-        assert shown in received, entry["strategy"]
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("in per rank"))
+    assert lines[start + 1].startswith("  from other nodes")
+    assert lines[start + 2].startswith("  from its own node")
+    keys = ("recv_bytes", "recv_inter_node_bytes", "recv_intra_node_bytes")
+    for line, key in zip(lines[start : start + 3], keys, strict=True):
+        for entry in entries:
+            shown = " / ".join(f"{entry[key][k] / 1e9:.3f}" for k in ("min", "mean", "max"))
+            assert shown in line, (entry["strategy"], key)
     assert re.search(r"^in / floor +1\.00 ", text, re.MULTILINE)
 
 
@@ -182,6 +202,65 @@ def test_gathers_over_tensor_parallel_neighbours_stay_in_a_node() -> None:
     source, _ = layouts_of(QWEN_7B)
     of_both_stages = (*source.local_shapes(0).values(), *source.local_shapes(8).values())
     assert gather_links(source, 2, 8).between_nodes == 2 * sum(map(prod, of_both_stages))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 3, 4, 8, 16, 512])
+@pytest.mark.parametrize("case", [QWEN_7B, QWEN_30B, DEEPSEEK], ids=str)
+def test_what_enters_a_node_is_a_part_of_what_its_ranks_receive(
+    case: FloorCase, ranks_per_node: int
+) -> None:
+    """With nodes of one rank it is all of it; on one node there is none."""
+    source, target = layouts_of(case)
+    files = HfFileLayout.of(source, range(case.world))
+    nodes = node_floors(source, files, element_bytes_of(source, 2), ranks_per_node)
+    found = {
+        "gather": gather_from_other_nodes(source, 2, ranks_per_node),
+        "two-stage": two_stage_from_other_nodes(source, target, 2, ranks_per_node),
+        "stream": stream_from_other_nodes(case.world, ranks_per_node, nodes),
+    }
+    volumes = {
+        "gather": gather_volumes(source, target, 2),
+        "two-stage": two_stage_volumes(source, target, 2),
+        "stream": stream_volumes(source, target, 2, 512 << 20),
+    }
+    for name, foreign in found.items():
+        received = volumes[name].recv_bytes
+        assert all(0 <= part <= whole for part, whole in zip(foreign, received, strict=True)), name
+        if ranks_per_node == 1:
+            assert foreign == received, name
+        elif ranks_per_node >= case.world:
+            assert not any(foreign), name
+        else:
+            assert 0 < sum(foreign) < sum(received), name
+
+
+def test_rings_enter_a_node_by_one_rank() -> None:
+    """By hand: TP4 PP2 EP2 ETP2 on nodes of 6."""
+    case = replace(QWEN_30B, training=Training(16, tp=4, pp=2, ep=2, etp=2)).with_layers(1, 1)
+    source, _ = layouts_of(case)
+    tensors = trainer_tensors(source, 2)
+    local = [sum(t.local_bytes for t in tensors if t.stage == stage) for stage in (0, 1)]
+    dense = sum((t.group - 1) * t.local_bytes for t in tensors if not t.is_expert)
+    experts = sum(t.local_bytes for t in tensors if t.is_expert)
+    # nodes are ranks 0-5, 6-11 and 12-15; of the groups of 4 only ranks 4-7 are on two: 6 follows
+    # 5 there, and 4 follows 7; pairs of ETP are whole; 4 and 6, 5 and 7 share out experts
+    foreign = gather_from_other_nodes(source, 2, 6)
+    for rank in range(16):
+        expected = local[1 - rank // 8]  # the other stage is 8 ranks away: never on the same node
+        expected += dense * (rank in (4, 6)) + 2 * experts * (rank in (4, 5, 6, 7))
+        assert foreign[rank] == expected, rank
+
+
+def test_a_stream_brings_a_node_what_the_planner_takes_from_others() -> None:
+    case = replace(QWEN_30B, ranks_per_node=6).with_layers(1, 1)
+    source, _ = layouts_of(case)
+    files = HfFileLayout.of(source, range(case.world))
+    bytes_of = element_bytes_of(source, 2)
+    nodes = node_floors(source, files, bytes_of, 6)
+    foreign = stream_from_other_nodes(case.world, 6, nodes)
+    for rank in (0, 5, 6, 13):
+        plan = plan_reshard(source, files, rank, 6)
+        assert rank_traffic(plan, bytes_of, 6).inter_node_receive_bytes == foreign[rank]
 
 
 # --- counting ----------------------------------------------------------------------------------

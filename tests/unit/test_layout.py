@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl.parallel.groups import rank_lists
 from mindspeed_rl.parallel.layout import Coords, EngineLayout, ParallelLayout
 from mindspeed_rl.parallel.stages import StageLayout, even_stages, listed_stages
-from mindspeed_rl.resharding.layouts.base import merge_holders
+from mindspeed_rl.resharding.layouts.holders import merge_holders
 
 sizes = st.integers(1, 4)
 layouts = st.builds(

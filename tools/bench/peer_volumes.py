@@ -17,7 +17,7 @@ Source of both ways: verl's Megatron weight export, and the DeepSeek-R1 recipe o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import ceil, prod
@@ -226,8 +226,13 @@ class Exchange:
     peers: float
 
 
-def exchange_volumes(source: MegatronLayout, target: ShardLayout, item_bytes: int) -> Exchange:
-    """Who gets what in the training tensor-and-expert groups: blocks of etp x ep ranks."""
+def exchange_volumes(
+    source: MegatronLayout, target: ShardLayout, item_bytes: int, ranks_per_node: int = 1
+) -> Exchange:
+    """Who gets what in the training tensor-and-expert groups: blocks of etp x ep ranks.
+
+    What goes to other nodes, of so many ranks; with nodes of one rank all that goes to other ranks.
+    """
     world, spec = source.parallel.world, source.spec
     recv, send = np.zeros(world, np.int64), np.zeros(world, np.int64)
     pairs: set[int] = set()
@@ -246,7 +251,12 @@ def exchange_volumes(source: MegatronLayout, target: ShardLayout, item_bytes: in
     for places, num_layers in times.items():
         for name, row in names:
             size = ITEM_BYTES.get(row.dtype, item_bytes) * num_layers
-            _add_row(source, target, name, example[places], size, (recv, send), pairs)
+            rows_of_layer = _moved_experts(source, target, name, example[places])
+            for num_elements, senders, receivers in rows_of_layer:
+                moved = senders // ranks_per_node != receivers // ranks_per_node
+                np.add.at(recv, receivers[moved], num_elements * size)
+                np.add.at(send, senders[moved], num_elements * size)
+                pairs.update((receivers[moved] * world + senders[moved]).tolist())
     return Exchange(recv, send, len(pairs) / world)
 
 
@@ -258,19 +268,11 @@ def _expert_shards(
     return [layout.shards(expert_name(of_layer, expert)) for expert in range(count)]
 
 
-def _add_row(
-    source: MegatronLayout,
-    target: ShardLayout,
-    pattern: str,
-    layer: int,
-    item_bytes: int,
-    totals: tuple[_Bytes, _Bytes],
-    pairs: set[int],
-) -> None:
-    """Add one HF tensor of all experts of a layer to (received, sent) and to the set of pairs."""
-    recv, send = totals
-    group, world = source.parallel.etp * source.parallel.ep, source.parallel.world
-    count = source.spec.num_experts
+def _moved_experts(
+    source: MegatronLayout, target: ShardLayout, pattern: str, layer: int
+) -> Iterator[tuple[int, _Bytes, _Bytes]]:
+    """One HF tensor of all experts of a layer: elements, senders, receivers (or the same rank)."""
+    group, count = source.parallel.etp * source.parallel.ep, source.spec.num_experts
     ours = _expert_shards(source, pattern, layer, count)
     theirs = _expert_shards(target, pattern, layer, count)
     for src, dst in ((s, d) for a, b in zip(ours, theirs, strict=True) for s in a for d in b):
@@ -279,11 +281,7 @@ def _add_row(
             continue
         receivers = np.asarray(dst.holders)
         senders = receivers // group * group + src.holders[0] % group
-        moved = senders != receivers
-        receivers, senders = receivers[moved], senders[moved]
-        np.add.at(recv, receivers, box.num_elements * item_bytes)
-        np.add.at(send, senders, box.num_elements * item_bytes)
-        pairs.update((receivers * world + senders).tolist())
+        yield box.num_elements, senders, receivers
 
 
 def _share_with_mirrors(

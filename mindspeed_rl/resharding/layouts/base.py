@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -14,6 +15,7 @@ from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Cut, Row, Share
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
+from mindspeed_rl.resharding.layouts.holders import boxes_kept_twice, merge_holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,10 @@ class ShardLayout(Protocol):
         """Equal for tensors of equal rectangles on equal ranks, wherever these store them."""
         ...
 
+    def num_alike(self, hf_name: str) -> tuple[int, int]:
+        """Layers and experts of one kind that the same ranks hold: their turns even out."""
+        ...
+
     @property
     def wants_whole_tensors(self) -> bool:
         """Whether a target wants tensors complete one after another, not a slice of many."""
@@ -114,35 +120,6 @@ def pieces_of(layout: ShardLayout, rank: int) -> Iterator[Shard]:
         for shard in layout.shards(hf_name):
             if rank in shard.holders:
                 yield shard
-
-
-def merge_holders(several: list[range]) -> list[range]:
-    """The ranges as one, where they interleave into an arithmetic progression."""
-    first, count = several[0], len(several)
-    if count == 1:
-        return several
-    starts = [holders.start for holders in several]
-    gap = starts[1] - starts[0]
-    evenly = gap > 0 and starts == list(range(starts[0], starts[0] + gap * count, gap))
-    alike = all(h.step == first.step and len(h) == len(first) for h in several)
-    if evenly and alike and (gap * count == first.step or len(first) == 1):
-        return [range(starts[0], several[-1][-1] + 1, gap)]
-    return several
-
-
-def _boxes_kept_twice(found: Iterable[tuple[Cut, list[range]]]) -> set[Box]:
-    """Rectangles that some rank keeps in two places (redundant experts).
-
-    Their holders stay as they are, so that the places of one rank are known by equal holders.
-    """
-    of_box: dict[Box, list[range]] = {}
-    for cut, several in found:
-        of_box.setdefault(cut.hf_box, []).extend(several)
-    return {
-        box
-        for box, several in of_box.items()
-        if len(several) > 1 and len(set().union(*several)) < sum(map(len, several))
-    }
 
 
 def layer_name(pattern: str, layer: int) -> str:
@@ -214,6 +191,11 @@ class TableLayout(ABC):
     @abstractmethod
     def lane_of(self, row: Row, layer: int) -> int:
         """The pipeline stage that holds a row at a layer."""
+
+    @property
+    @abstractmethod
+    def experts_per_rank(self) -> int:
+        """Experts of a layer that a rank holds; 0 without experts."""
 
     def _experts(self, row: Row) -> range:
         return range(self.spec.num_experts) if isinstance(row, ExpertRow) else range(1)
@@ -298,6 +280,20 @@ class TableLayout(ABC):
         pattern, layer, _ = locate(hf_name)
         return pattern, self.lane_of(self._rows_of_patterns[pattern][0], layer)
 
+    @cached_property
+    def _layers_of_classes(self) -> Counter[Hashable]:
+        return Counter(
+            (pattern, self.lane_of(rows[0], layer))
+            for pattern, rows in self._rows_of_patterns.items()
+            for layer in rows[0].layers(self.spec)
+        )
+
+    def num_alike(self, hf_name: str) -> tuple[int, int]:
+        """Layers and experts of one kind that the same ranks hold: their turns even out."""
+        is_expert = isinstance(self._rows_of_patterns[locate(hf_name)[0]][0], ExpertRow)
+        num_layers = self._layers_of_classes[self.class_of(hf_name)]
+        return num_layers, self.experts_per_rank if is_expert else 1
+
     @property
     def wants_whole_tensors(self) -> bool:
         """No: parameters exist anyway."""
@@ -343,7 +339,7 @@ class TableLayout(ABC):
                         if tied or cut.hf_name == pattern:
                             key = (id(cut), place.param, place.mirror)
                             found.setdefault(key, (cut, []))[1].append(placed.holders)
-        kept_twice = _boxes_kept_twice(found.values())
+        kept_twice = boxes_kept_twice(found.values())
         for (_, param, mirror), (cut, several) in found.items():
             piece = Piece(hf_name, cut.hf_box, param, cut.param_box, cut.view)
             merged = several if cut.hf_box in kept_twice else merge_holders(several)

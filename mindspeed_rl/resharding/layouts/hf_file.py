@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, Unit
@@ -41,6 +43,14 @@ class HfFileLayout:
         """One shard: the whole tensor."""
         box = Box.whole(self.hf_shapes[hf_name])
         return (Shard(Piece(hf_name, box, hf_name, box), self.writers),)
+
+    @cached_property
+    def _num_of_shapes(self) -> Counter[tuple[int, ...]]:
+        return Counter(self.hf_shapes.values())
+
+    def num_alike(self, hf_name: str) -> tuple[int, int]:
+        """All tensors of a shape."""
+        return self._num_of_shapes[self.hf_shapes[hf_name]], 1
 
     @property
     def wants_whole_tensors(self) -> bool:

@@ -61,6 +61,11 @@ class MegatronLayout(TableLayout):
         """``--make-vocab-size-divisible-by`` times the tensor-parallel size."""
         return self.vocab_divisor * self.parallel.tp
 
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of a layer that a rank holds; 0 without experts."""
+        return self.spec.num_experts // self.parallel.ep
+
     @cached_property
     def present_rows(self) -> tuple[Row, ...]:
         """All rows; on a single stage a tied head is the embedding itself."""
@@ -95,7 +100,7 @@ class MegatronLayout(TableLayout):
         prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
         name = prefix + layer_name(self._pattern(row, layer), place.local)
         if isinstance(row, ExpertRow):
-            per_rank = self.spec.num_experts // parallel.ep
+            per_rank = self.experts_per_rank
             ep, local = divmod(expert, per_rank)
             shares = tuple(
                 Placed(
@@ -117,7 +122,7 @@ class MegatronLayout(TableLayout):
         """Row, layer and expert of everything that a rank holds."""
         parallel, stages = self.parallel, self.parallel.stages
         stage = parallel.coords(rank).pp
-        per_rank = self.spec.num_experts // parallel.ep
+        per_rank = self.experts_per_rank
         first = parallel.expert_coords(rank).ep * per_rank
         mine = {layer for chunk in range(stages.vpp) for layer in stages.layers_of(stage, chunk)}
         for row in self.present_rows:

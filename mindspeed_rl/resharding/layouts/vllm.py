@@ -133,7 +133,8 @@ class VllmLayout(TableLayout):
         return tuple(map(tuple, slots))
 
     @property
-    def _slots_per_rank(self) -> int:
+    def experts_per_rank(self) -> int:
+        """Physical experts of a layer that a rank holds; 0 without experts."""
         return (len(self.physical_experts) or self.spec.num_experts) // self.engine.ep
 
     def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
@@ -168,7 +169,7 @@ class VllmLayout(TableLayout):
     def _expert_places(
         self, row: ExpertRow, name: str, stage: int, expert: int
     ) -> Iterator[RowPlacement]:
-        engine, per_rank = self.engine, self._slots_per_rank
+        engine, per_rank = self.engine, self.experts_per_rank
         for copy, slot in enumerate(self._slots_of_experts[expert]):
             ep, local = divmod(slot, per_rank)
             shares = tuple(
@@ -186,7 +187,7 @@ class VllmLayout(TableLayout):
         stage = engine.stage_of(rank)
         physical = self.physical_experts or tuple(range(spec.num_experts))
         ep = engine.expert_rank(rank) if engine.expert_parallel else 0
-        mine = physical[ep * self._slots_per_rank : (ep + 1) * self._slots_per_rank]
+        mine = physical[ep * self.experts_per_rank : (ep + 1) * self.experts_per_rank]
         for row in self.present_rows:
             experts = mine if isinstance(row, ExpertRow) else (0,)
             for layer in row.layers(spec):
