@@ -23,6 +23,7 @@ from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.orchestration.launcher_report import tell_mistake
 from mindspeed_rl.orchestration.limits import JOIN, Limits
 from mindspeed_rl.platforms.installed import resolve_platform
 
@@ -260,7 +261,7 @@ def _usage_error(prog: str, error: ValueError, world: bootstrap.World, limits: L
     several_nodes = world.local_size < world.size and "MASTER_ADDR" in os.environ
     if world.local_rank != 0:
         time.sleep(FIRST_RANK_OF_NODES_S if several_nodes else FIRST_RANK_S)
-    print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    tell_mistake(f"{prog}: error: {error}")
     if several_nodes:
         bootstrap.quiet_libraries()
         from mindspeed_rl.orchestration.watchdog import publish_usage_error

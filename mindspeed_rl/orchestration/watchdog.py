@@ -46,6 +46,7 @@ from mindspeed_rl.orchestration.failures import (
     whereabouts,
     write_error_file,
 )
+from mindspeed_rl.orchestration.launcher_report import tell_mistake
 from mindspeed_rl.orchestration.limits import JOIN, Limits
 
 T = TypeVar("T")
@@ -366,7 +367,11 @@ class Watchdog:
         return f"{self._prog}: {failure}"
 
     def _print(self, failure: Failure) -> None:
-        if not self._driver_tells:
+        if self._driver_tells:
+            return
+        if failure.kind == "usage":
+            tell_mistake(self._line(failure))
+        else:
             print(self._line(failure), file=sys.stderr, flush=True)
 
 

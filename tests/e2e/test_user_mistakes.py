@@ -112,7 +112,7 @@ def unknown_engine(folder: Path) -> dict[str, str]:
         ),
         pytest.param(
             no_such_platform,
-            r"--platform cuda: torch sees no CUDA device; allowed here: cpu",
+            r"--platform cuda: torch sees no such device; allowed here: cpu",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -140,6 +140,8 @@ def test_a_mistake_is_told_once(
     ours = ended.output.partition(told[0])[0]
     assert "Traceback" not in ours, "the message comes first"
     assert ended.returncodes[0] != 0 and "exitcode  : 2" in ended.output, ended.output
+    report = ended.output.partition("Root Cause")[2]
+    assert f"traceback : mindspeed_rl.train_rl: error: {told[0]}" in report, "and last"
 
 
 @pytest.mark.slow

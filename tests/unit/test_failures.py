@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.jobs import free_port
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.orchestration.failures import (
@@ -25,6 +26,7 @@ from mindspeed_rl.orchestration.failures import (
     whereabouts,
     write_error_file,
 )
+from mindspeed_rl.orchestration.launcher_report import tell_mistake
 from mindspeed_rl.orchestration.limits import Limits
 from mindspeed_rl.orchestration.watchdog import connect, publish_usage_error
 from mindspeed_rl.rewards import RewardSpec
@@ -152,3 +154,21 @@ def test_a_launcher_that_is_gone_is_said_so() -> None:
     with pytest.raises(RuntimeError, match=r"the launcher of the first node does not answer at"):
         connect(1, 1.0)
     publish_usage_error(World(1, 2, 0, 1), "a mistake", Limits(connect_s=1.0))  # and nobody waits
+
+
+def test_the_report_of_the_launcher_repeats_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun reads what a failed process left; without a launcher it is only printed."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    tell_mistake("train_rl: error: --lr x")
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    tell_mistake("train_rl: error: --lr x")
+    failed = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    report = ChildFailedError("train_rl", {0: failed})
+    assert "traceback : train_rl: error: --lr x" in str(report) and failed.timestamp > 0
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
+    tell_mistake("train_rl: error: --lr x")
+    said = capsys.readouterr().err.splitlines()
+    assert said[:3] == ["train_rl: error: --lr x"] * 3 and "will not repeat it" in said[3]
