@@ -5,13 +5,13 @@
 # usage: pretrain_scripts/check_package.sh PYTHON
 set -euo pipefail
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+PACKAGE="$(cd "$(dirname "${BASH_SOURCE[0]}")/../mindspeed_rl" && pwd -P)"
 FOUND="$("$1" -c '
 import importlib.util, pathlib
 spec = importlib.util.find_spec("mindspeed_rl")
 print(pathlib.Path(spec.origin).resolve().parent if spec and spec.origin else "nothing")')"
-if [[ "$FOUND" != "$ROOT/mindspeed_rl" ]]; then
-    echo "check_package: python imports mindspeed_rl from $FOUND, not from $ROOT/mindspeed_rl;" \
+if [[ "$FOUND" != "$PACKAGE" ]]; then
+    echo "check_package: python imports mindspeed_rl from $FOUND, not from $PACKAGE;" \
         "remove it from PYTHONPATH (${PYTHONPATH:-empty}) or uninstall it from $1" >&2
     exit 2
 fi

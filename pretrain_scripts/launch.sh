@@ -38,11 +38,12 @@ has_flag() {
     return 1
 }
 
-# config_of DIR PUBLISHED ARG...: DIR, or for a dry run without it the published config.json
+# config_of DIR PUBLISHED ARG...: DIR; before it is downloaded, the published config.json for a dry run
+# and for the doctor
 config_of() {
     local checkpoint="$1" published="$ROOT/tests/support/hf_configs/$2.json"
     shift 2
-    if has_flag --rl-dry-run "$@" && [[ ! -e "$checkpoint" ]]; then
+    if [[ ! -e "$checkpoint" ]] && { has_flag --rl-dry-run "$@" || has_flag --doctor "$@"; }; then
         echo "$published"
     else
         echo "$checkpoint"

@@ -17,18 +17,17 @@ from safetensors.torch import save_file
 
 from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
+from mindspeed_rl.models.hf_code import code_files
 from mindspeed_rl.models.hf_files import INDEX, SINGLE, VOCABULARY_FILES
 
-# Files of a checkpoint directory that describe the model rather than hold weights. Code is what
-# auto_map of config.json names; readers that trust it fail without it.
-_CONFIG_FILES = ("config.json", "generation_config.json", "configuration_*.py", "modeling_*.py")
+# Files of a checkpoint directory that describe the model rather than hold weights.
+_CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
     "chat_template.jinja",
-    "tokenization_*.py",
     *VOCABULARY_FILES,
 )
 
@@ -165,14 +164,14 @@ class HfWriter:
 
 
 def side_files(source: Path, tokenizer: Path) -> list[Path]:
-    """The files beside the weights: config of one directory, tokenizer of the same or another."""
+    """The files beside the weights: config of one directory, tokenizer of the same or another.
+
+    Raises:
+        ValueError: code that they name is missing.
+    """
     folders = ((source, _CONFIG_FILES), (tokenizer, _TOKENIZER_FILES))
-    return [
-        file
-        for folder, patterns in folders
-        for pattern in patterns
-        for file in sorted(folder.glob(pattern))
-    ]
+    files = [folder / name for folder, names in folders for name in names]
+    return [file for file in files if file.is_file()] + code_files(source, tokenizer)
 
 
 def config_text(

@@ -17,7 +17,7 @@ from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.launch import LaunchConfig
-from mindspeed_rl.config.memory import MemoryConfig
+from mindspeed_rl.config.memory import DeviceConfig, MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
 from mindspeed_rl.config.rewards import RewardConfig
@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointConfig",
     "CorrectionConfig",
     "CriticConfig",
+    "DeviceConfig",
     "DryRunConfig",
     "EngineTuningConfig",
     "EnvironmentConfig",
@@ -84,6 +85,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    device: DeviceConfig = field(default_factory=DeviceConfig)
     engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
     balance: RolloutBalanceConfig = field(default_factory=RolloutBalanceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -128,6 +130,7 @@ class PretrainRunConfig:
     logging: LoggingConfig
     sft: SftConfig
     indexed: IndexedDataConfig
+    device: DeviceConfig = field(default_factory=DeviceConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)

@@ -45,4 +45,8 @@ class DryRunConfig:
         "Mean response for the seconds, in tokens; 0 takes --rollout-max-response-length.",
         minimum=0.0,
     )
-    rl_dry_run_json: str = flag("", "File for everything that was predicted, as JSON.")
+    rl_dry_run_json: str = flag(
+        "",
+        "File for everything that was predicted, as JSON; - prints it instead of the report.",
+        names=("--rl-dry-run-json", "--json"),
+    )

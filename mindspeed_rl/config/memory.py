@@ -9,6 +9,22 @@ from mindspeed_rl.memory.owners import OffloadMode
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """The device of a rank.
+
+    Example: --device-memory-gb 64
+    """
+
+    device_memory_gb: float = flag(
+        0.0,
+        "Memory of one device that may be in use, in GiB, as its driver counts: communicators, "
+        "libraries and other processes of the device included; 0 takes what the driver reports, "
+        "and no limit where the device is the host. Supervised runs: --rl-dry-run alone reads it.",
+        minimum=0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryConfig:
     """Memory of the shared devices.
 
@@ -34,13 +50,6 @@ class MemoryConfig:
         "weights, too, which every weight update brings back; auto: all with --rl-offload all, "
         "else kv.",
         choices=("auto", "kv", "all"),
-    )
-    device_memory_gb: float = flag(
-        0.0,
-        "Memory of one device that may be in use, in GiB, as its driver counts: communicators, "
-        "libraries and other processes of the device included; 0 takes what the driver reports, "
-        "and no limit where the device is the host.",
-        minimum=0.0,
     )
     memory_leak_mb: float = flag(
         64.0,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import LoggingConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.models.hf_code import code_files
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -154,10 +155,13 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
             _check_writable(flag, Path(path))
     if target:
         _check_export_target("--export-hf", Path(target), config)
+        code_files(Path(config.model.hf_checkpoint), Path(config.model.tokenizer_directory))
     if isinstance(config, RLRunConfig) and config.critic.critic_export_hf:
         critic = Path(config.critic.critic_export_hf)
         _check_writable("--critic-export-hf", critic.parent)
         _check_export_target("--critic-export-hf", critic, config)
+        source = config.critic.critic_hf_checkpoint or config.model.hf_checkpoint
+        code_files(Path(source), Path(config.model.tokenizer_directory))
         if critic.resolve() == Path(target).resolve():
             raise ValueError(
                 f"--critic-export-hf {critic} is where the policy is exported; choose another "

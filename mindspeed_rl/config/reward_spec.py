@@ -153,7 +153,8 @@ def check_python_name(path: Path, name: str, where: str) -> None:
     )
 
 
-_BINDS_ANYTHING = {"*", "globals", "vars", "setattr", "exec", "eval", "__getattr__"}
+_BINDS_ANYTHING = {"*", "globals", "locals", "vars", "setattr", "exec", "eval"}
+_BINDS_ANYTHING |= {"__dict__", "__getattr__"}
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
@@ -167,3 +168,5 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
             isinstance(node.ctx, ast.Store) or node.id in _BINDS_ANYTHING
         ):
             yield node.id
+        elif isinstance(node, ast.Attribute) and node.attr in _BINDS_ANYTHING:
+            yield node.attr

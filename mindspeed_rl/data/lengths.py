@@ -142,4 +142,5 @@ def deal_samples(
     if not history or num_groups == 1:
         borders = [count * i // num_groups for i in range(num_groups + 1)]
         return [list(range(a, b)) for a, b in pairwise(borders)]
-    return partition([history.expected(p, 0, limit) for p in prompts], num_groups)
+    expected = {prompt: history.expected(prompt, 0, limit) for prompt in set(prompts)}
+    return partition([expected[prompt] for prompt in prompts], num_groups)

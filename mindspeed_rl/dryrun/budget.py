@@ -39,8 +39,7 @@ def machine_on(config: Config, platform: str) -> Machine:
 
 def device_bytes(config: Config, found_bytes: float) -> int:
     """Memory of a device: ``--device-memory-gb``, else what the machine or the driver says."""
-    given = config.memory.device_memory_gb if isinstance(config, RLRunConfig) else 0.0
-    return int(given * _GIB or found_bytes)
+    return int(config.device.device_memory_gb * _GIB or found_bytes)
 
 
 def usable_bytes(device: int, machine: Machine, taken: int = 0) -> int:

@@ -28,10 +28,11 @@ def dry_run(
     """
     world = world_size(config, environment)
     found = find_out(config, world)
-    print("\n".join(lines(found)), flush=True)
-    if target := config.dry_run.rl_dry_run_json:
+    target, text = config.dry_run.rl_dry_run_json, json.dumps(as_json(found), indent=1)
+    print(text if target == "-" else "\n".join(lines(found)), flush=True)
+    if target not in ("", "-"):
         try:
-            Path(target).write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+            Path(target).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"--rl-dry-run-json {target}: {error.strerror}") from error
     return FITS if found.fits else DOES_NOT_FIT

@@ -17,8 +17,6 @@ from mindspeed_rl.observability.metrics import Max, MetricSet
 from mindspeed_rl.platforms.base import DeviceMemory
 
 _MIB, _GIB = 2**20, 2**30
-# Borders that a step logs owner by owner; of the others only the sum.
-_LOGGED = ("train", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +27,13 @@ class Border:
         state: which.
         owners: bytes by owner.
         device: what the driver said.
+        predicted: what was predicted by owner, but for what the data decides; ``None``: nothing.
     """
 
     state: str
     owners: dict[str, int]
     device: DeviceMemory
+    predicted: dict[str, int] | None = None
 
     @property
     def owned_bytes(self) -> int:
@@ -44,6 +44,19 @@ class Border:
     def residue_bytes(self) -> int:
         """What is in use and has no owner."""
         return self.device.used_bytes - self.owned_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """An owner that is smaller at first.
+
+    Attributes:
+        at_first: its bytes until it has grown.
+        has_grown: whether it has.
+    """
+
+    at_first: int
+    has_grown: Callable[[], bool]
 
 
 class Slope:
@@ -86,6 +99,8 @@ class MemoryLedger:
         leak_bytes: growth of the residue per step that is warned of; 0: never.
         predicted: bytes by state and owner, where they are known beforehand.
         unforeseen: owners whose bytes the data decides; what they have counts as predicted.
+        growing: owners that are smaller at first: what they have until then, and whether they have
+            grown, such as optimizers, whose state comes with their first update.
     """
 
     def __init__(
@@ -96,6 +111,7 @@ class MemoryLedger:
         leak_bytes: float,
         predicted: Mapping[str, Mapping[str, int]] | None = None,
         unforeseen: Collection[str] = (),
+        growing: Mapping[str, Growing] | None = None,
     ) -> None:
         self._owners = owners
         self._read = read
@@ -103,8 +119,10 @@ class MemoryLedger:
         self._leak_bytes = leak_bytes
         self._predicted = predicted or {}
         self._unforeseen = unforeseen
+        self._growing = growing or {}
         self._slope = Slope()
         self._warned = False
+        self._told: dict[str, dict[str, int]] = {}
         self.borders: dict[str, Border] = {}
         #: times that the trainer got the device
 
@@ -115,7 +133,7 @@ class MemoryLedger:
             MemoryError: more is in use than the budget allows; with the table.
         """
         owners = {owner: num_bytes() for owner, num_bytes in self._owners.items()}
-        border = Border(state, owners, self._read())
+        border = Border(state, owners, self._read(), self._expected(state))
         self.borders.pop(state, None)  # the latest stands last
         self.borders[state] = border
         budget = self._budget_bytes
@@ -150,21 +168,38 @@ class MemoryLedger:
             )
 
     def metrics(self) -> MetricSet:
-        """Of the last time each border was crossed; the fullest rank of each number."""
+        """Of the last time each border was crossed; the fullest rank of each number.
+
+        Predictions by owner are told where they are not what was told before.
+        """
         found = MetricSet()
         for state, border in self.borders.items():
             found[f"memory/{state}_used_bytes"] = Max(border.device.used_bytes)
             found[f"memory/{state}_owned_bytes"] = Max(border.owned_bytes)
-            if state in self._predicted:
-                expected = sum(
-                    num_bytes if owner in self._unforeseen else self._predicted[state].get(owner, 0)
-                    for owner, num_bytes in border.owners.items()
-                )
-                found[f"memory/{state}_predicted_bytes"] = Max(expected)
-            if state in _LOGGED:
-                for owner, num_bytes in border.owners.items():
-                    found[f"memory/{state}/{owner}_bytes"] = Max(num_bytes)
+            for owner, num_bytes in border.owners.items():
+                found[f"memory/{state}/{owner}_bytes"] = Max(num_bytes)
+            if border.predicted is not None:
+                unforeseen = sum(border.owners.get(owner, 0) for owner in self._unforeseen)
+                total = sum(border.predicted.values()) + unforeseen
+                found[f"memory/{state}_predicted_bytes"] = Max(total)
+                if self._told.get(state) != border.predicted:
+                    for owner, num_bytes in border.predicted.items():
+                        found[f"memory/{state}/{owner}_predicted_bytes"] = Max(num_bytes)
+                    self._told[state] = border.predicted
         return found
+
+    def _expected(self, state: str) -> dict[str, int] | None:
+        """What is predicted for a border that is crossed now, by owner."""
+        if state not in self._predicted:
+            return None
+        expected = {}
+        for owner in [o for o in self._owners if o not in self._unforeseen]:
+            num_bytes = self._predicted[state].get(owner, 0)
+            growing = self._growing.get(owner)
+            if growing is not None and not growing.has_grown():
+                num_bytes = min(num_bytes, growing.at_first)
+            expected[owner] = num_bytes
+        return expected
 
     def table(self) -> str:
         """All borders crossed so far, a column each, in MiB; predictions in brackets."""
@@ -182,10 +217,11 @@ class MemoryLedger:
         )
 
     def _cell(self, state: str, owner: str) -> str:
-        text = _number(self.borders[state].owners[owner])
-        if state not in self._predicted or owner in self._unforeseen:
+        border = self.borders[state]
+        text = _number(border.owners[owner])
+        if border.predicted is None or owner not in border.predicted:
             return text
-        return f"{text} ({_number(self._predicted[state].get(owner, 0))})"
+        return f"{text} ({_number(border.predicted[owner])})"
 
     def _message(self, what: str, limit_bytes: int) -> str:
         remedy = _GENERAL

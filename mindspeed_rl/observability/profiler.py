@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+from torch.profiler import record_function
 
 from mindspeed_rl.config.diagnostics import PROFILE_FOLDER, ProfilerConfig
 from mindspeed_rl.platforms.base import Platform, Profiler, ProfileRequest
@@ -50,6 +53,12 @@ class StepProfiler:
             self._running.start()
         elif not inside and self._running is not None:
             self._stop(last=step - 1)
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """The range ``phase NAME`` of the trace, while one is recorded. Local."""
+        if self._running is None:
+            return nullcontext()
+        return record_function(f"phase {name}")
 
     def close(self) -> None:
         """Write the trace of a window that reaches to the end of the run."""

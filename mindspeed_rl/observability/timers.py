@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from mindspeed_rl.observability.host_memory import PeakMemory
@@ -84,6 +84,7 @@ class PhaseTimer:
             work that a phase has only queued is charged to the phase that waits for it.
         clock: monotonic seconds.
         memory: the meter of host memory.
+        mark: names what runs in a phase for others, such as a profiler.
     """
 
     def __init__(
@@ -91,9 +92,11 @@ class PhaseTimer:
         synchronize: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         memory: PeakMemory | None = None,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._synchronize = synchronize
         self._clock = clock
+        self._mark = mark
         self._memory = PeakMemory() if memory is None else memory
         self._stack: list[str] = []
         self._phases: dict[str, PhaseUse] = {}
@@ -113,7 +116,8 @@ class PhaseTimer:
         self._stack.append(phase)
         self._phases.setdefault(phase, PhaseUse(0.0, None))
         try:
-            yield
+            with self._mark(phase):
+                yield
         finally:
             self._end_segment()
             self._stack.pop()

@@ -59,6 +59,11 @@ class StorageGroup:
         """Whether the memory is on the device."""
         return not self._away
 
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that :meth:`restore` takes."""
+        return sum(size for _, size in self._away)
+
     def num_bytes(self) -> int:
         """Bytes on the device now; what came into being while the group was away is counted."""
         return num_bytes(storages_of(self._find()))

@@ -25,6 +25,7 @@ from mindspeed_rl.environments import (
 )
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -187,8 +188,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     config, plan, rank = job.config, job.plan, job.world.rank
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
-    name = config.environment.rl_environment
-    environment = resolve_environment(name) if name else None
+    environment = _environment(config)
     rewards = make_reward_pool(config, specs) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
@@ -198,21 +198,21 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
     policy = training.build_engine(job, "policy", updates, temperature, routing=routing_of(job))
-    reference = None
-    if config.rl.grpo_kl_beta:
-        reference = training.build_engine(job, "reference", 0, temperature)
+    reference = _build_reference(job)
     critic, reward_model = build_critic(job), build_reward_model(job)
-    timer = PhaseTimer(job.platform.synchronize)
+    output = Path(config.logging.output_dir)
+    profiler = StepProfiler(config.profiler, job.platform, rank, output)
+    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
     sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
-    ledger = open_ledger(job, sharing, engine, cache)
+    trained = {Owner.OPTIMIZER: policy, Owner.CRITIC_OPTIMIZER: critic}
+    ledger = open_ledger(job, sharing, engine, cache, trained)
     holder: list[RLJob] = []
     phases = build_phases(
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
     )
-    output = Path(config.logging.output_dir)
     result = RLJob(
         job=job,
         tokenizer=tokenizer,
@@ -234,7 +234,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
         kl_beta=config.rl.grpo_kl_beta,
         timer=timer,
         logger=open_logger(config, rank),
-        profiler=StepProfiler(config.profiler, job.platform, rank, output),
+        profiler=profiler,
         dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
     )
     holder.append(result)
@@ -250,6 +250,18 @@ def _with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RL
     check_expert_replay(job.config, job.platform.name)
     vllm = installed_layout(job.plan.vllm, job.platform.name)
     return replace(job, plan=replace(job.plan, vllm=vllm))
+
+
+def _environment(config: RLRunConfig) -> EnvironmentFactory | None:
+    name = config.environment.rl_environment
+    return resolve_environment(name) if name else None
+
+
+def _build_reference(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
+    """What the KL is to, where the loss or the reward has one. Collective: the world."""
+    if not job.config.rl.grpo_kl_beta:
+        return None
+    return training.build_engine(job, "reference", 0, job.config.rl.rl_default_temperature)
 
 
 def open_logger(config: RLRunConfig, rank: int) -> RunLogger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from mindspeed_rl.dryrun.budget import (
     usable_bytes,
 )
 from mindspeed_rl.experience.tensor_cache import TensorCache
-from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
-from mindspeed_rl.observability.memory_ledger import MemoryLedger
+from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger
 from mindspeed_rl.orchestration.engine_stats import graph_sizes
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
@@ -106,9 +107,16 @@ def share_memory(
 
 
 def open_ledger(
-    job: Job[RLRunConfig, RLPlan], sharing: Sharing, engine: VllmEngine, cache: TensorCache
+    job: Job[RLRunConfig, RLPlan],
+    sharing: Sharing,
+    engine: VllmEngine,
+    cache: TensorCache,
+    trained: Mapping[Owner, TrainEngine | None],
 ) -> MemoryLedger:
-    """The ledger of trainer, engine and samples. Collective: the world."""
+    """The ledger of trainer, engine and samples. Collective: the world.
+
+    ``trained``: whose optimizer state an owner is; it comes with the first update.
+    """
     options, rank = job.config.memory, job.world.rank
     prediction, _ = predict_run(job)
     owners: dict[str, Callable[[], int]] = {
@@ -121,6 +129,12 @@ def open_ledger(
         engine.cache_bytes if engine.state is EngineState.AWAKE else 0
     )
     owners[Owner.SAMPLES.value] = lambda: cache.num_bytes
+    at_first = prediction.rank_table(rank)[MemoryPhase.LOAD]
+    growing = {
+        owner.value: Growing(at_first.get(owner, 0), partial(_has_updated, engine))
+        for owner, engine in trained.items()
+        if engine is not None
+    }
     return MemoryLedger(
         owners,
         job.platform.memory,
@@ -128,7 +142,12 @@ def open_ledger(
         options.memory_leak_mb * 2**20,
         {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
         unforeseen=(Owner.SAMPLES.value,),
+        growing=growing,
     )
+
+
+def _has_updated(engine: TrainEngine) -> bool:
+    return engine.schedule.num_updates > 0
 
 
 def watched(sharing: Sharing, ledger: MemoryLedger) -> Sharing:

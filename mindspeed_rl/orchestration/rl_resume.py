@@ -48,6 +48,7 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
     """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
     if not checkpoints.save_is_due(run.job, step):
         return
+    run.phases.require(Phase.TRAIN, "save")
     carried = [*run.surplus, *run.pending]
     responses = rl_samples.fetch(run, [s for group in carried for s in group])
     extra: dict[str, Any] = {
@@ -60,7 +61,6 @@ def save_if_due(run: RLJob, report: Report, step: int) -> None:
         "lengths": run.lengths.state_dict(),
         "report": report.state_dict(),
     }
-    run.phases.require(Phase.TRAIN, "save")
     with run.phase("save"), run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
         checkpoints.save(run.job, run.policy, step, extra, companions(run))
 

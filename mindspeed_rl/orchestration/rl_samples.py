@@ -355,6 +355,7 @@ def responses_in(
             routed = torch.split(rows, sizes)
         said = zip(torch.split(ids, sizes), torch.split(logprobs, sizes), routed, strict=True)
         return [Response(own, logp, experts=chosen) for own, logp, chosen in said]
+    assert experts is None, "experts of a conversation are not kept"
     sampled = ids >= 0
     marked = zip(
         torch.split(torch.where(sampled, ids, ~ids), sizes),

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -150,18 +150,18 @@ class Phases:
     def resident(self, *owners: Owner) -> Iterator[None]:
         """Have the memory of owners that are away in TRAIN, too, for the block. Local.
 
+        An error while one comes or leaves does not keep the others here.
+
         Raises:
             RuntimeError: called outside TRAIN.
         """
         self.require(Phase.TRAIN, ", ".join(owners))
         groups = self._sharing.leaving(*owners)
-        try:
+        with ExitStack() as visits:
             for group in groups:
+                visits.callback(self._finish_release, group)
                 self._return(group)
             yield
-        finally:
-            for group in groups:
-                _finish_release(group)
 
     def _go(self, target: Phase, actions_after: Mapping[Phase, Callable[[], list[Action]]]) -> None:
         if self.state not in actions_after:
@@ -261,22 +261,28 @@ class Phases:
     def _onload(self, *owners: Owner, wait: bool = False) -> list[Action]:
         """Memory back; ``wait``: what is computed next reads it."""
         groups = self._sharing.leaving(*owners)
-        actions = [Action(f"onload {g.owner}", "onload", g.restore, g.release) for g in groups]
-        if wait and actions:
-            actions.append(Action("arrival", "onload", self._sharing.wait_for_copies))
-        return actions
+        if not groups:
+            return []
+        need = sum(group.away_bytes for group in groups)
+        room = Action("room for the trainer", "onload", lambda: self._sharing.require_free(need))
+        back = [Action(f"onload {g.owner}", "onload", g.restore, g.release) for g in groups]
+        arrival = Action("arrival", "onload", self._sharing.wait_for_copies)
+        return [room, *back, *([arrival] if wait else [])]
+
+    def _finish_release(self, group: StorageGroup) -> None:
+        """A release that failed half-way is completed: there is no state to go back to."""
+        try:
+            group.release()
+        except BaseException:
+            try:
+                group.release()
+            except BaseException:
+                self.state = Phase.BROKEN
+                raise
+            raise
 
     def _wake_weights(self) -> None:
         self._engine.wake(["weights"])
 
     def _wake_cache(self) -> None:
         self._engine.wake(["kv_cache"])
-
-
-def _finish_release(group: StorageGroup) -> None:
-    """A release that failed half-way is completed: there is no state to go back to."""
-    try:
-        group.release()
-    except BaseException:
-        group.release()
-        raise

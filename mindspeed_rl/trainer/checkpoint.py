@@ -104,15 +104,12 @@ def save_checkpoint(
     dist.barrier()
     partial = resume.partial_path(directory, step)
     _check_shared(partial)
-    strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist"), _replicas()
-    )
+    every_rank = get_default_save_sharded_strategy("torch_dist")
+    strategy = FullyParallelSaveStrategyWrapper(every_rank, _replicas())
     engine.platform.wait_for_copies()  # of an optimizer state that has just come back
-    state = _sharded_state(engine, with_optimizer, with_rng, loading=False)
-    dist_checkpointing.save(state, str(partial), strategy)
-    for role, companion in companions.items():
-        optimizer = with_optimizer and companion.optimizer is not None
-        state = _sharded_state(companion, optimizer, with_rng=False, loading=False)
+    for role, model in {"": engine, **companions}.items():
+        optimizer = with_optimizer and (model is engine or model.optimizer is not None)
+        state = _sharded_state(model, optimizer, with_rng and model is engine, loading=False)
         dist_checkpointing.save(state, str(partial / role), strategy)
     if dist.get_rank() == 0:
         record = CheckpointRecord(

@@ -57,6 +57,7 @@ class PackedRow:
         groups: dense batches that cover every token that is not padding.
         order: [T] int64, for each local position its place in the concatenated group outputs;
             padding points at the zero row behind them.
+        padded: whether there is padding.
         gathered: [cp T] int64, for each position of the whole row its place in what the ranks of
             the context-parallel group give together; ``None`` without context parallelism.
         qkv_format: tells megatron-core not to cut the row itself.
@@ -65,6 +66,7 @@ class PackedRow:
     positions: torch.Tensor
     groups: tuple[DenseGroup, ...]
     order: torch.Tensor
+    padded: bool
     gathered: torch.Tensor | None = None
     qkv_format: str = "sbhd"
     cp_group: Any = None
@@ -81,7 +83,8 @@ class PackedRow:
         groups = tuple(
             DenseGroup(move(g.query), move(g.key), move(g.mask), move(g.real)) for g in self.groups
         )
-        return PackedRow(move(self.positions), groups, move(self.order), move(self.gathered))
+        gathered = move(self.gathered)
+        return PackedRow(move(self.positions), groups, move(self.order), self.padded, gathered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def make_packed_row(
         index = torch.cat([context_index(lengths, total * cp, cp, rank) for rank in range(cp)])
         gathered = torch.empty_like(index)
         gathered[index] = torch.arange(total * cp)
-    return PackedRow(positions, tuple(groups), order, gathered)
+    return PackedRow(positions, tuple(groups), order, num_covered < total, gathered)
 
 
 def _pieces(lengths: Sequence[int], cp: int, cp_rank: int) -> list[_Piece]:
@@ -211,7 +214,8 @@ class PackedSelfAttention(MegatronModule):
         if row.gathered is not None:
             k, v = _gather_row(k, v, row.gathered)
         outputs = [self._attend(q, k, v, group) for group in row.groups]
-        outputs.append(q.new_zeros(1, q.size(1), v.size(2)))
+        if row.padded:
+            outputs.append(q.new_zeros(1, q.size(1), v.size(2)))
         out = torch.cat(outputs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
 
@@ -221,7 +225,8 @@ class PackedSelfAttention(MegatronModule):
         """One dense batch -> [tokens, n, d] without its padding."""
 
         def dense(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return x[index.flatten()].view(*index.shape, *x.shape[1:]).transpose(1, 2)
+            rows = x.index_select(0, index.flatten())  # half the time of x[index], back as well
+            return rows.view(*index.shape, *x.shape[1:]).transpose(1, 2)
 
         out = F.scaled_dot_product_attention(
             dense(q, group.query),

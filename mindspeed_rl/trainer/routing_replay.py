@@ -58,7 +58,9 @@ def routes_of(
     if not batch.experts.size(1):
         return Routes(counted)
     rows = share(batch.loss_mask.cumsum(0) - 1)[counted]
-    shape = (len(rows), num_layers, batch.experts.size(1) // num_layers)
+    top_k, rest = divmod(batch.experts.size(1), num_layers)
+    assert not rest, f"{batch.experts.size(1)} experts of a token in {num_layers} layers"
+    shape = (len(rows), num_layers, top_k)
     return Routes(counted, batch.experts[rows].view(shape))
 
 
@@ -184,7 +186,10 @@ class _Tape:
         known = routes.experts.get(self.number)
         if known is None:
             found, ids = choose(scores, topk, num_groups, group_topk)
-            if routes.given is not None:
+            if routes.given is None:
+                lacks = bool(self._replay.places) and bool(routes.counted.any())
+                assert not lacks, "trained tokens came without the experts of the engine"
+            else:
                 theirs = routes.given[:, self._replay.places[self.number]].long()
                 self.engine.add(theirs, ids[routes.counted])
                 ids = ids.clone()

@@ -26,6 +26,7 @@ class Facts:
     lost: str = ""
     gathered: list[bytes] = field(default_factory=list)
     unequal_nodes: str = ""
+    cache_bytes: int = 0
 
 
 def rollout(i: int) -> Rollout:
@@ -55,6 +56,7 @@ def agreement_world(world: World) -> Facts:
     import torch
 
     from mindspeed_rl.experience.samples import SampleKey, exchange_table
+    from mindspeed_rl.orchestration.rl_phases import agreed_cache_bytes
     from mindspeed_rl.parallel.groups import check_equal_nodes
     from mindspeed_rl.resharding.transports import AllToAllTransport
 
@@ -72,6 +74,7 @@ def agreement_world(world: World) -> Facts:
     with pytest.raises(ValueError) as refusal:
         check_equal_nodes(8 if first else 4)
     facts.unequal_nodes = str(refusal.value)
+    facts.cache_bytes = agreed_cache_bytes(1.0 if first else 2.0)
     return facts
 
 
@@ -85,6 +88,7 @@ def test_all_ranks_know_the_same(tmp_path: Path) -> None:
     ]
     assert first.mirrored == [(*f, 0, r) for f, r in zip(facts, single, strict=True)]
     assert first.lost == "rollouts of this step: 3 arrived, 5 expected; missing [1, 2]"
+    assert first.cache_bytes == 1 << 30, "R21: nodes of unlike flags have caches of one size"
     assert first.gathered == [b"\x00\xff\x00", b"\x01\xff\x00"]
     assert "(1 ranks on nodes of 4, 1 ranks on nodes of 8)" in first.unequal_nodes
     assert "the same --nproc-per-node on every node" in first.unequal_nodes

@@ -54,6 +54,7 @@ def test_failure_names_the_rank_and_its_reason(tmp_path: Path) -> None:
     assert "LookupError: the reason" in str(error.value)
 
 
+@pytest.mark.slow
 def test_hang_ends_with_a_stack_dump(tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
         run_ranks(hang_on_first_rank, 2, work_dir=tmp_path, timeout_s=15.0)

@@ -132,6 +132,7 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
         assert re.search(r'rl_driver\.py", line \d+ in rehearsal', ended.output)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_other_node(world: Path, port: int) -> None:
     with rehearse(world, port, "1:generate:1:kill", nodes=2) as job:
         ended = end_after_start(job)

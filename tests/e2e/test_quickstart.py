@@ -42,7 +42,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     done = subprocess.run(
         ["bash", str(scripts / "quickstart.sh"), "--train-iters", str(STEPS),
-         "--eval-interval", str(STEPS)],
+         "--eval-interval", str(STEPS), "--profile", "--profile-step-start", "2",
+         "--profile-step-end", "3"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())},
         capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
@@ -62,6 +63,25 @@ def test_the_main_job_leaves_what_the_readme_lists(results: Path) -> None:
     lines = (results / "metrics.jsonl").read_text().splitlines()
     trained = [line for line in map(json.loads, lines) if "reward/mean" in line]
     assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
+
+
+def test_a_trace_of_its_second_step_opens(results: Path) -> None:
+    """Operators of trainer and engine, and the phases around them."""
+    (file,) = (results / "profile").iterdir()
+    assert file.name == "rank0_steps2-2.pt.trace.json"
+    events = json.loads(file.read_text())["traceEvents"]
+    phases = {name for e in events if (name := str(e.get("name"))).startswith("phase ")}
+    assert {"phase generate", "phase reshard", "phase train", "phase exchange"} <= phases
+    spans = {
+        kind: [e for e in events if e.get("name") == f"phase {kind}"]
+        for kind in ("generate", "train")
+    }
+    for kind, ranges in spans.items():
+        products = [
+            e for e in events if e.get("name") in ("aten::mm", "aten::addmm", "aten::linear")
+        ]
+        inside = [p for p in products for r in ranges if r["ts"] <= p["ts"] <= r["ts"] + r["dur"]]
+        assert inside, f"no operators in {kind}"
 
 
 def test_its_curves_can_be_drawn_again_from_outside(results: Path) -> None:

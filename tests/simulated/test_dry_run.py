@@ -228,6 +228,22 @@ def test_a_supervised_run_has_no_rollout(capsys: pytest.CaptureFixture[str]) -> 
     assert "engine_weights" not in printed and "update" in printed
 
 
+def test_a_supervised_run_that_does_not_fit_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--device-memory-gb`` is read here as in an RL run; ``--json -`` prints JSON alone."""
+    flags = f"--hf-checkpoint {PUBLISHED['qwen3-8b']} --train-iters 1 --bf16 --seq-length 4096 "
+    flags += "--global-batch-size 64 --use-distributed-optimizer --sft-data not-there.jsonl "
+    flags += "--rl-world-size 8 --rl-dry-run --json -"
+    fits = {}
+    for gigabytes in (8, 640):
+        words = f"{flags} --device-memory-gb {gigabytes}".split()
+        config = parse(PretrainRunConfig, words, "test").config
+        code = dry_run(config, {})
+        report = json.loads(capsys.readouterr().out)
+        assert code == (FITS if report["fits"] else DOES_NOT_FIT)
+        fits[gigabytes] = report["fits"]
+    assert fits == {8: False, 640: True}
+
+
 def test_machine_files(tmp_path: Path) -> None:
     assert {read_machine(name).name for name in ("a3", "a2", "h200", "cpu")} == {
         *("a3", "a2", "h200", "cpu")

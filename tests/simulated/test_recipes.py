@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.published import PUBLISHED
 from support.recipes import GRADES, RECIPES, SCRIPTS, recipe_flags
 
 from mindspeed_rl.arguments import parse
@@ -157,9 +158,9 @@ def test_the_doctor_looks_at_the_layout_of_a_recipe(tmp_path: Path) -> None:
     _, words = started("grpo_qwen2_5_7b_1node.sh", tmp_path, "--doctor", "--rl-world-size", "8")
     module = words.index("-m", 1) + 1
     assert words[module] == "mindspeed_rl.doctor" and "--doctor" not in words
-    assert parse(
-        RLRunConfig, words[module + 1 :], "test"
-    ).config.parallel.distributed_timeout_minutes
+    config = parse(RLRunConfig, words[module + 1 :], "test").config
+    assert config.parallel.distributed_timeout_minutes
+    assert Path(config.model.hf_checkpoint).samefile(PUBLISHED["qwen2.5-7b"]), "nothing downloaded"
 
 
 @pytest.mark.parametrize("script", CONVERSIONS)

@@ -204,6 +204,10 @@ ALGORITHM_MUTATIONS = (
              "rows = share(batch.loss_mask.cumsum(0) - 1)[counted]",
              "rows = share(batch.loss_mask).cumsum(0)[counted] - 1",
              _REPLAY + "test_each_rank_gives_its_routers_their_tokens_and_layers"),
+    Mutation("experts-that-did-not-come-are-chosen", "trainer/routing_replay.py",
+             "bool(self._replay.places) and bool(routes.counted.any())", "False",
+             _REPLAY + "test_trained_tokens_without_the_experts_of_the_engine_are_no_choice_of_"
+             "the_router"),
     Mutation("engine-experts-one-place-late", "rollout/open_requests.py",
              "before = len(parcel.request.token_ids) - 1", "before = len(parcel.request.token_ids)",
              _EXPERTS + "test_completions_have_the_experts_of_the_places_that_predict_them"),

@@ -8,6 +8,7 @@ _CLASSIC = (
     "tests/unit/test_convert_checkpoint.py::test_classic_files_are_those_of_an_independent_writer"
 )
 _FAULTS = "tests/unit/test_convert_faults.py::"
+_MEMORY = "tests/unit/test_convert_memory.py::"
 _CONVERT = "tests/unit/test_convert_checkpoint.py::"
 
 CONVERSION_MUTATIONS = (
@@ -90,6 +91,23 @@ CONVERSION_MUTATIONS = (
         "digest.update(repr((str(path), status.st_size, status.st_mtime_ns)).encode())",
         "digest.update(repr((str(path), status.st_size)).encode())",
         _FAULTS + "test_another_source_or_layout_starts_anew",
+    ),
+    Mutation(
+        "blocks-are-kept-until-the-end",
+        "conversion/run.py",
+        "            self._bytes = torch.empty(needed, dtype=torch.uint8)\n"
+        "        return self._bytes[:needed]",
+        "            pass\n"
+        "        self.kept = [*getattr(self, 'kept', []), torch.empty(needed, dtype=torch.uint8)]\n"
+        "        return self.kept[-1]",
+        _MEMORY + "test_memory_does_not_grow_with_the_number_of_layers",
+    ),
+    Mutation(
+        "a-resumed-bar-begins-at-nothing",
+        "conversion/run.py",
+        "        advance(kept)\n",
+        "",
+        _MEMORY + "test_a_bar_goes_from_what_was_written_before_to_all_bytes",
     ),
     Mutation(
         "wrong-files-are-taken-up-again",

@@ -10,6 +10,7 @@ _RED_ENVIRONMENT = _DOCTOR + "test_an_environment_that_breaks_runs_is_red"
 _DATA = "tests/unit/test_data_published.py::"
 _TRACKERS = "tests/unit/test_trackers.py::"
 _PROFILER = "tests/unit/test_profiler.py::"
+_CODE = "tests/unit/test_hf_export.py::"
 _USER_FILES = "tests/unit/test_user_files.py::"
 
 TOOL_MUTATIONS = (
@@ -59,6 +60,9 @@ TOOL_MUTATIONS = (
     Mutation("the-window-is-one-step-too-long", "observability/profiler.py",
              "<= step < self._config.profile_step_end", "<= step <= self._config.profile_step_end",
              _PROFILER + "test_a_window_is_one_trace_that_opens"),
+    Mutation("phases-are-not-in-the-trace", "observability/timers.py",
+             "with self._mark(phase):", "with nullcontext(phase):",
+             _PROFILER + "test_phases_are_ranges_of_the_trace_and_of_no_step_outside"),
     Mutation("every-rank-is-profiled", "config/diagnostics.py",
              "(bool(everyone) or str(rank) in self.profile_ranks)", "True",
              _PROFILER + "test_only_the_ranks_that_were_asked_for"),
@@ -81,6 +85,13 @@ TOOL_MUTATIONS = (
              "(tokenizer, _TOKENIZER_FILES)", "(source, _TOKENIZER_FILES)",
              "tests/unit/test_hf_export.py::"
              "test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another"),
+    Mutation("imports-of-a-models-code-stay-behind", "models/hf_code.py",
+             "open_files += [", "[",
+             _CODE + "test_code_that_auto_map_names_and_no_other_is_exported"),
+    Mutation("missing-code-is-told-at-the-end", "config/outputs.py",
+             "        code_files(Path(config.model.hf_checkpoint), "
+             "Path(config.model.tokenizer_directory))\n", "",
+             _CODE + "test_code_that_is_missing_is_told_before_the_run"),
     Mutation("a-tokenizer-is-read-without-its-model", "orchestration/training.py",
              'how["config"] = AutoConfig.from_pretrained(model.hf_checkpoint)', "pass",
              "tests/unit/test_hf_export.py::"

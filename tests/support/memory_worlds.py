@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 from support.training_worlds import make_job
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
 
 NUM_SAMPLES, LENGTH = 4, 48
+_EXPERTS = "mlp.experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,12 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
     at_start = _optimizer_bytes(engine)
     tracker = TensorTracker()
     num_tokens = NUM_SAMPLES * (LENGTH - 1)
-    with tracker:
+    with tracker, _routed_tokens(engine) as routed:
         engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
     stats = engine.step()
-    prediction = predict(job.config, job.plan, work=_workload(job, batches))
+    full = job.config.train.recompute_granularity == "full"
+    assumptions = MemoryAssumptions(train_imbalance=_imbalance(engine, routed, full))
+    prediction = predict(job.config, job.plan, assumptions, work=_workload(job, batches))
     rank = job.world.rank
     table = prediction.rank_table(rank)
     peak = prediction.training.peak(rank, prediction.workload)
@@ -119,6 +124,42 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
         in_order=all(_is_sorted(module) for module in engine.modules),
         borders={},
     )
+
+
+@contextmanager
+def _routed_tokens(engine: TrainEngine) -> Iterator[list[int]]:
+    """Tokens that reach this rank's experts, one number per pass through a layer."""
+    found: list[int] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        found.append(inputs[0].size(0))
+
+    experts = [m for top in engine.modules for n, m in top.named_modules() if n.endswith(_EXPERTS)]
+    hooks = [module.register_forward_pre_hook(note) for module in experts]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _imbalance(engine: TrainEngine, routed: Sequence[int], full: bool) -> float:
+    """This rank's tokens by the mean of its expert-parallel group, at the fullest moment.
+
+    Collective: the expert-parallel group. That is one micro-batch in all layers of the stage, or,
+    where layers are recomputed one by one, in one of them.
+    """
+    if not routed:
+        return 1.0
+    group = parallel_state.get_expert_model_parallel_group()
+    mine = torch.tensor(routed, dtype=torch.float64)
+    mean = mine.clone()
+    dist.all_reduce(mean, group=group)
+    mean /= dist.get_world_size(group)
+    layers = sum(n.endswith(_EXPERTS) for top in engine.modules for n, _ in top.named_modules())
+    window = 1 if full else layers
+    kept = [x.unfold(0, window, 1).sum(1) for x in (mine, mean)]
+    return max(1.0, float((kept[0] / kept[1]).max()))
 
 
 def walk_borders(

@@ -14,14 +14,34 @@ class Run(Enum):
     """When a block is executed."""
 
     NEVER = 0
-    IN_TURNS = 1
-    ALWAYS = 2
+    FILLED_IN = 1  # with the reader's own paths and flags; what takes seconds, in turns
+    IN_TURNS = 2
+    ALWAYS = 3
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = [*sorted((ROOT / "mindspeed_rl").glob("*/README.md")), ROOT / "tests/ascend/README.md"]
 BLOCK = re.compile(r"^(?P<indent> *)```bash\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 _MARKS = {"<!-- executed -->": Run.ALWAYS, "<!-- executed in turns -->": Run.IN_TURNS}
+
+# Blocks that are only parsed (tests/unit/test_docs.py): how they begin, what executes them if
+# anything does, and why it is not this test.
+NOT_RUN = (
+    ("bash pretrain_scripts/quickstart.sh", "tests/e2e/test_quickstart.py", "minutes"),
+    ("TORCH_INDEX_URL=", "tests/e2e/test_quickstart.py", "the same, where pip has CUDA builds"),
+    ("bash tests/run_tests.sh", "tests/run_tests.sh", "the suite itself"),
+    (
+        "bash pretrain_scripts/setup_env.sh --dev",
+        "tests/run_tests.sh",
+        "part of the suite",
+    ),
+    ("bash pretrain_scripts/setup_env.sh ", "tests/run_tests.sh", "installs"),
+    ("tests/ascend/run.sh", "tests/run_tests.sh", "installs; a part of the suite"),
+    ("python -m pytest", "tests/run_tests.sh", "parts of the suite, and hours of scores"),
+    ("python tools/bench/reshard.py", "tests/distributed/test_bench_reshard.py", "minutes"),
+    ("IMAGE=", "", "docker, and a device"),
+    ("git clone --depth 1", "", "compiles a package of others with CANN"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +71,9 @@ def blocks() -> Iterator[Block]:
             indent = len(found["indent"])
             body = "".join(line[indent:] for line in found["body"].splitlines(keepends=True))
             line = text[: found.start()].count("\n") + 1
-            yield Block(path.name, line, body, _MARKS.get(before, Run.NEVER))
+            parsed = body.startswith(tuple(begins for begins, _, _ in NOT_RUN))
+            run = _MARKS.get(before, Run.NEVER if parsed else Run.FILLED_IN)
+            yield Block(path.name, line, body, run)
 
 
 ALL = list(blocks())

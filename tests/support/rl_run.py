@@ -222,11 +222,12 @@ def make_run(
         read,
         config.rollout.reshard_verify_interval,
     )
-    timer = PhaseTimer()
+    output = Path(config.logging.output_dir)
+    profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
+    timer = PhaseTimer(mark=profiler.phase)
     phases = Phases(cast(Any, engine), sync, timer)
     phases.to_train()
     rl = config.rl
-    output = Path(config.logging.output_dir)
     return RLJob(
         job=job,
         tokenizer=cast(Any, Characters()),
@@ -243,7 +244,7 @@ def make_run(
         reward_names=("format",),
         kl_beta=rl.grpo_kl_beta,
         timer=timer,
-        profiler=StepProfiler(config.profiler, job.platform, job.world.rank, output),
+        profiler=profiler,
         logger=RunLogger(output, True, ("jsonl",)),
         dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
         cache=TensorCache(job.platform.device),

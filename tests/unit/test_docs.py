@@ -1,6 +1,6 @@
-"""Every command in the README and the docs: parsed, or at least proper bash.
+"""Every command in the README and the docs is proper bash; those that are not run are parsed.
 
-Those that are marked run: tests/unit/test_docs_run.py. Other tests look closer at single pages.
+The others run: tests/unit/test_docs_run.py. Other tests look closer at single pages.
 """
 
 from __future__ import annotations
@@ -59,15 +59,6 @@ def commands(text: str) -> Iterator[list[str]]:
         for part in re.split(r"\s*(?:&&|\|\||;)\s*", line):
             if words := shlex.split(part):
                 yield words
-
-
-def arrays(block: Block) -> Iterator[tuple[str, list[str]]]:
-    for name in re.findall(r"^(\w+)=\(", block.text, re.M):
-        definition = re.search(rf"^{name}=\((?:[^()]|\([^()]*\))*?\)$", block.text, re.M | re.S)
-        assert definition, f"{block.name}: cannot read {name}"
-        script = f'{definition[0]}\nprintf "%s\\n" "${{{name}[@]}}"'
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-        yield name, done.stdout.splitlines()
 
 
 @cache
@@ -178,12 +169,9 @@ def check_extras(words: Sequence[str], where: str) -> None:
 @pytest.mark.parametrize(
     "block", [b for b in ALL if b.run is Run.NEVER], ids=lambda block: block.name
 )
-def test_commands_and_arrays_of_flags_are_accepted(block: Block) -> None:
+def test_commands_of_blocks_that_are_not_run_are_accepted(block: Block) -> None:
     for words in commands(block.text):
         check(words, block.name)
-    for name, words in arrays(block):
-        if name.endswith("_ARGS") and name != "CONVERT_ARGS":
-            parse(RLRunConfig, words, f"{block.name} {name}")
 
 
 @pytest.mark.parametrize("path", [*PAGES, *ROOMS], ids=lambda path: str(path.relative_to(ROOT)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -386,12 +387,15 @@ def test_it_needs_no_torch_and_ends_with_one_when_red(tmp_path: Path) -> None:
     )
     target = tmp_path / "rows.json"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", blocked, str(target)],
         env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "0 1 2", done.stdout + done.stderr
     assert "--lr" in done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10.0, "issue 9"
     rows = json.loads(target.read_text())
     assert all(row["fix"] for row in rows if row["status"] == "RED")
     assert any("torch_npu is not installed" in row["what"] for row in rows)

@@ -13,10 +13,22 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.conversions import convert, write_model
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
-from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config import (
+    CheckpointConfig,
+    IndexedDataConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    PretrainRunConfig,
+    SftConfig,
+    TrainConfig,
+)
+from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.models.hf_code import code_files
 
 
 @pytest.fixture
@@ -152,6 +164,8 @@ def test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another(tmp_path
     (source / "added_tokens.json").write_text('{"of the model": 0}')
     for name in ("configuration_deepseek.py", "tokenization_deepseek.py", "train.py"):
         (source / name).write_text("# of the model\n")
+    names_code(source, AutoTokenizer=["tokenization_deepseek.Tokenizer", None],
+               AutoModel="configuration_deepseek.Model")  # fmt: skip
 
     with HfWriter(target, source, torch.float32, step=1, tokenizer=other) as writer:
         writer.add("weight", torch.zeros(2))
@@ -163,6 +177,86 @@ def test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another(tmp_path
     assert not (target / "added_tokens.json").exists(), "two tokenizers would be mixed"
     assert [path.name for path in target.glob("*.py")] == ["configuration_deepseek.py"]
     assert AutoConfig.from_pretrained(target).vocab_size == 307
+
+
+def names_code(folder: Path, file: str = "config.json", **auto_map: object) -> None:
+    """Add ``auto_map`` to a config."""
+    path = folder / file
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | {"auto_map": auto_map}))
+
+
+@pytest.fixture
+def with_code(source: Path) -> Path:
+    """A checkpoint with code: a model that imports others, a tokenizer, and files of no account."""
+    code = {
+        "modeling_mine.py": "from .layers import Norm\nfrom . import rotary\nimport torch\n",
+        "layers.py": "try:\n    from .kernels import fast\nexcept ImportError:\n    fast = None\n",
+        "kernels.py": "from .layers import Norm\n",  # a circle
+        "rotary.py": "from transformers import Cache\n",
+        "tokens_mine.py": "",
+        "configuration_other.py": "",
+        "modeling_old.py": "",
+    }
+    for name, text in code.items():
+        (source / name).write_text(text)
+    names_code(source, AutoModelForCausalLM="modeling_mine.Model",
+               AutoConfig="owner/repo--configuration_other.Config")  # fmt: skip
+    names_code(source, "tokenizer_config.json", AutoTokenizer=[None, "tokens_mine.Fast"])
+    return source
+
+
+MINE = ["kernels.py", "layers.py", "modeling_mine.py", "rotary.py", "tokens_mine.py"]
+
+
+def test_code_that_auto_map_names_and_no_other_is_exported(tmp_path: Path, with_code: Path) -> None:
+    export(tmp_path / "hf", with_code, 1.0, 1)
+    assert sorted(path.name for path in (tmp_path / "hf").glob("*.py")) == MINE
+    assert (tmp_path / "hf/layers.py").read_bytes() == (with_code / "layers.py").read_bytes()
+    record = json.loads((tmp_path / "hf/export.json").read_text())
+    assert set(MINE) <= set(record["files"])
+    old_style = {"auto_map": ["tokens_mine.Slow", None]}
+    (with_code / "tokenizer_config.json").write_text(json.dumps(old_style))
+    assert sorted(path.name for path in code_files(with_code, with_code)) == MINE
+
+
+@pytest.mark.parametrize("missing", ["modeling_mine.py", "kernels.py", "tokens_mine.py"])
+def test_code_that_is_missing_is_told_before_the_run(
+    tmp_path: Path, with_code: Path, missing: str
+) -> None:
+    (with_code / missing).unlink()
+    run = PretrainRunConfig(
+        model=ModelConfig(hf_checkpoint=str(with_code)), parallel=ParallelConfig(),
+        train=TrainConfig(), checkpoint=CheckpointConfig(export_hf=str(tmp_path / "hf")),
+        logging=LoggingConfig(output_dir=str(tmp_path / "out")), sft=SftConfig(),
+        indexed=IndexedDataConfig(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"{missing} is missing, which .* names: .*; copy it"):
+        check_paths(run)
+
+
+def test_a_conversion_brings_the_code_or_writes_nothing(tmp_path: Path) -> None:
+    model, target = write_model("qwen3", tmp_path / "model"), tmp_path / "out"
+    names_code(model, AutoConfig="configuration_mine.Config")
+    flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target)
+    with pytest.raises(ValueError, match=r"configuration_mine\.py is missing, which auto_map of"):
+        convert(*flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    (model / "configuration_mine.py").write_text("class Config: ...\n")
+    convert(*flags)
+    assert (target / "configuration_mine.py").read_text() == "class Config: ...\n"
+
+
+def test_code_of_two_directories_with_one_name_is_refused(tmp_path: Path, with_code: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    (other / "layers.py").write_text("# another one\n")
+    names_code(other, "tokenizer_config.json", AutoTokenizer="layers.Tokenizer")
+    with pytest.raises(ValueError, match=r"would both become layers\.py of an export"):
+        code_files(with_code, other)
+    (other / "layers.py").write_text("def f(:\n")
+    with pytest.raises(ValueError, match=r"layers\.py is no Python: .*; copy it again"):
+        code_files(tmp_path, other)
 
 
 def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from mindspeed_rl.observability.memory_ledger import MemoryLedger, Slope
+from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger, Slope
 from mindspeed_rl.observability.metrics import Max
 from mindspeed_rl.platforms.base import DeviceMemory
 
@@ -44,6 +44,11 @@ def test_owners_are_noted_at_every_border() -> None:
     assert metrics["memory/rollout_used_bytes"] == Max(31 * GIB)
     assert metrics["memory/rollout_predicted_bytes"] == Max(31 * GIB)
     assert "memory/train_predicted_bytes" not in metrics
+    assert metrics["memory/rollout/kv_cache_predicted_bytes"] == Max(21 * GIB)
+    ledger.at_border("rollout")
+    later = ledger.metrics()
+    assert "memory/rollout/kv_cache_predicted_bytes" not in later, "it does not change"
+    assert later["memory/rollout/kv_cache_bytes"] == Max(20 * GIB)
 
 
 def test_the_table_has_all_borders_and_predictions() -> None:
@@ -72,7 +77,28 @@ def test_what_the_data_decides_is_owned_and_not_predicted() -> None:
     assert metrics["memory/train/samples_bytes"] == Max(3 * GIB)
     assert metrics["memory/train_owned_bytes"] == Max(13 * GIB)
     assert metrics["memory/train_predicted_bytes"] == Max(12 * GIB)
+    assert "memory/train/samples_predicted_bytes" not in metrics
     assert ledger.table().splitlines()[2].split() == ["samples", "3072.0"]
+
+
+def test_an_optimizer_is_small_until_its_first_update() -> None:
+    """As in the steps of a critic's warm-up, in which the policy has no state yet."""
+    device, updates = Device(), 0
+    owners = {"parameters": lambda: device.parameters, "optimizer": lambda: 8 * GIB * updates}
+    predicted = {"train": {"parameters": 10 * GIB, "optimizer": 8 * GIB}, "rollout": {}}
+    ledger = MemoryLedger(
+        owners, device.memory, None, 0, predicted,
+        growing={"optimizer": Growing(GIB, lambda: updates > 0)},
+    )  # fmt: skip
+    ledger.at_border("train")
+    updates = 1  # the step goes on; what was predicted at the border stays
+    assert ledger.metrics()["memory/train_predicted_bytes"] == Max(11 * GIB)
+    ledger.at_border("rollout")
+    ledger.at_border("train")
+    metrics = ledger.metrics()
+    assert metrics["memory/train_predicted_bytes"] == Max(18 * GIB)
+    assert metrics["memory/train/optimizer_predicted_bytes"] == Max(8 * GIB), "it has changed"
+    assert metrics["memory/rollout/optimizer_predicted_bytes"] == Max(0)
 
 
 def test_a_budget_that_is_exceeded_ends_the_run_with_the_table() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.queued_copies import GARBAGE, QueuedCopies
 
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.offload.host_pool import HostPool
@@ -40,6 +41,21 @@ class NoHostMemory(CpuPlatform):
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         raise AssertionError("dropped memory needs no room on the host")
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_late_copies_read_and_write_memory_that_is_there(packs: bool) -> None:
+    """R19: what is copied away is given back when the copy is done; what comes is waited for."""
+    platform = QueuedCopies()
+    tensors = [torch.arange(6.0), torch.arange(5.0) + 7]
+    group = StorageGroup("group", lambda: tensors, platform, HostPool(platform), packs=packs)
+    for _ in range(2):
+        group.release()
+        assert group.num_bytes() == 0
+        group.restore()
+        assert (tensors[0].view(torch.uint8) == GARBAGE).all(), "not there yet"
+        platform.wait_for_copies()
+        assert tensors[0].tolist() == list(range(6)) and tensors[1].tolist() == list(range(7, 12))
 
 
 def test_gradients_are_dropped_without_a_copy() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.queued_copies import QueuedCopies
 from support.table_engine import (
     CACHE_BYTES,
     CompareWeights,
@@ -45,6 +46,10 @@ LEAVES_IN_ROLLOUT = {
 }
 
 
+class Fault(Exception):
+    """Planted."""
+
+
 class Machine:
     """A state machine around a table engine and a trainer of a tensor per owner."""
 
@@ -53,6 +58,7 @@ class Machine:
         verify_interval: int = 1,
         mode: OffloadMode = OffloadMode.NONE,
         free_weights: bool = False,
+        platform: CpuPlatform | None = None,
     ) -> None:
         self.engine = TableEngine()
         self.proof = CompareWeights()
@@ -72,7 +78,7 @@ class Machine:
         self.num_tidied = 0
         self.borders: list[str] = []
         self.asked_for: list[int] = []
-        platform = CpuPlatform()
+        platform = platform or CpuPlatform()
         pool = HostPool(platform)
         self.groups = {
             owner: StorageGroup(
@@ -94,6 +100,7 @@ class Machine:
             mode,
             free_weights,
             release_cached_memory=self.tidy,
+            wait_for_copies=platform.wait_for_copies,
             require_free=self.asked_for.append,
             at_border=self.borders.append,
         )
@@ -217,6 +224,83 @@ def test_a_critic_comes_for_its_own_updates_only(mode: OffloadMode) -> None:
             assert torch.equal(machine.tensors[owner], machine.expected[owner])
 
 
+CRITIC = (Owner.CRITIC, *sorted(CRITIC_UPDATE))
+
+
+@pytest.mark.parametrize("owner", CRITIC)
+@pytest.mark.parametrize("at", ["release", "restore"])
+def test_an_error_while_visitors_come_or_leave_takes_all_away(
+    owner: Owner, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(mode=OffloadMode.ALL)
+    group, calls = machine.groups[owner], []
+    real = getattr(group, at)
+
+    def fails_once() -> None:
+        calls.append(at)
+        if len(calls) == 1:
+            raise Fault(at)
+        real()
+
+    monkeypatch.setattr(group, at, fails_once)
+    with pytest.raises(Fault, match=at), machine.phases.resident(*CRITIC):
+        assert at == "release", "all came"
+    assert machine.phases.state is Phase.TRAIN
+    machine.check()
+    with machine.phases.resident(*CRITIC):
+        assert all(machine.groups[o].resident for o in CRITIC)
+    machine.step(1)
+    machine.check()
+
+
+def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(mode=OffloadMode.ALL)
+
+    def lost() -> None:
+        raise Fault("host memory is gone")
+
+    monkeypatch.setattr(machine.groups[Owner.CRITIC], "release", lost)
+    with pytest.raises(Fault), machine.phases.resident(*CRITIC):
+        pass
+    assert machine.phases.state is Phase.BROKEN
+    assert not any(machine.groups[o].resident for o in CRITIC_UPDATE), "the others left"
+    with pytest.raises(
+        RuntimeError, match="critic_optimizer: allowed in train only, not in broken"
+    ):
+        machine.phases.resident(*CRITIC).__enter__()
+
+
+@pytest.mark.parametrize("mode", [OffloadMode.OPTIMIZER, OffloadMode.ALL])
+def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode) -> None:
+    """R19: on a device copies run beside the computation; only the optimizer may still be late."""
+    platform = QueuedCopies()
+    machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL, platform=platform)
+    platform.wait_for_copies()  # as TrainEngine.step
+    for version in range(3):
+        machine.expected[Owner.PARAMETERS] -= 1
+        machine.trainer.sub_(1)
+        machine.phases.to_rollout(version)
+        machine.check()
+        machine.phases.to_train()
+        assert torch.equal(machine.trainer, machine.expected[Owner.PARAMETERS])
+        with machine.phases.resident(Owner.REFERENCE, *CRITIC):
+            for owner in (Owner.REFERENCE, Owner.CRITIC, Owner.CRITIC_OPTIMIZER):
+                assert torch.equal(machine.tensors[owner], machine.expected[owner]), owner
+        platform.wait_for_copies()
+        machine.check()
+
+
+def test_room_is_asked_for_before_anything_comes() -> None:
+    """R16: what an edge brings is asked for as a whole, while it can still be refused."""
+    machine = Machine(mode=OffloadMode.ALL, free_weights=True)
+    nbytes = {owner: tensor.nbytes for owner, tensor in machine.expected.items()}
+    machine.asked_for.clear()
+    machine.step(0)
+    weights = first_table().nbytes
+    trainer = [nbytes[Owner.PARAMETERS], sum(nbytes[o] for o in UPDATE)]
+    assert machine.asked_for == [weights, CACHE_BYTES, *trainer]
+
+
 def test_weights_move_only_when_their_version_changed() -> None:
     machine = Machine()
     for version in (0, 0, 1):
@@ -254,7 +338,10 @@ def test_illegal_moves_are_refused_and_change_nothing(call: str) -> None:
 @given(
     st.sampled_from(MODES),
     st.booleans(),
-    st.lists(st.sampled_from(["rollout", "train", "generate", "reference", "update"]), max_size=20),
+    st.lists(
+        st.sampled_from(["rollout", "train", "generate", "reference", "critic", "update"]),
+        max_size=20,
+    ),
 )
 @settings(deadline=None, max_examples=60)
 def test_no_order_of_calls_leaves_memory_elsewhere(
@@ -281,11 +368,11 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
         elif call == "reference" and before is Phase.TRAIN:
             with phases.resident(Owner.REFERENCE):
                 assert machine.tensors[Owner.REFERENCE].untyped_storage().nbytes() > 0
+        elif call == "critic" and before is Phase.TRAIN:
+            with phases.resident(*CRITIC):
+                machine.tensors[Owner.CRITIC_OPTIMIZER].add_(1)
+            machine.expected[Owner.CRITIC_OPTIMIZER] += 1
         machine.check()
-
-
-class Fault(Exception):
-    """Planted."""
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.rl_run import make_run
+from support.table_engine import single_rank
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import ProfilerConfig, RLRunConfig
 from mindspeed_rl.config.diagnostics import check_profiler
 from mindspeed_rl.observability.profiler import StepProfiler
+from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.orchestration import rl_batch, rl_step
 from mindspeed_rl.platforms.cpu import CpuPlatform
 
 WINDOW = ProfilerConfig(profile=True, profile_step_start=2, profile_step_end=4)
@@ -46,6 +50,42 @@ def test_a_run_that_ends_inside_the_window_writes_its_trace(tmp_path: Path) -> N
     profiler = StepProfiler(config, CpuPlatform(), 0, tmp_path)
     found = steps_in_trace(profiler, tmp_path / "mine", range(3, 5))
     assert found == {"rank0_steps3-4.pt.trace.json": {3, 4}}
+
+
+def phases_in(file: Path) -> set[str]:
+    """Of our own, in a trace."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = (str(event.get("name")) for event in events)
+    return {name.removeprefix("phase ") for name in names if name.startswith("phase ")}
+
+
+def test_phases_are_ranges_of_the_trace_and_of_no_step_outside(tmp_path: Path) -> None:
+    profiler = StepProfiler(WINDOW, CpuPlatform(), 0, tmp_path)
+    timer = PhaseTimer(mark=profiler.phase)
+    for step in range(1, 6):
+        profiler.begin_step(step)
+        with timer("train"), timer(f"part {step}"):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    profiler.close()
+    (file,) = (tmp_path / "profile").iterdir()
+    assert phases_in(file) == {"train", "part 2", "part 3"}
+
+
+def test_a_run_leaves_a_trace_with_its_phases(tmp_path: Path) -> None:
+    """Of an RL run whose model is a table: its flags, its timer, its rollouts and exchange."""
+    run = make_run(tmp_path, "--profile --profile-step-start 2 --profile-step-end 3")
+    with single_rank():
+        for step in (1, 2, 3):
+            run.profiler.begin_step(step)
+            run.phases.to_rollout(run.version)
+            samples = rl_step.collect(run, step).samples
+            run.phases.to_train()
+            with run.phase("train"):
+                rl_batch.build_batches(run, samples)
+    run.close()
+    (file,) = (tmp_path / "out" / "profile").iterdir()
+    assert file.name == "rank0_steps2-2.pt.trace.json"
+    assert {"generate", "reward", "wait", "exchange", "train"} <= phases_in(file)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,18 @@ def test_the_first_pass_takes_the_experts_of_the_engine(kind: str) -> None:
     assert later.value == engine.value, "of the recorded ones, which are the engine's"
 
 
+def test_trained_tokens_without_the_experts_of_the_engine_are_no_choice_of_the_router() -> None:
+    router = Router("softmax")
+    replay = RoutingReplay([torch.nn.ModuleList([router])], places=[0])
+    x, counted = torch.randn(TOKENS, 6), torch.zeros(TOKENS, dtype=torch.bool)
+    replay.current = Routes(counted)
+    router(x)  # nothing of it is trained
+    counted[3] = True
+    replay.current = Routes(counted)
+    with pytest.raises(AssertionError, match="without the experts of the engine"):
+        router(x)
+
+
 def test_each_rank_gives_its_routers_their_tokens_and_layers() -> None:
     """A share of a packed row; the layers of a stage with two chunks and a dense layer."""
     samples = [
@@ -207,7 +219,10 @@ def test_each_rank_gives_its_routers_their_tokens_and_layers() -> None:
         part = routes_of(row, lambda x, half=half: x.chunk(2)[half], 3)
         assert part.given is not None and part.given.shape == (int(part.counted.sum()), 3, 2)
     assert part.given[0].flatten().tolist() == [50, 51, 52, 53, 54, 55]
-    assert routes_of(pack([TrainSample(0, torch.arange(5), 2)], 8), lambda x: x, 3).given is None
+    plain = pack([TrainSample(0, torch.arange(5), 2)], 8)
+    assert routes_of(plain, lambda x: x, 3).given is None
+    with pytest.raises(AssertionError, match="6 experts of a token in 4 layers"):
+        routes_of(row, lambda x: x, 4)
     spec = SimpleNamespace(expert_layers=(1, 2, 3, 4, 5, 6, 7))
     stages = listed_stages(8, 2, (3, 1, 2, 2))
     parallel = ParallelLayout.build(world=2, stages=stages)

@@ -52,12 +52,15 @@ def test_whatever_a_file_binds_is_accepted_and_then_found(mine: Path, name: str)
 @pytest.mark.parametrize(
     "text",
     ["from os.path import *\n", "globals()['X'] = len\n", "exec('X = len')\n",
+     "locals()['X'] = len\n", "import sys\nsys.modules[__name__].__dict__['X'] = len\n",
      "def __getattr__(name): return len\n"],
 )  # fmt: skip
 def test_names_that_cannot_be_read_are_left_to_the_import(tmp_path: Path, text: str) -> None:
     file = tmp_path / "any.py"
     file.write_text(text)
     check_environment(EnvironmentConfig(rl_environment=f"{file}:X"))
+    if "len" in text:
+        assert resolve_environment(f"{file}:X") is len, "the import finds it"
 
 
 @pytest.mark.parametrize(

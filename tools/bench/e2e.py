@@ -13,8 +13,9 @@ on a CPU here (its vLLM mode asks for other versions of vLLM).
 
 tokens/s is sampled tokens by the time of whole steps: rollout, reward, update and everything
 between. The parts of both sides are told, and the time of the update's matrix products alone at the
-rate that a bare one reaches. The first two steps of a run are left out, start-up is told apart. The
-last line is RESULT and a JSON object.
+rate that a bare one reaches. The first two steps of a run are left out, start-up is told apart.
+--operators adds one run of each side whose last step is traced, and tells the seconds of its update
+on rank 0 by kind of operator. The last line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from pathlib import Path
 from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":  # the package of benchmarks
+    sys.path[0] = str(ROOT / "tools")
+from bench.operators import seconds_by_kind  # noqa: E402
+
 SIZES: dict[str, dict[str, int]] = {
     "0.6m": {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, "ffn": 384},
     "5m": {"hidden_size": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 8, "ffn": 768},
@@ -56,6 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="steps of one run (8)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (2)")
     parser.add_argument("--warm-steps", type=int, default=120, help="supervised steps (120)")
+    parser.add_argument("--operators", action="store_true", help="trace a step of both sides")
     args = parser.parse_args(argv)
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps {args.steps}: must be above {WARM_STEPS}, which are left out")
@@ -104,8 +110,8 @@ def torchrun(args: argparse.Namespace, target: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of train_rl."""
+def run_ours(folder: Path, args: argparse.Namespace, trace: Path | None = None) -> dict[str, Any]:
+    """One run of train_rl; ``trace``: where that of rank 0 in the last step goes."""
     samples = args.prompts * args.group_size
     seconds = torchrun(args, [
         "-m", "mindspeed_rl.train_rl", "--platform", "cpu",
@@ -116,7 +122,13 @@ def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "--rollout-kv-cache-gb", "0.5", "--vllm-max-num-seqs", str(samples), "--lr", "1e-5",
         "--use-distributed-optimizer", "--reward-function", f"{folder / 'reward.py'}:{REWARD}",
         "--output-dir", str(folder / "ours"), "--overwrite-output-dir",
+        *([] if trace is None else [
+            "--profile", "--profile-step-start", str(args.steps),
+            "--profile-step-end", str(args.steps + 1), "--profile-save-path", str(trace.parent),
+        ]),
     ])  # fmt: skip
+    if trace is not None:
+        next(trace.parent.glob("rank0_*.json")).replace(trace)
     lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if "time/step_s" in r][WARM_STEPS:]
     tokens = sum(r["throughput/tokens_per_s"] * r["time/step_s"] for r in steps)
@@ -130,12 +142,13 @@ def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_trl(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of GRPOTrainer; see ``trl_side.py``."""
+def run_trl(folder: Path, args: argparse.Namespace, trace: Path | None = None) -> dict[str, Any]:
+    """One run of GRPOTrainer; see ``trl_side.py``. ``trace`` as in :func:`run_ours`."""
     side = Path(__file__).with_name("trl_side.py")
     result = folder / "trl.json"
     numbers = (args.prompts, args.group_size, args.response_length, args.steps)
-    seconds = torchrun(args, [str(side), str(folder), str(result), *map(str, numbers)])
+    where = "" if trace is None else str(trace)
+    seconds = torchrun(args, [str(side), str(folder), str(result), *map(str, numbers), where])
     found = json.loads(result.read_text())
     steps = found["steps"][WARM_STEPS:]
     total = sum(step["seconds"] for step in steps)
@@ -192,6 +205,20 @@ def training_floor_s(folder: Path, args: argparse.Namespace, response: float) ->
     return float(3 * tokens * forward_flops(spec, length) / rate)
 
 
+def trace_updates(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds of one update of both sides by kind of operator; prints them."""
+    sides = {"ours": (run_ours, "phase train"), "trl": (run_trl, "forward_backward")}
+    found = {}
+    for side, (run, stretch) in sides.items():
+        (folder / "trace").mkdir(exist_ok=True)
+        trace = folder / "trace" / f"{side}.json"
+        run(folder, args, trace)
+        found[side] = seconds_by_kind(trace, stretch)
+        told = ", ".join(f"{kind} {s:.3f}" for kind, s in found[side].items())
+        print(f"{side:5} {stretch} under the profiler {sum(found[side].values()):.3f} s: {told}")
+    return found
+
+
 def main() -> int:
     """Race and report."""
     args = parse()
@@ -215,6 +242,7 @@ def main() -> int:
         last = rounds["ours"][-1]
         response = last["tokens_per_step"] / (args.prompts * args.group_size)
         floor = training_floor_s(folder, args, response)
+        operators = trace_updates(folder, args) if args.operators else {}
     best = {side: max(r["tokens_per_s"] for r in runs) for side, runs in rounds.items()}
     ratio = best["ours"] / best["trl"]
     print(f"best of each: ours {best['ours']:.0f}, TRL {best['trl']:.0f} tokens/s: {ratio:.2f} x")
@@ -224,7 +252,7 @@ def main() -> int:
     print(f"matrix products of the update, at the rate that a bare one reaches: {floor:.3f} s")
     record = {
         "bench": "e2e", "size": args.size, "ratio": ratio, "training_floor_s": floor,
-        "rounds": rounds,
+        "rounds": rounds, "operators": operators,
     }  # fmt: skip
     print("RESULT " + json.dumps(record), flush=True)
     return 0

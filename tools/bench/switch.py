@@ -1,7 +1,7 @@
 """Times the switch between training and rollout on real engines, action by action.
 
     python tools/bench/switch.py                        # 2 ranks, 205 MB of bf16 weights, 2 minutes
-    python tools/bench/switch.py --cycles 800 --num-layers 1    # many cycles: does memory grow?
+    python tools/bench/switch.py --warm-cycles 200 --cycles 200 --num-layers 1  # does memory grow?
 
 ours        the product's state machine: one persistent host region per owner, storages resized
 sequential  the order and the way of the CANN recipe: the same steps, each tensor copied to freshly
@@ -35,11 +35,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (2)")
     parser.add_argument("--num-layers", type=int, default=8, help="layers of 12.8 M weights (8)")
+    parser.add_argument("--warm-cycles", type=int, default=3, help="untimed switches before (3)")
     parser.add_argument("--cycles", type=int, default=7, help="timed switches of each way (7)")
     parser.add_argument("--kv-cache-gb", type=float, default=0.25, help="GiB per rank (0.25)")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    for name in ("ranks", "num_layers", "cycles"):
+    for name in ("ranks", "num_layers", "cycles", "warm_cycles"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     return args

@@ -1,7 +1,7 @@
 """TRL's side of ``e2e.py``: one rank of GRPOTrainer.
 
 Arguments: folder with ``model`` and ``rl.jsonl``, result file, prompts per step, samples per
-prompt, response limit, steps.
+prompt, response limit, steps, and where the trace of the last step goes (empty: none).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def digits(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def main() -> None:
     """Train and write seconds and tokens of every step."""
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    prompts, group, length, steps = map(int, sys.argv[3:])
+    folder, result, trace = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[-1]
+    prompts, group, length, steps = map(int, sys.argv[3:-1])
     import torch.distributed as dist
     from datasets import Dataset
+    from torch.profiler import ProfilerActivity, profile, record_function
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -36,7 +37,8 @@ def main() -> None:
     @contextmanager
     def timed(part: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
+        with record_function(part):
+            yield
         parts[part] += time.perf_counter() - begin
 
     class Timed(GRPOTrainer):  # type: ignore[misc]
@@ -55,10 +57,20 @@ def main() -> None:
 
         def __init__(self) -> None:
             self.ends = [{"step": time.perf_counter(), **parts}]
+            self.profiler = profile(activities=[ProfilerActivity.CPU])
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            """The last step is traced."""
+            if trace and len(self.ends) == steps:
+                self.profiler.start()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             """Note it."""
             self.ends.append({"step": time.perf_counter(), **parts})
+            if trace and len(self.ends) == steps + 1:
+                self.profiler.stop()
+                if dist.get_rank() == 0:
+                    self.profiler.export_chrome_trace(trace)
 
     lines = (folder / "rl.jsonl").read_text().splitlines()
     rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines])

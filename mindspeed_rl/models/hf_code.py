@@ -1,0 +1,104 @@
+"""Code that a Hugging Face checkpoint brings along: what ``auto_map`` names, and its imports."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+# Keys of the auto_map of config.json that are about the tokenizer.
+_OF_TOKENIZER = frozenset({"AutoTokenizer", "AutoProcessor"})
+
+
+def code_files(source: Path, tokenizer: Path) -> list[Path]:
+    """The modules that readers of an export will import, as transformers finds them. Local.
+
+    Those that ``auto_map`` names, and the modules beside them that they import relatively. What
+    names another repository (``owner/repo--module.Class``) is there and not here.
+
+    Args:
+        source: directory of the checkpoint, with ``config.json``.
+        tokenizer: directory of the tokenizer; that of the checkpoint, or another one, which then
+            has the tokenizer's code.
+
+    Raises:
+        ValueError: one is missing or no Python, or two have one name.
+    """
+    own = _modules(source / _CONFIG)
+    if tokenizer.resolve() != source.resolve():
+        own = {key: names for key, names in own.items() if key not in _OF_TOKENIZER}
+    found: dict[str, Path] = {}
+    for config, maps in (
+        (source / _CONFIG, own),
+        (tokenizer / _TOKENIZER_CONFIG, _modules(tokenizer / _TOKENIZER_CONFIG)),
+    ):
+        for name in (name for names in maps.values() for name in names):
+            for path in _with_imports(config.parent / f"{name}.py", f"auto_map of {config}"):
+                other = found.setdefault(path.name, path)
+                if other.read_bytes() != path.read_bytes():
+                    raise ValueError(
+                        f"{other} and {path} would both become {path.name} of an export; rename "
+                        "one of the two, and the modules that import it"
+                    )
+    return list(found.values())
+
+
+def _modules(config: Path) -> dict[str, list[str]]:
+    """Key of ``auto_map`` -> the modules that it names."""
+    if not config.is_file():
+        return {}
+    try:
+        auto_map: Any = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{config}: no JSON object: {error}") from error
+    if not isinstance(auto_map, dict):  # tokenizers were saved so before transformers 4.27
+        auto_map = {"AutoTokenizer": auto_map}
+    return {key: [*_local_modules(value)] for key, value in auto_map.items()}
+
+
+def _local_modules(value: Any) -> Iterator[str]:
+    """Of ``"module.Class"``, or of ``[slow tokenizer, fast tokenizer]``, one perhaps null."""
+    for reference in value if isinstance(value, list) else [value]:
+        if isinstance(reference, str) and "--" not in reference:
+            yield reference.partition(".")[0]
+
+
+def _with_imports(first: Path, named_by: str) -> list[Path]:
+    """A module and all that it needs of its folder.
+
+    Raises:
+        ValueError: one is missing, or no Python; ``named_by`` says who needs the first.
+    """
+    found: dict[Path, str] = {}
+    open_files = [(first, named_by)]
+    while open_files:
+        path, wanted_by = open_files.pop()
+        if path in found:
+            continue
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing, which {wanted_by} names: the exported model could not be read "
+                "with it; copy it from where the checkpoint came from, or take the key auto_map "
+                "out if transformers knows the model by itself"
+            )
+        found[path] = wanted_by
+        open_files += [(path.parent / f"{name}.py", str(path)) for name in _relative_imports(path)]
+    return list(found)
+
+
+def _relative_imports(path: Path) -> Iterator[str]:
+    """Modules of the same folder, as they are written behind the dot."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is no Python: {error}; copy it again") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = "." * (node.level - 1)
+            if node.module:
+                yield f"{above}{node.module}"
+            else:
+                yield from (f"{above}{alias.name}" for alias in node.names)

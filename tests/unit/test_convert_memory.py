@@ -1,0 +1,163 @@
+"""What a conversion takes of the host whatever the model's size, and the bar that it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from unittest import mock
+
+import pytest
+from support.conversions import assert_equal, hf_tensors, hf_to_mg, mg_to_hf, write_model
+
+from mindspeed_rl.conversion import run, source, stored
+from mindspeed_rl.conversion.command import run_conversion
+from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.observability.host_memory import PeakMemory
+
+TP2 = ("--target-tensor-parallel-size", "2")
+# tensors of up to 4 MB; a layer has 6 MB
+SIZES = {"hidden_size": 256, "intermediate_size": 4096, "vocab_size": 8192}
+LARGEST_BYTES = 2 * 8192 * 256
+LAYER_BYTES = 2 * 3 * 4096 * 256
+# two of the largest source tensors and one output shard, which TP2 halves
+BOUND_BYTES = 2 * LARGEST_BYTES + LARGEST_BYTES // 2
+
+
+def peak_of(task: Callable[[], object], first: Callable[[], object]) -> int:
+    """Bytes that a forked process takes for a task beyond what it has after ``first``.
+
+    Pages of libraries are the child's own only when it has touched them.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            first()
+            memory = PeakMemory()
+            before = memory.peak_bytes()
+            task()
+            os.write(writer, str((memory.peak_bytes() or 0) - (before or 0)).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        text = told.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return int(text)
+
+
+@pytest.mark.slow("each")
+def test_memory_does_not_grow_with_the_number_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways, two workers; layers of one size, twice as many of them.
+
+    Blocks are to the tensors what they are in large models, where the largest have 250 MB and more.
+    """
+    monkeypatch.setattr(source, "BLOCK_BYTES", LARGEST_BYTES // 8)
+    monkeypatch.setattr(stored, "_MAPPED_BYTES", LARGEST_BYTES // 4)
+    tiny = write_model("qwen3", tmp_path / "tiny")
+    hf_to_mg(tiny, tmp_path / "tiny-mg", TP2)
+    workers = ("--workers", "2")
+
+    def peaks_of(hf: Path, mg: Path, back: Path) -> tuple[int, int]:
+        """There and back; each after the same with the tiny model."""
+        few, fewer = tmp_path / f"{mg.name}-tiny", tmp_path / f"{back.name}-tiny"
+        return (
+            peak_of(
+                partial(hf_to_mg, hf, mg, [*TP2, *workers]),
+                partial(hf_to_mg, tiny, few, [*TP2, *workers]),
+            ),
+            peak_of(
+                partial(mg_to_hf, mg, hf, back, *workers),
+                partial(mg_to_hf, tmp_path / "tiny-mg", tiny, fewer, *workers),
+            ),
+        )
+
+    peaks: dict[int, tuple[int, int]] = {}
+    for layers in (2, 4):
+        hf, mg, back = (tmp_path / f"{kind}{layers}" for kind in ("hf", "mg", "back"))
+        write_model("qwen3", hf, num_hidden_layers=layers, **SIZES)
+        peaks[layers] = peaks_of(hf, mg, back)
+        if layers == 2:
+            assert_equal(hf_tensors(back), hf_tensors(hf))
+    size = 2 * LARGEST_BYTES + 4 * LAYER_BYTES
+    assert size > 2 * BOUND_BYTES, "the bound says nothing about this model"
+    for small, large in zip(peaks[2], peaks[4], strict=True):
+        assert max(small, large) < BOUND_BYTES, peaks
+        assert large < small + LARGEST_BYTES, f"two more layers have 12 MB: {peaks}"
+
+
+@contextmanager
+def terminal() -> Iterator[list[str]]:
+    """Standard error is a terminal; afterwards the list holds all that it has shown."""
+    shown, inner = os.openpty()
+    termios.tcsetwinsize(inner, (24, 80))
+    texts: list[str] = []
+
+    def drain() -> None:  # a terminal that nobody reads blocks who writes to it
+        with suppress(OSError):  # which is how its end is told
+            while text := os.read(shown, 1 << 12):
+                texts.append(text.decode())
+
+    reader = Thread(target=drain)
+    reader.start()
+    with os.fdopen(inner, "w", buffering=1) as stream, redirect_stderr(stream):
+        yield texts
+    reader.join(timeout=10)
+    os.close(shown)
+    assert not reader.is_alive()
+
+
+def test_a_bar_goes_from_what_was_written_before_to_all_bytes(tmp_path: Path) -> None:
+    """Percent of the tensors' bytes on disk; those of an earlier attempt count."""
+    model = write_model("deepseek", tmp_path / "model")
+    argv = ["--load-dir", str(model), "--save-dir", str(tmp_path / "mg"), *TP2, "--workers", "1"]
+    number = 0
+    real = run._write_tensor
+
+    def stopping(*args: object) -> int:
+        nonlocal number
+        number += 1
+        if number == 60:
+            raise OSError(28, "No space left on device")
+        return real(*args)  # type: ignore[arg-type]
+
+    with terminal() as texts, mock.patch.object(run, "_SYNC_BYTES", 1):
+        with (
+            mock.patch.object(run, "_write_tensor", stopping),
+            pytest.raises(OSError, match="No space left"),
+        ):
+            run_conversion(parse_options(argv), lambda line: None)
+        run_conversion(parse_options(argv), lambda line: None)
+    shown = bar("".join(texts))
+    percents, totals = [int(percent[:-1]) for percent, _ in shown], {total for _, total in shown}
+    assert len(totals) == 1 and percents[0] == 0 and percents[-1] == 100
+    (second,) = [i for i, percent in enumerate(percents) if percent == 0 and i]
+    assert 0 < percents[second - 1] < 100, "where the first attempt ended"
+    for attempt in (percents[:second], percents[second:]):
+        assert attempt == sorted(attempt)
+
+
+def bar(text: str) -> list[tuple[str, str]]:
+    """Percent and total of every state of a bar that the terminal showed."""
+    found: list[tuple[str, str]] = re.findall(r"(\d+%)\|[^|]*\| +[\d.]+[kMG]?/([\d.]+[kMG]?)", text)
+    assert found, repr(text)
+    return found
+
+
+def test_no_progress_shows_no_bar(tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path / "model")
+    with terminal() as texts:
+        hf_to_mg(model, tmp_path / "mg", TP2)  # with --no-progress
+        print("all that is shown", file=sys.stderr)
+    assert "".join(texts) == "all that is shown\r\n"

@@ -1,0 +1,56 @@
+"""Work whose memory may be away is refused in the wrong state, and does nothing (R16, R20)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.rl_run import make_run
+
+from mindspeed_rl.orchestration import rl_resume, rl_step
+from mindspeed_rl.orchestration.evaluation import evaluate
+from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.trainer.train_engine import TrainEngine
+
+ABSENT = cast(Any, None)  # what is refused looks at nothing
+IN_TRAIN: dict[str, Callable[[RLJob], object]] = {
+    "save": lambda run: rl_resume.save_if_due(run, ABSENT, 1),
+    "load": rl_resume.start,
+    "update": lambda run: rl_step.update(run, ABSENT),
+}
+
+
+@pytest.mark.parametrize("what", IN_TRAIN)
+def test_refused_while_the_engine_has_the_device(what: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path, f"--save {tmp_path}/checkpoints --save-interval 1")
+    run.phases.to_rollout(0)
+    with pytest.raises(RuntimeError, match=f"{what}: allowed in train only, not in rollout"):
+        IN_TRAIN[what](run)
+    assert run.phases.state is Phase.ROLLOUT and not (tmp_path / "checkpoints").exists()
+
+
+def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
+        evaluate(run, run.prompts, 0)
+
+
+def test_an_update_waits_for_its_optimizer_state() -> None:
+    """R19: the switch lets it come beside the first passes."""
+    arrived: list[bool] = []
+
+    def step() -> tuple[bool, float, None]:
+        assert arrived, "the state is still on its way"
+        return True, 0.5, None
+
+    engine = SimpleNamespace(
+        platform=SimpleNamespace(wait_for_copies=lambda: arrived.append(True)),
+        schedule=SimpleNamespace(advance=lambda: 1e-3, num_updates=1),
+        optimizer=SimpleNamespace(param_groups=[{}], step=step),
+    )
+    assert TrainEngine.step(cast(Any, engine)).grad_norm == 0.5
+    assert engine.optimizer.param_groups == [{"lr": 1e-3}]
