@@ -88,6 +88,7 @@ MANY = replace(
 @pytest.mark.parametrize(
     ("bucket_bytes", "relay", "rounds"),
     [(1 << 30, True, range(1, 3)), (64 << 10, False, range(4, 40))],
+    ids=["one round, relay", "many rounds"],
 )
 def test_collectives_follow_the_rounds_and_not_the_tensors(
     bucket_bytes: int, relay: bool, rounds: range
