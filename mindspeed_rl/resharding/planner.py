@@ -186,8 +186,8 @@ def overlaps(
         if not found:
             continue
         wanted = tuple(Wanted(d.holders, b.num_elements, len(b.size) > 1) for d, b in found)
-        alike = num_layers * num_experts
-        shared = share_out(cell.holders, wanted, ranks_per_node, turn, alike, relay)
+        # not the experts: some of a rank's may be needed where they are, and then take no turn
+        shared = share_out(cell.holders, wanted, ranks_per_node, turn, num_layers, relay)
         for (dst, box), slices in zip(found, shared, strict=True):
             for i, assigned in enumerate(slices):
                 if (part := box.slice(i, len(slices))).num_elements:

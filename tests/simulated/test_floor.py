@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from support import floor_oracle as oracle
@@ -33,7 +33,7 @@ from mindspeed_rl.resharding.executor import round_bytes
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.resharding.planner import plan_reshard
+from mindspeed_rl.resharding.planner import overlaps, plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
 from mindspeed_rl.resharding.traffic import (
     critical_bytes,
@@ -240,21 +240,32 @@ def test_a_planted_wrong_row_makes_the_floor_differ(wrong: str) -> None:
 # --- who sends ---------------------------------------------------------------------------------
 
 
-def best_largest_send(source: ShardLayout, target: ShardLayout, world: int) -> float:
+def best_largest_send(
+    source: ShardLayout, target: ShardLayout, world: int, ranks_per_node: int = 0
+) -> float:
     """The smallest possible largest number of bytes that a rank sends: a linear programme.
 
     Each set of holders must send what the ranks outside it need of their shard, split among them
-    as they like, elements included; that is the optimum of the maximum flow.
+    as they like, elements included; that is the optimum of the maximum flow. With
+    ``ranks_per_node`` a rank with holders on its node receives from these alone.
     """
     bytes_of = element_bytes_of(source, BF16)
-    demand: Counter[range] = Counter()
+    demand: Counter[tuple[int, ...]] = Counter()
     for name in source.hf_shapes:
-        for src in (shard for shard in source.shards(name) if not shard.mirror):
-            for dst in target.shards(name):
-                common = src.piece.hf_box.intersect(dst.piece.hf_box)
-                if common:
-                    lacking = sum(1 for rank in dst.holders if rank not in src.holders)
-                    demand[src.holders] += common.num_elements * bytes_of(name) * lacking
+        holders_of: dict[Box, set[int]] = {}
+        for src in source.shards(name):
+            holders_of.setdefault(src.piece.hf_box, set()).update(src.holders)
+        needed_by: dict[Box, set[int]] = {}
+        for dst in target.shards(name):
+            needed_by.setdefault(dst.piece.hf_box, set()).update(dst.holders)
+        for box, holders in holders_of.items():
+            for wanted, ranks in needed_by.items():
+                common = box.intersect(wanted)
+                for rank in ranks - holders if common else ():
+                    node = rank // (ranks_per_node or 1)
+                    near = [r for r in holders if ranks_per_node and r // ranks_per_node == node]
+                    group = tuple(sorted(near or holders))
+                    demand[group] += common.num_elements * bytes_of(name)
     flows = [(group, rank) for group, holders in enumerate(demand) for rank in holders]
     columns = len(flows) + 1  # the last is the largest load
     supply = np.zeros((len(demand), columns))
@@ -268,6 +279,16 @@ def best_largest_send(source: ShardLayout, target: ShardLayout, world: int) -> f
     solved = linprog(cost, A_ub=load, b_ub=np.zeros(world), A_eq=supply, b_eq=gigabytes)
     assert solved.success, solved.message
     return float(solved.fun) * 1e9
+
+
+def largest_send(source: ShardLayout, target: ShardLayout, case: FloorCase) -> float:
+    """The largest number of bytes that a rank sends."""
+    bytes_of, sent = element_bytes_of(source, BF16), np.zeros(case.world)
+    for name in source.hf_shapes:
+        for _, _, box, chosen in overlaps(source, target, name, case.ranks_per_node, False):
+            senders = chosen.source[chosen.leg > 0]
+            np.add.at(sent, senders, box.num_elements * bytes_of(name))
+    return float(sent.max())
 
 
 # real depth, few holders of large matrices
@@ -293,9 +314,37 @@ _DEEP = (
 def test_the_send_load_is_near_the_optimum(case: FloorCase) -> None:
     source, target = layouts_of(case)
     bytes_of = element_bytes_of(source, BF16)
+    largest = largest_send(source, target, case)
     plans = (plan_reshard(source, target, r, case.ranks_per_node) for r in range(case.world))
-    largest = max(rank_traffic(p, bytes_of, case.ranks_per_node).send_bytes for p in plans)
+    assert largest == max(rank_traffic(p, bytes_of, 1).send_bytes for p in plans)
     assert largest <= 1.25 * best_largest_send(source, target, case.world)
+
+
+@pytest.mark.slow
+def test_the_send_load_of_any_layouts_is_near_the_optimum() -> None:
+    """R26: against the best that takes from its own node first, all within 1.5; of models without
+    tied embeddings nine of ten within 1.25.
+
+    One and two layers per chunk, the same layouts in every run. What the rest is due to, and the
+    optimum free of that rule, are in docs/resharding.md.
+    """
+    ratios: list[tuple[float, bool, str]] = []
+
+    @given(floor_cases())
+    @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+    def look_at(case: FloorCase) -> None:
+        source, target = layouts_of(case)
+        if largest := largest_send(source, target, case):
+            best = best_largest_send(source, target, case.world, case.ranks_per_node)
+            tied = source.spec.tie_embeddings
+            ratios.append((largest / best, tied, f"{case} nodes of {case.ranks_per_node}"))
+
+    look_at()
+    assert len(ratios) > 25
+    assert max(ratios)[0] <= 1.5, max(ratios)
+    untied = [(ratio, case) for ratio, tied, case in ratios if not tied]
+    above = [found for found in untied if found[0] > 1.25]
+    assert len(above) <= len(untied) // 10, above
 
 
 _TIE = {"tie_word_embeddings": True}

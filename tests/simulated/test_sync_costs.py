@@ -42,7 +42,6 @@ from mindspeed_rl.resharding.traffic import element_bytes_of
 TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
 if TOOLS not in sys.path:
     sys.path.insert(0, TOOLS)
-from plan_stream import whole_tensor_bytes  # noqa: E402
 
 ITEM_BYTES = 4
 BUCKET_BYTES = 5 << 10
@@ -89,6 +88,7 @@ MANY = replace(
 @pytest.mark.parametrize(
     ("bucket_bytes", "relay", "rounds"),
     [(1 << 30, True, range(1, 3)), (64 << 10, False, range(4, 40))],
+    ids=["one round, relay", "many rounds"],
 )
 def test_collectives_follow_the_rounds_and_not_the_tensors(
     bucket_bytes: int, relay: bool, rounds: range
@@ -228,6 +228,8 @@ def test_experts_are_staged_within_the_bucket(case: Case, relay: bool) -> None:
 @pytest.mark.parametrize("case", [TIED, MOE, LATENT], ids=["dense", "sliced", "whole"])
 def test_a_stream_stages_within_the_bucket_besides_its_tensors(case: Case) -> None:
     """What comes on top are whole tensors that have begun to arrive, as inspect_plan.py says."""
+    from plan_stream import whole_tensor_bytes
+
     case = replace(case, dp=2)
     hf = hf_arrays(case)
     source, _ = layouts_of(case)

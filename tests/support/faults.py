@@ -122,7 +122,7 @@ MUTATIONS = (
         "resharding/executor.py",
         "        self._compared = True",
         "        self._compared = False",
-        _COSTS + "test_collectives_follow_the_rounds_and_not_the_tensors[False]",
+        _COSTS + "test_collectives_follow_the_rounds_and_not_the_tensors",
     ),
     Mutation(
         "strided-memory-sent-as-if-it-were-one-run",

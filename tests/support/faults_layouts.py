@@ -5,10 +5,25 @@ from __future__ import annotations
 from support.mutation import Mutation
 
 _PLANNER = "tests/simulated/test_planner.py::"
+_SOURCES = "tests/simulated/test_sources.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
 _DECLARED = _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold"
 
 LAYOUT_MUTATIONS = (
+    Mutation(
+        "matrices-of-few-layers-travel-whole",
+        "resharding/sources.py",
+        "count = _num_slices(_shares(direct), alike)",
+        "count = 1",
+        _SOURCES + "test_few_turns_are_made_up_for_by_slices",
+    ),
+    Mutation(
+        "what-holders-send-already-is-forgotten",
+        "resharding/sources.py",
+        "self._load = self._load + loads * size",
+        "self._load = self._load * size",
+        _SOURCES + "test_what_must_come_from_one_source_spares_it_elsewhere",
+    ),
     Mutation(
         "chunks-of-a-stage-in-a-row",
         "parallel/stages.py",
