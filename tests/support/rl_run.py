@@ -158,10 +158,10 @@ class TableScorer(TablePolicy):
 
 
 class TableRewards(OneByOne):
-    """A reward pool that gives sample ``i`` ``rewards[i]``; ``None`` abstains."""
+    """Gives sample ``i`` ``rewards[i]``, others ``otherwise``; ``None`` abstains."""
 
-    def __init__(self, rewards: Mapping[int, float | None]) -> None:
-        self.rewards = rewards
+    def __init__(self, rewards: Mapping[int, float | None], otherwise: float = 0.0) -> None:
+        self.rewards, self.otherwise = rewards, otherwise
         self.requests: list[RewardRequest] = []
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
@@ -169,7 +169,7 @@ class TableRewards(OneByOne):
         self.requests = list(requests)
         results = []
         for request in requests:
-            reward = self.rewards.get(request.sample_id, 0.0)
+            reward = self.rewards.get(request.sample_id, self.otherwise)
             parts = {} if reward is None else {"format": reward}
             results.append(RewardResult(request.sample_id, reward, parts, "ok", ""))
         return results

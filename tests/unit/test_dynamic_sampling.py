@@ -267,6 +267,28 @@ def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) ->
     assert names - metrics.keys() == {"optimizer/grad_norm", "optimizer/lr"}
 
 
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["train-on-partial", "keep-zero-std", "stop"])
+def test_all_wrong_and_all_right_data_end_as_the_flag_says(
+    policy: str, reward: float, tmp_path: Path
+) -> None:
+    """R44: bounded rounds, then the policy: skipped, trained on advantages of 0, or the end."""
+    flags = f"{FILTER} --rl-max-resample 1 --rl-resample-exhausted {policy}"
+    run = make_run(tmp_path, flags)
+    run.rewards = cast(Any, TableRewards({}, reward))
+    if policy == "stop":
+        with pytest.raises(RuntimeError, match="--rl-resample-exhausted stop: 0 of 2 groups"):
+            collected(run)
+        return
+    rollouts = collected(run)
+    metrics = trained(run, rollouts)
+    if policy == "train-on-partial":
+        assert rollouts.samples == [] and value(metrics, "optimizer/skipped") == 1.0
+        return
+    assert len(rollouts.samples) == 6 and run.version == 1
+    assert value(metrics, "loss/policy") == 0.0 and value(metrics, "optimizer/grad_norm") == 0.0
+
+
 def test_surplus_of_older_weights_is_no_mismatch(tmp_path: Path) -> None:
     """It is trained on with the ratio to the weights that sampled, and counts as learning."""
     run = make_run(

@@ -213,4 +213,5 @@ def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:
     moves.clear()
     rl_step.update(run, batches)
     everything = [str(owner) for owner in CRITIC_OWNERS]
-    assert moves == [f"{o} here" for o in everything] + [f"{o} away" for o in everything]
+    away = [f"{o} away" for o in reversed(everything)]
+    assert moves == [f"{o} here" for o in everything] + away

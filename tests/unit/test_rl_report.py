@@ -165,6 +165,29 @@ def test_the_brake_on_drift() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_drift_beyond_the_flag_ends_the_run_after_its_step_is_logged(tmp_path: Path) -> None:
+    """R14."""
+    run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", "0.5"])
+    report = Report(run)
+    log(run, report, 1, 0.5)
+    with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
+        log(run, report, 2, 0.6)
+    assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5, 0.6]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
+    """R43: by the flag, in the run."""
+    run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
+    said: list[str] = []
+    cast(Any, run.job).say = said.append
+    report = Report(run)
+    for step in (1, 2):
+        log(run, report, step, 0.0)
+    assert len(said) == 1 and said[0].startswith("warning: step 2: rewards: in each of the last 2")
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
     """R4: weights derived wrongly after a proof show in what the engine computes."""
     run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
