@@ -48,9 +48,16 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     ]
     table = [
         Sample(
-            i, i // 3, n, n, True, 3 if i in CARRIED else 4, i * 5 % 4, 0.0,
+            i,
+            i // 3,
+            n,
+            n,
+            True,
+            3 if i in CARRIED else 4,
+            i * 5 % 4,
+            0.0,
             key=SampleKey(1 if i in CARRIED else 2, i),
-        )
+        )  # fmt: skip
         for i, n in enumerate(LENGTHS)
     ]
     counts = [
