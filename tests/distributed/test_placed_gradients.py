@@ -46,20 +46,11 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         )
         for n in LENGTHS
     ]
-    table = [
-        Sample(
-            i,
-            i // 3,
-            n,
-            n,
-            True,
-            3 if i in CARRIED else 4,
-            i * 5 % 4,
-            0.0,
-            key=SampleKey(1 if i in CARRIED else 2, i),
-        )  # fmt: skip
-        for i, n in enumerate(LENGTHS)
-    ]
+    table = []
+    for i, n in enumerate(LENGTHS):
+        step, version = (1, 3) if i in CARRIED else (2, 4)
+        key = SampleKey(step, i)
+        table.append(Sample(i, i // 3, n, n, True, version, i * 5 % 4, 0.0, key=key))
     counts = [
         Denominators.of(LENGTHS[start : start + PER_UPDATE])
         for start in range(0, len(table), PER_UPDATE)
