@@ -19,7 +19,7 @@ from mindspeed_rl.bootstrap import World
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LENGTHS = (9, 3, 1, 20, 14, 2, 11, 17, 5, 30, 8, 6)
-CARRIED = (0, 1, 2)  # of an earlier step and other weights
+CARRIED = (0, 1, 2)  # of an earlier step and earlier weights
 SHAPES = ((1, 1, 1, False), (1, 2, 1, False), (2, 1, 2, True))
 PROMPTS = tuple(tuple(range(5, 5 + n)) for n in (2, 7, 1, 12))
 PER_UPDATE = 6
@@ -46,10 +46,11 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         )
         for n in LENGTHS
     ]
-    table = [
-        Sample(i, i // 3, n, n, True, 0, i * 5 % 4, 0.0, key=SampleKey(1 if i < 3 else 2, i))
-        for i, n in enumerate(LENGTHS)
-    ]
+    table = []
+    for i, n in enumerate(LENGTHS):
+        step, version = (1, 3) if i in CARRIED else (2, 4)
+        key = SampleKey(step, i)
+        table.append(Sample(i, i // 3, n, n, True, version, i * 5 % 4, 0.0, key=key))
     counts = [
         Denominators.of(LENGTHS[start : start + PER_UPDATE])
         for start in range(0, len(table), PER_UPDATE)

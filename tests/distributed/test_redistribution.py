@@ -80,7 +80,12 @@ def exchange_world(world: World) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_cases"), [(4, 50), pytest.param(8, 140, marks=pytest.mark.slow)]
+    ("num_ranks", "num_cases"),
+    [
+        (4, 50),
+        pytest.param(6, 112, marks=pytest.mark.slow),  # data-parallel sizes 2 and 3
+        pytest.param(8, 140, marks=pytest.mark.slow),
+    ],
 )
 def test_every_pair_of_layouts(tmp_path: Path, num_ranks: int, num_cases: int) -> None:
     found = run_ranks(exchange_world, num_ranks, work_dir=tmp_path)

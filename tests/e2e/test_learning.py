@@ -72,6 +72,7 @@ def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
     away = ("parameters", "grad_buffers", "optimizer", "reference")
     assert all(step[f"memory/rollout/{name}_bytes"] == 0 for step in steps for name in away)
     assert steps[0]["memory/train/engine_weights_bytes"] == 0
+    assert all(step["memory/train/samples_bytes"] > 0 for step in steps)
     for state in ("train", "idle", "sync", "rollout"):
         predicted = steps[-1][f"memory/{state}_predicted_bytes"]
         assert steps[-1][f"memory/{state}_owned_bytes"] == pytest.approx(predicted, rel=0.05)

@@ -106,7 +106,10 @@ def joining(address: str) -> list[str]:
 
 @pytest.mark.slow
 def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> None:
-    """Ten times the data: the same messages, to the byte."""
+    """Of two steps: three messages for each of four stages, none of 256 bytes.
+
+    That any number of samples takes messages of the same size: tests/unit/test_ray_control.py.
+    """
     ended = run(folder, [*joining(address), "--rollout-max-response-length", "60"])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "ranks 2" in ended.stdout and "scored 1" in ended.stdout

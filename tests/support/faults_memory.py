@@ -218,6 +218,13 @@ MEMORY_MUTATIONS = (
         "tests/unit/test_memory_budget.py::test_a_swapped_optimizer_is_left_to_mindspeed",
     ),
     Mutation(
+        "samples-have-no-owner",
+        "orchestration/rl_phases.py",
+        "    owners[Owner.SAMPLES.value] = lambda: cache.num_bytes\n",
+        "",
+        "tests/unit/test_memory_budget.py::test_the_ledger_knows_trainer_engine_and_samples",
+    ),
+    Mutation(
         "a-refreshed-reference-keeps-its-old-copy",
         "orchestration/rl_step.py",
         "        run.reference.weights_changed()\n",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from bench.dispatch import CONTROLLER, Measured, faster, measured_in
 from bench.dispatch_fit import Estimate, Plane, Point, fit, student_t
 from bench.dispatch_report import PREDICTED, Practice, fits, growth, predictions, table
 from bench.dispatch_ways import NUM_SAMPLES, TOKEN_BYTES, Batch, cut, joined
@@ -58,6 +61,41 @@ def test_what_goes_through_the_controller_is_the_batch() -> None:
     for worker in range(3):
         part, made = cut(whole, sizes, worker), batch.tensors(worker)
         assert all(np.array_equal(part[name], made[name]) for name in made)
+
+
+def test_of_the_controllers_ways_the_faster_counts_at_each_point() -> None:
+    """With the start skew of that way, not the smaller one."""
+    seconds = {
+        CONTROLLER[0]: [Point(2, 16, 1.0), Point(2, 64, 5.0), Point(4, 16, 2.0)],
+        CONTROLLER[1]: [Point(2, 16, 3.0), Point(2, 64, 4.0), Point(4, 16, 2.5)],
+        "bare": [Point(2, 16, 0.1), Point(2, 64, 0.1), Point(4, 16, 0.1)],
+    }
+    skews = {
+        CONTROLLER[0]: [Point(2, 16, 0.9), Point(2, 64, 0.1), Point(4, 16, 0.8)],
+        CONTROLLER[1]: [Point(2, 16, 0.2), Point(2, 64, 0.7), Point(4, 16, 0.3)],
+    }
+    fast, skew = faster(seconds, skews)
+    assert fast == [Point(2, 16, 1.0), Point(2, 64, 4.0), Point(4, 16, 2.0)]
+    assert skew == [Point(2, 16, 0.9), Point(2, 64, 0.7), Point(4, 16, 0.8)]
+
+
+def test_an_earlier_run_is_added_from_its_last_result(tmp_path: Path) -> None:
+    found = [
+        Measured("bare", 2, 16, [0.25, 0.5], [0.0, 0.125]),
+        Measured("spmd, move", 2, 64, [1.5], [0.5]),
+    ]
+    old, new = ({"measured": [asdict(m) for m in of]} for of in (found[:1], found))
+    file = tmp_path / "run.log"
+    lines = ["W 2 measured", f"RESULT {json.dumps(old)}", f"RESULT {json.dumps(new)}", "0.10 load"]
+    file.write_text("\n".join(lines))
+    assert measured_in(file) == found
+
+
+def test_a_run_that_has_not_ended_is_not_added(tmp_path: Path) -> None:
+    file = tmp_path / "run.log"
+    file.write_text("memcpy: 5.00 GB/s\nno RESULT {}\n")
+    with pytest.raises(SystemExit, match=r"run\.log: no line begins with RESULT"):
+        measured_in(file)
 
 
 def test_growth_is_over_equal_shares() -> None:

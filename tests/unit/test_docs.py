@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import pytest
@@ -197,6 +197,28 @@ def test_links_between_pages_lead_somewhere() -> None:
     for path in [*PAGES, *ROOMS]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """The rows of each table as cells, the row of dashes included; blocks of code have none."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    begins = ("| ", "|-", "|:")  # a sentence may begin with |x|
+    for inside, lines in groupby(text.splitlines(), lambda line: line.lstrip().startswith(begins)):
+        if inside:
+            yield [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in lines]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *ROOMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_of_a_table_have_equally_many_cells(path: Path) -> None:
+    for rows in tables(path.read_text(encoding="utf-8")):
+        where = f"{path.name}: |{'|'.join(rows[0])}|"
+        assert len(rows) > 1 and all(re.fullmatch(r"\s*:?-+:?\s*", c) for c in rows[1]), where
+        assert [len(row) for row in rows] == [len(rows[0])] * len(rows), where
+
+
+def test_a_table_with_a_cell_too_few_is_found() -> None:
+    text = "a | b\n\n| a | b \\| c |\n|---|\n| 1 | 2 |\n\n```bash\n| x |\n```\n"
+    assert [[len(row) for row in rows] for rows in tables(text)] == [[2, 1, 2]]
 
 
 def test_flags_that_pages_name_exist() -> None:

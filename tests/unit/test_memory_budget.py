@@ -17,16 +17,20 @@ from mindspeed_rl.dryrun.findings import find_out
 from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.experience.samples import SampleKey
+from mindspeed_rl.experience.tensor_cache import TOKENS, TensorCache
 from mindspeed_rl.memory.engine import EngineMemory
 from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.observability.metrics import Max
 from mindspeed_rl.orchestration import rl_phases, torchrun
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.platforms.npu import NpuPlatform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.engine import EngineState
 
 WORLD, GIB = 32, 2**30
 FLAGS = f"""
@@ -187,6 +191,51 @@ def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatc
     job = SimpleNamespace(config=config, platform=platform, say=lambda *lines: None)
     sharing = rl_phases.share_memory(cast(Any, job), cast(Any, None), None)
     assert set(everything) - set(sharing.groups) == {Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER}
+
+
+def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are counted as they come and go, and no prediction is blamed for them."""
+    monkeypatch.setattr(rl_phases, "_least", lambda number: number)
+    config = config_of("--platform", "cpu", "--rl-offload", "none")
+    platform = SimpleNamespace(
+        name="cpu",
+        shares_host_memory=True,
+        taken_bytes=0,
+        memory=lambda: DeviceMemory(GIB, GIB, 2 * GIB),
+    )
+    world = SimpleNamespace(rank=0)
+    job = SimpleNamespace(
+        config=config, plan=plan_of(config, WORLD), platform=platform, world=world
+    )
+    parameters = SimpleNamespace(num_bytes=lambda: 700)
+    engine = SimpleNamespace(state=EngineState.AWAKE, weight_bytes=50, cache_bytes=6)
+    cache = TensorCache(torch.device("cpu"))
+    ledger = rl_phases.open_ledger(
+        cast(Any, job),
+        cast(Any, SimpleNamespace(groups={Owner.PARAMETERS: parameters})),
+        cast(Any, engine),
+        cache,
+        {Owner.OPTIMIZER: None},
+    )
+    cache.begin_step(1)
+    cache.put(TOKENS, [SampleKey(1, 0)], torch.zeros(11, dtype=torch.int32), [11], [0])
+    ledger.at_border("rollout")
+    engine.state = EngineState.ASLEEP
+    ledger.at_border("train")
+    metrics = ledger.metrics()
+    found = ledger.borders["train"]
+    assert ledger.borders["rollout"].owners == {
+        "parameters": 700, "engine_weights": 50, "kv_cache": 6, "samples": 44,
+    }  # fmt: skip
+    assert found.owners == {
+        "parameters": 700, "engine_weights": 0, "kv_cache": 0, "samples": 44,
+    }  # fmt: skip
+    assert metrics["memory/train/samples_bytes"] == Max(44)
+    assert found.predicted is not None
+    assert metrics["memory/train_predicted_bytes"] == Max(sum(found.predicted.values()) + 44)
+    cache.begin_step(2)
+    ledger.at_border("train")
+    assert ledger.borders["train"].owners["samples"] == 0
 
 
 def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:

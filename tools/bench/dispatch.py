@@ -19,8 +19,9 @@ start skews the median. ``bare``: one all-to-all of the same bytes.
 
 The plane seconds = a + b B + c W is fitted to these (and to the start skews), B in MB (2^20 bytes)
 of all samples together, with 95 % intervals. Predicted seconds are the plane's, far outside of what
-was measured: for one host that serialises, and for workers with a core each. The last line is
-RESULT and a JSON object. Needs the extra ray.
+was measured: for one host that serialises; for samples that move, b is that of workers with a core
+each, while c is always as measured, with W workers on the cores of this machine, so that what each
+does for itself adds up in it. The last line is RESULT and a JSON object. Needs the extra ray.
 """
 
 from __future__ import annotations

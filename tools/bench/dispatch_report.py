@@ -102,7 +102,10 @@ def growth(points: Mapping[str, Sequence[Point]]) -> list[str]:
 def predictions(
     seconds: Mapping[str, Plane], skews: Mapping[str, Plane], practice: Practice | None = None
 ) -> list[str]:
-    """The planes at the published run's size, beside the start skews that it has published."""
+    """The planes at the published run's size, beside the start skews that it has published.
+
+    Bytes per core are those of workers with a core each; seconds per worker are as measured.
+    """
     run = practice or Practice()
     cores = len(os.sched_getaffinity(0))
     lines = [
@@ -112,7 +115,9 @@ def predictions(
         "controller, < 1 s and ~5 s with its TensorCache",
     ]
     for way in PREDICTED:
-        # W workers share the cores of this machine; there each has its own
+        # W workers share the bandwidth of this machine's cores; there each has a core of its own.
+        # That is b; c stays as measured, with W / cores workers on a core: too large where it is
+        # work of each worker, such as the plan.
         megabytes = run.worker_mb * cores if way.endswith("move") else 0.0
         if way == "controller":
             megabytes = run.dispatched_mb
