@@ -22,6 +22,11 @@ def requirements(section: str, matrix: dict[str, dict[str, str]] | None = None) 
     return [f"{name}{specifier}" for name, specifier in rows.items()]
 
 
+def mindspeed_branch(matrix: dict[str, dict[str, str]] | None = None) -> str:
+    """The branch of MindSpeed that belongs to the NPU's set."""
+    return (matrix or read_matrix())["npu.system"]["mindspeed"]
+
+
 def pins(platform: str) -> dict[str, str]:
     """Packages of a platform that are pinned exactly -> version."""
     matrix = read_matrix()

@@ -132,6 +132,11 @@ PRACTICES: tuple[Practice, ...] = (
              "decode about 2 x", "`--rollout-graph-mode`, translated for each version",
              "rollout/ascend_versions.py",
              _U + "ascend_versions.py::test_every_key_is_read_by_the_version", Grade.SIGNATURE),
+    Practice(ROLLOUT, "torch.compile and torch.jit.script put back after MindSpeed's adaptor, "
+             "which replaces them by nothing", "", "put back at the start, for vLLM; fused "
+             "functions of megatron-core keep the replacement", "platforms/npu_install.py",
+             "tests/ascend/test_bootstrap.py::test_the_adaptor_changes_nothing_for_others",
+             Grade.EMULATED),
     Practice(ROLLOUT, "several graph sizes for the long tail",
              "6482 -> 2861 s (DeepSeek, 32K); 10213 -> 7841 s (Qwen3-235B)",
              "`--rollout-graph-sizes auto` chooses them from the steps of the run before",
@@ -176,6 +181,9 @@ PRACTICES: tuple[Practice, ...] = (
     Practice(TRAINING, "uneven pipeline (num_layer_list), moe_tp_extend_ep", "",
              "`--num-layer-list`, `--moe-tp-extend-ep`, `--noop-layers`", "parallel/stages.py",
              _D + "families.py::test_gradients_follow_the_norm_rule"),
+    Practice(TRAINING, "fused operators of MindSpeed compiled before the run (seven builders, "
+             "`ray_start_npu.sh` of Qwen3)", "", "MindSpeed compiles each with ninja and CANN at "
+             "its first use, which makes the first step longer", "", "", Grade.ABSENT),
     Practice(TRAINING, "context parallelism over 35K tokens (Qwen3-235B, CP4)", "",
              "`--context-parallel-size`: keys and values are gathered; ring and Ulysses are not "
              "used", "trainer/packed_attention.py",

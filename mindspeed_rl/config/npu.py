@@ -10,6 +10,7 @@ from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
 from mindspeed_rl.platforms.installed import has_mindspeed
+from mindspeed_rl.versions import mindspeed_branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def npu_setup(
         if given:
             raise ValueError(
                 f"--{min(given).replace('_', '-')} is a feature of MindSpeed, which is not "
-                "installed; install its branch core_r0.16.0, or remove the flag"
+                f"installed; install its branch {mindspeed_branch()}, or remove the flag"
             )
         return NpuSetup({}, buffers, npu.npu_deterministic)
     return NpuSetup(_features(given, parallel, train, grouped), buffers, npu.npu_deterministic)

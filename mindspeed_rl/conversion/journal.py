@@ -6,7 +6,7 @@ Layout, beside the target ``DIR``::
                                 tensor whose bytes are on disk
     .DIR.converting/out/...     the files, at their final sizes, with holes
 
-``out`` is renamed to ``DIR`` when everything is on disk.
+``out`` is renamed to ``DIR`` when everything is on disk; then the folder is removed.
 """
 
 from __future__ import annotations
@@ -45,19 +45,23 @@ class Journal:
     Args:
         target: directory that the conversion makes.
         identity: :func:`fingerprint`; what another one left is removed.
+        sizes: bytes of the files, by their paths in the target.
 
     Raises:
         ValueError: the target exists, or another process converts into it.
     """
 
-    def __init__(self, target: Path, identity: str) -> None:
+    def __init__(self, target: Path, identity: str, sizes: Mapping[str, int]) -> None:
         self._target = target
         self._identity = identity
+        self._sizes = sizes
         self._folder = target.with_name(f".{target.name}.converting")
         self._lock = Lock()
         self._file: IO[str] | None = None
         #: (file, tensor) -> CRC-32 of what is on disk
         self.done: dict[tuple[int, int], int] = {}
+        #: an earlier attempt gave the target its name, and was killed before it removed the folder
+        self.named = False
 
     @property
     def out(self) -> Path:
@@ -65,7 +69,8 @@ class Journal:
         return self._folder / "out"
 
     def __enter__(self) -> Journal:
-        refuse_existing(self._target)
+        if not self._folder.is_dir():  # nothing is made beside what exists
+            refuse_existing(self._target)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = (self._folder / "journal").open("a+", encoding="utf-8")
         try:
@@ -76,13 +81,22 @@ class Journal:
                 f"--save-dir {self._target}: another process is converting into it; wait for it, "
                 "or choose another directory"
             ) from error
-        self._resume(self._file)
+        try:
+            self._resume(self._file)
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def _resume(self, file: IO[str]) -> None:
         file.seek(0)
         first, *lines = file.read().split("\n") or [""]
-        if first == self._head():
+        ours = first == self._head()
+        self.named = ours and not self.out.is_dir() and self._is_there()
+        if not self.named:
+            refuse_existing(self._target)
+        # without the files the notes are about a target that was named and taken away
+        if self.named or (ours and self.out.is_dir()):
             for line in lines[:-1]:  # the last is cut off, or empty
                 number, tensor, crc = map(int, line.split())
                 self.done[number, tensor] = crc
@@ -95,6 +109,11 @@ class Journal:
         file.truncate()
         self.out.mkdir()
         self._write([self._head()])
+
+    def _is_there(self) -> bool:
+        """Whether the target has all files; they were on disk before it got its name."""
+        files = ((self._target / path, size) for path, size in self._sizes.items())
+        return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
     def _head(self) -> str:
         return json.dumps({"version": 1, "identity": self._identity})
@@ -120,6 +139,7 @@ class Journal:
 
     def discard(self) -> None:
         """Forget what is written: it is wrong."""
+        (self._folder / "journal").unlink()  # first, so that a kill leaves no notes of lost files
         shutil.rmtree(self._folder)
 
     def __exit__(

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# By default; a disk is no faster with more, and each takes memory.
+_MOST_WORKERS = 4
 # Flags of convert_ckpt.py (MindSpeed-LLM up to 26.1) and convert_ckpt_v2.py that say what
 # config.json or the files say anyway, or how those tools work inside: (name, number of values).
 _NO_MEANING = (
@@ -218,11 +220,12 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     add = group.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    workers = min(8, cores)
+    workers = min(_MOST_WORKERS, cores)
     add("--max-shard-size-gb", type=_positive, default=4.0, metavar="GB",
         help="Largest file of a Hugging Face target, in 10^9 bytes [4].")  # fmt: skip
     add("--workers", type=_size, default=workers, metavar="N",
-        help=f"Threads; each takes about 100 MB [cores, at most 8: {workers}].")  # fmt: skip
+        help=f"Threads; each takes about 100 MB of memory, these {100 * workers} MB in all "
+        f"[cores, at most {_MOST_WORKERS}: {workers}].")  # fmt: skip
     add("--verify", action="store_true",
         help="Compare a checksum of every tensor, source against result, before the result gets "
         "its name.")  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 from mindspeed_rl.conversion.journal import Journal, fingerprint
 from mindspeed_rl.conversion.source import Source, row_blocks
-from mindspeed_rl.conversion.stored import bytes_of
+from mindspeed_rl.conversion.stored import UnreadableError, bytes_of
 from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
 
 # A worker puts what it has written on disk, and notes it, after about this many bytes.
@@ -61,10 +61,16 @@ def convert(
         ValueError: the target exists, or a source cannot be read.
         OSError: the disk is full; the same command goes on when there is space.
     """
-    with Journal(directory, fingerprint(source, target)) as journal:
-        _check_space(target, directory, journal.out)
+    sizes = {file.path: file.num_bytes for file in target.files}
+    with Journal(directory, fingerprint(source, target), sizes) as journal:
         kept = sum(_size(target.files[f].tensors[t]) for f, t in journal.done)
+        if not journal.named:
+            _check_space(target, directory, journal.out)
         advance(kept)
+        if journal.named:
+            if check is not None:
+                check(directory)
+            return kept
         with _told(directory):
             _allocate(target, journal.out)
             _run_jobs(source, target, journal, workers, advance)
@@ -79,6 +85,8 @@ def _checked(check: Callable[[Path], None], journal: Journal) -> None:
     """Look at the finished files; wrong ones must not be taken up by the next attempt."""
     try:
         check(journal.out)
+    except UnreadableError:  # nothing is known to be wrong
+        raise
     except ValueError:
         journal.discard()
         raise

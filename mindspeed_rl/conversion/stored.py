@@ -17,6 +17,10 @@ from mindspeed_rl.resharding.boxes import Box
 _MAPPED_BYTES = 64 << 20
 
 
+class UnreadableError(ValueError):
+    """A file that is read fails; it says nothing about what was written."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A row-major tensor at an offset of a file.
@@ -60,11 +64,22 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
         box: which of them.
 
     Raises:
+        UnreadableError: the file system says no.
         ValueError: the file is shorter than its own description.
     """
     assert tuple(target.shape) == box.size, (target.shape, box)
     if not box.num_elements:
         return
+    try:
+        _read_box(target, stored, box)
+    except OSError as error:  # those of the target's disk mean something else
+        raise UnreadableError(
+            f"{stored.path}: cannot be read: {error.strerror or error}; mend its disk or copy the "
+            "file again, then give the same command again"
+        ) from error
+
+
+def _read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
     run = _run(stored.shape, box)
     descriptor = os.open(stored.path, os.O_RDONLY)
     try:

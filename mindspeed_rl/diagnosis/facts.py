@@ -34,6 +34,8 @@ class Facts:
         cann: version of CANN; empty when there is none.
         soc: ``"a2"``, ``"a3"``, or empty where npu-smi does not say.
         engine_soc: what vllm-ascend was built for, in its own words (``A2``); empty: unknown.
+        mindspeed_branch: of its checkout; empty: not a checkout, or at no branch.
+        mindspeed_version: as its setup.py says it, else as pip does; empty: unknown.
         shm_bytes: size of /dev/shm; ``None``: there is none.
     """
 
@@ -49,6 +51,8 @@ class Facts:
     cann: str = ""
     soc: str = ""
     engine_soc: str = ""
+    mindspeed_branch: str = ""
+    mindspeed_version: str = ""
     shm_bytes: int | None = None
 
 
@@ -76,10 +80,13 @@ def guess_platform() -> str:
 def gather(platform: str, environ: Mapping[str, str]) -> Facts:
     """Look at this machine. Local; reads files and asks npu-smi where it is there."""
     npu = platform == "npu"
+    packages = _packages()
+    places = dict(_places("torch", "megatron.core", "mindspeed", "vllm_ascend"))
+    branch, version = checkout(places.get("mindspeed", ""))
     return Facts(
         python=sys.version_info[:2],
-        packages=_packages(),
-        places=dict(_places("torch", "megatron.core", "mindspeed", "vllm_ascend")),
+        packages=packages,
+        places=places,
         foreign=tuple(_foreign()),
         environ=dict(environ),
         interfaces=frozenset(p.name for p in Path("/sys/class/net").glob("*")),
@@ -89,6 +96,8 @@ def gather(platform: str, environ: Mapping[str, str]) -> Facts:
         cann=_cann(environ) if npu else "",
         soc=_soc() if npu else "",
         engine_soc=_engine_soc() if npu else "",
+        mindspeed_branch=branch,
+        mindspeed_version=version or packages.get("mindspeed", ""),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
     )
 
@@ -113,6 +122,30 @@ def _places(*modules: str) -> Iterator[tuple[str, str]]:
             yield name, spec.origin or (folders[0] if folders else "")
 
 
+def checkout(package: str) -> tuple[str, str]:
+    """Branch and version of the checkout that a package lies in, each empty where it is not said.
+
+    Args:
+        package: its folder, or its ``__init__.py``.
+    """
+    if not package:
+        return "", ""
+    folder = Path(package)
+    root = folder.parents[1] if folder.suffix == ".py" else folder.parent
+    return (
+        _said(root / ".git/HEAD", r"^ref: refs/heads/(\S+)"),
+        _said(root / "setup.py", r"^__version__\s*=\s*[\"']([^\"']+)"),
+    )
+
+
+def _said(file: Path, pattern: str) -> str:
+    """The first group of a pattern in a file; empty when it is not there."""
+    if not file.is_file():
+        return ""
+    found = re.search(pattern, file.read_text(errors="replace"), re.M | re.I)
+    return found[1] if found else ""
+
+
 def _foreign() -> Iterator[str]:
     here = Path(__file__).resolve().parents[1]
     for entry in dict.fromkeys(sys.path):
@@ -133,12 +166,7 @@ def _listening() -> Iterator[int]:
 
 def _version_in(file: Path) -> str:
     """The first ``version=...`` of a file, whatever its case; empty when there is none."""
-    if not file.is_file():
-        return ""
-    found = re.search(
-        r"^\s*version\s*=\s*\[?([^\s\]:]+)", file.read_text(errors="replace"), re.M | re.I
-    )
-    return found[1] if found else ""
+    return _said(file, r"^\s*version\s*=\s*\[?([^\s\]:]+)")
 
 
 def _cann(environ: Mapping[str, str]) -> str:
@@ -179,10 +207,7 @@ def _engine_soc() -> str:
     if spec is None or not spec.origin:
         return ""
     info = Path(spec.origin).with_name("_build_info.py")
-    if not info.is_file():
-        return ""
-    found = re.search(r"__device_type__\s*=\s*[\"'](\w+)", info.read_text(errors="replace"))
-    return found[1] if found else ""
+    return _said(info, r"__device_type__\s*=\s*[\"'](\w+)")
 
 
 def visible_devices(platform: str) -> str:
@@ -197,6 +222,6 @@ def local_size(environ: Mapping[str, str]) -> int:
 
 
 __all__ = [
-    "Facts", "device_nodes", "gather", "guess_platform", "local_size", "normalised", "soc_of",
-    "visible_devices",
+    "Facts", "checkout", "device_nodes", "gather", "guess_platform", "local_size", "normalised",
+    "soc_of", "visible_devices",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from mindspeed_rl.diagnosis.rows import Row, green, note, red
 
 AREA = "packages"
 _SET_UP = "bash pretrain_scripts/setup_env.sh, then source .venv/bin/activate"
-_MINDSPEED_BRANCH = "core_r0.16.0"
+_MINDSPEED_URL = "https://gitcode.com/Ascend/MindSpeed"
 
 
 def package_rows(
@@ -36,6 +36,8 @@ def package_rows(
     yield from _matrix_rows(facts, platform, matrix)
     yield from _torch_rows(facts, platform)
     yield from _place_rows(facts, platform)
+    if platform == "npu":
+        yield _mindspeed_row(facts, matrix["npu.system"]["mindspeed"])
     for folder in facts.foreign:
         yield red(AREA, f"another package named mindspeed_rl is on the path: {folder}",
                   "uninstall it (pip uninstall mindspeed-rl), or take its folder out of "
@@ -103,15 +105,28 @@ def _place_rows(facts: Facts, platform: str) -> Iterator[Row]:
                   "take the Megatron-LM repository out of PYTHONPATH")  # fmt: skip
     if platform != "npu":
         return
-    if mindspeed := facts.places.get("mindspeed", ""):
-        yield green(AREA, f"MindSpeed in {mindspeed} (branch {_MINDSPEED_BRANCH} is expected)")
-    else:
-        yield note(AREA, "MindSpeed cannot be imported: megatron-core's own modules run, and "
-                   "MindSpeed's flags are refused",
-                   f"git clone -b {_MINDSPEED_BRANCH} https://gitcode.com/Ascend/MindSpeed, and "
-                   "put the folder on PYTHONPATH")  # fmt: skip
     if facts.soc and facts.engine_soc and facts.soc.upper() != facts.engine_soc.upper():
         yield red(AREA, f"vllm-ascend was built for {facts.engine_soc}, this machine is an "
                   f"{facts.soc.upper()}: its worker refuses to start",
                   "build it from source with SOC_VERSION of this machine (docs/install.md, A2 "
                   "against A3)")  # fmt: skip
+
+
+def _mindspeed_row(facts: Facts, wanted: str) -> Row:
+    """Its adaptor changes the inside of one version of megatron-core, and says so by its branch."""
+    place = facts.places.get("mindspeed", "")
+    if not place:
+        return note(AREA, "MindSpeed cannot be imported: megatron-core's own modules run, and "
+                    "MindSpeed's flags are refused",
+                    f"git clone -b {wanted} {_MINDSPEED_URL}, and put the folder on "
+                    "PYTHONPATH")  # fmt: skip
+    branch, version = facts.mindspeed_branch, facts.mindspeed_version
+    found = " ".join(["version", version] * bool(version) + ["of branch", branch] * bool(branch))
+    if wanted == branch or version == wanted.rpartition("_r")[2]:
+        return green(AREA, f"MindSpeed {found} in {place}, {wanted} is needed")
+    if version or "core_r" in branch:  # a branch of one's own has any name
+        return red(AREA, f"MindSpeed {found} in {place}, branch {wanted} is needed",
+                   f"git switch {wanted} in that checkout, or git clone -b {wanted} "
+                   f"{_MINDSPEED_URL} and put the folder on PYTHONPATH instead")  # fmt: skip
+    return note(AREA, f"MindSpeed in {place} does not say its branch or version; {wanted} is "
+                "needed", f"git clone -b {wanted} {_MINDSPEED_URL} in its place")  # fmt: skip

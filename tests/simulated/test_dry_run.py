@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,14 +61,19 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bash(
     python: Path, recipe: str, *flags: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A recipe's dry run."""
-    return subprocess.run(
+    """A recipe's dry run; in less than ten seconds of a core (issue 9)."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
         ["bash", str(ROOT / "pretrain_scripts" / recipe), "--rl-dry-run", *flags],
         env={"PATH": os.environ["PATH"], "PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert 0 < seconds < 10.0, f"{recipe}: {seconds:.1f} s"
+    return done
 
 
 def report_of(

@@ -8,6 +8,7 @@ _CLASSIC = (
     "tests/unit/test_convert_checkpoint.py::test_classic_files_are_those_of_an_independent_writer"
 )
 _FAULTS = "tests/unit/test_convert_faults.py::"
+_KILLS = "tests/unit/test_convert_kills.py::"
 _MEMORY = "tests/unit/test_convert_memory.py::"
 _CONVERT = "tests/unit/test_convert_checkpoint.py::"
 
@@ -83,14 +84,14 @@ CONVERSION_MUTATIONS = (
         "conversion/journal.py",
         "for line in lines[:-1]:  # the last is cut off, or empty",
         "for line in filter(None, lines):",
-        _FAULTS + "test_a_note_that_was_cut_off_is_not_believed",
+        _KILLS + "test_a_note_that_was_cut_off_is_not_believed",
     ),
     Mutation(
         "another-source-goes-on",
         "conversion/journal.py",
         "digest.update(repr((str(path), status.st_size, status.st_mtime_ns)).encode())",
         "digest.update(repr((str(path), status.st_size)).encode())",
-        _FAULTS + "test_another_source_or_layout_starts_anew",
+        _KILLS + "test_another_source_or_layout_starts_anew",
     ),
     Mutation(
         "blocks-are-kept-until-the-end",
@@ -117,6 +118,34 @@ CONVERSION_MUTATIONS = (
         _FAULTS + "test_verify_finds_a_bit_that_was_lost",
     ),
     Mutation(
+        "a-source-that-fails-is-the-targets-disk",
+        "conversion/stored.py",
+        "    except OSError as error:  # those of the target's disk mean something else\n",
+        "    except NotImplementedError as error:\n",
+        _FAULTS + "test_a_source_that_fails_while_it_is_read_is_named[convert]",
+    ),
+    Mutation(
+        "what-could-not-be-compared-is-thrown-away",
+        "conversion/run.py",
+        "    except UnreadableError:  # nothing is known to be wrong\n        raise\n",
+        "",
+        _FAULTS + "test_a_source_that_fails_while_it_is_read_is_named[verify]",
+    ),
+    Mutation(
+        "a-named-target-is-in-its-own-way",
+        "conversion/journal.py",
+        "self.named = ours and not self.out.is_dir() and self._is_there()",
+        "self.named = False",
+        _KILLS + "test_a_target_that_was_named_before_a_kill_is_done",
+    ),
+    Mutation(
+        "notes-without-files-are-believed",
+        "conversion/journal.py",
+        "        if self.named or (ours and self.out.is_dir()):\n",
+        "        if self.named or ours:\n",
+        _KILLS + "test_a_target_that_was_taken_away_is_written_again",
+    ),
+    Mutation(
         "target-named-before-it-is-written",
         "conversion/run.py",
         "            _run_jobs(source, target, journal, workers, advance)\n"
@@ -124,6 +153,6 @@ CONVERSION_MUTATIONS = (
         "            journal.commit()\n            journal.out.symlink_to(directory)\n"
         "            _run_jobs(source, target, journal, workers, advance)\n"
         "            _finish(target, journal)\n",
-        _FAULTS + "test_what_is_noted_is_not_written_again",
+        _KILLS + "test_what_is_noted_is_not_written_again",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.mutation import Mutation
 
 _DOCTOR = "tests/unit/test_doctor.py::"
+_GROUPS = "tests/unit/test_doctor_groups.py::"
 _RED_FACTS = _DOCTOR + "test_a_machine_that_cannot_run_is_red"
 _RED_ENVIRONMENT = _DOCTOR + "test_an_environment_that_breaks_runs_is_red"
 _DATA = "tests/unit/test_data_published.py::"
@@ -36,13 +37,16 @@ TOOL_MUTATIONS = (
              "if (ranks := local_size(facts.environ)) > there:", _RED_ENVIRONMENT),
     Mutation("another-cann-is-green", "diagnosis/devices.py",
              "elif not found.lower().startswith(wanted.lower()):", "elif False:", _RED_FACTS),
+    Mutation("any-mindspeed-is-green", "diagnosis/packages.py",
+             'if wanted == branch or version == wanted.rpartition("_r")[2]:', "if place:",
+             _RED_FACTS),
     Mutation("a-hanging-group-is-green", "orchestration/preflight.py",
              "failed = [g for g in axis.groups if _errors(g, axis.name, visits)]",
              "failed: list[tuple[int, ...]] = []",
-             _DOCTOR + "test_a_group_that_hangs_is_named_with_who_is_not_in_it"),
+             _GROUPS + "test_a_group_that_hangs_is_named_with_who_is_not_in_it"),
     Mutation("a-silent-rank-is-forgotten", "orchestration/preflight.py",
              "if rank not in told:", "if False:",
-             _DOCTOR + "test_a_rank_that_says_nothing_is_named"),
+             _GROUPS + "test_a_rank_that_says_nothing_is_named"),
     Mutation("held-out-questions-are-trained", "data/published.py",
              "for question, row in rows.items() if question not in held]",
              "for question, row in rows.items()]",

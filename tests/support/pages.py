@@ -29,16 +29,17 @@ _MARKS = {"<!-- executed -->": Run.ALWAYS, "<!-- executed in turns -->": Run.IN_
 NOT_RUN = (
     ("bash pretrain_scripts/quickstart.sh", "tests/e2e/test_quickstart.py", "minutes"),
     ("TORCH_INDEX_URL=", "tests/e2e/test_quickstart.py", "the same, where pip has CUDA builds"),
-    ("bash tests/run_tests.sh", "tests/run_tests.sh", "the suite itself"),
+    ("bash tests/run_tests.sh", ".ci/run", "the suite itself"),
     (
         "bash pretrain_scripts/setup_env.sh --dev",
         "tests/run_tests.sh",
         "part of the suite",
     ),
     ("bash pretrain_scripts/setup_env.sh ", "tests/run_tests.sh", "installs"),
-    ("tests/ascend/run.sh", "tests/run_tests.sh", "installs; a part of the suite"),
-    ("python -m pytest", "tests/run_tests.sh", "parts of the suite, and hours of scores"),
-    ("python tools/bench/reshard.py", "tests/distributed/test_bench_reshard.py", "minutes"),
+    ("tests/ascend/run.sh", "tests/run_tests.sh", "installs; with MindSpeed only by hand"),
+    ("python -m pytest", "tests/run_tests.sh", "parts of the suite"),
+    ("PYTHONPATH=. python tests/score_table.py", "", "minutes to hours of scores, by hand"),
+    ("python tools/bench/reshard.py", "", "minutes that need a quiet machine, by hand"),
     ("IMAGE=", "", "docker, and a device"),
     ("git clone --depth 1", "", "compiles a package of others with CANN"),
 )
@@ -56,6 +57,13 @@ class Block:
     @property
     def name(self) -> str:
         return f"{self.page}:{self.line}"
+
+    @property
+    def scripts(self) -> set[str]:
+        """Names of the scripts that it starts; pytest counts as one."""
+        lines = (re.sub(r"(^|\s)#.*", "", line) for line in self.text.splitlines())
+        found = (re.search(r"[\w/]+\.(?:sh|py)\b|\bpytest\b", line) for line in lines)
+        return {one[0].rpartition("/")[2] for one in found if one}
 
     @property
     def words(self) -> str:

@@ -26,7 +26,7 @@ from support.recipes import RECIPES, SCRIPTS, recipe_flags
 from mindspeed_rl.arguments import ENTRIES, own_flags, parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.conversion.options import parse_options
-from mindspeed_rl.versions import read_matrix
+from mindspeed_rl.versions import mindspeed_branch, read_matrix
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -286,3 +286,16 @@ def test_installation_pages_say_what_the_matrix_says() -> None:
     for section in ("npu", "npu.no-deps", "npu.system"):
         for name, specifier in matrix[section].items():
             assert specifier.removeprefix("==") in text, f"{name}{specifier}"
+
+
+def test_all_pages_and_tools_name_one_branch_of_mindspeed() -> None:
+    """It belongs to one version of megatron-core; which, the matrix says (R52)."""
+    folders = ("mindspeed_rl", "docs", "tests", "tools", "pretrain_scripts")
+    files = [ROOT / "README.md", *(p for f in folders for p in (ROOT / f).rglob("*.*"))]
+    texts = {p: p.read_text() for p in files if p.suffix in (".py", ".md", ".sh", ".json")}
+    found = {p: set(re.findall(r"core_r\d+(?:\.\d+)+", text)) for p, text in texts.items()}
+    own = ROOT / "tests/unit/test_doctor.py"  # has others, which are red
+    wrong = {p: names for p, names in found.items() if names - {mindspeed_branch()} and p != own}
+    assert not wrong and any(found.values())
+    sources = [p for p in (ROOT / "mindspeed_rl").rglob("*.py") if found[p]]
+    assert not sources, "versions.cfg has it"

@@ -14,18 +14,13 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from support.published import PUBLISHED
 
 from mindspeed_rl import bootstrap, versions
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows, port_set
-from mindspeed_rl.diagnosis.facts import Facts, gather, normalised, soc_of
+from mindspeed_rl.diagnosis.facts import Facts, checkout, gather, normalised, soc_of
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import Row, Status, green, lines, red, verdict
-from mindspeed_rl.doctor import layout_rows
-from mindspeed_rl.orchestration.preflight import Account, Axis, Visit, axes_of, preflight_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX = versions.read_matrix()
@@ -64,6 +59,7 @@ def healthy(platform: str) -> Facts:
         cann="9.1.0",
         soc="a3",
         engine_soc="A3",
+        mindspeed_version=versions.mindspeed_branch(MATRIX).partition("_r")[2],
         shm_bytes=SHM,
     )
 
@@ -133,6 +129,8 @@ FACTS_THAT_ARE_RED = [
     ("npu", {"places": {"megatron.core": "/src/Megatron-LM/megatron/core"}}, "comes from /src",
      "PYTHONPATH"),
     ("npu", {"engine_soc": "A2"}, "built for A2, this machine is an A3", "SOC_VERSION"),
+    ("npu", {"mindspeed_version": "0.15.3"}, "MindSpeed version 0.15.3 in /m, branch core_r0.16.0",
+     "git switch core_r0.16.0"),
     ("npu", {"cann": ""}, "CANN: no version", "toolkit"),
     ("npu", {"cann": "8.5.0"}, "CANN 8.5.0", "toolkit"),
     ("npu", {"driver": "25.5.0"}, "25.5.0", "firmware"),
@@ -152,6 +150,33 @@ def test_a_machine_that_cannot_run_is_red(
 ) -> None:
     (row,) = reds(rows_of(replace(healthy(platform), **change), platform))  # type: ignore[arg-type]
     assert words in row.what and fix in row.fix
+
+
+@pytest.mark.parametrize(
+    ("branch", "version", "status"),
+    [
+        ("core_r0.16.0", "", Status.GREEN), ("my-fix", "0.16.0", Status.GREEN),
+        ("core_r0.15.3", "", Status.RED), ("master", "0.12.1", Status.RED),
+        ("my-fix", "", Status.NOTE), ("", "", Status.NOTE),
+    ],
+)  # fmt: skip
+def test_mindspeed_is_known_by_its_branch_or_version(
+    branch: str, version: str, status: Status
+) -> None:
+    facts = replace(healthy("npu"), mindspeed_branch=branch, mindspeed_version=version)
+    (row,) = [row for row in rows_of(facts, "npu") if "MindSpeed" in row.what]
+    assert row.status is status and "core_r0.16.0" in row.what + row.fix
+
+
+def test_branch_and_version_of_a_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "mindspeed" / "__init__.py"
+    assert checkout("") == checkout(str(package)) == ("", "")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/HEAD").write_text("ref: refs/heads/core_r0.16.0\n")
+    (tmp_path / "setup.py").write_text("import os\n\n__version__ = '0.16.0'\n")
+    assert checkout(str(package)) == checkout(str(package.parent)) == ("core_r0.16.0", "0.16.0")
+    (tmp_path / ".git/HEAD").write_text("0123456789abcdef\n")
+    assert checkout(str(package)) == ("", "0.16.0")
 
 
 TORCH_OF_ANOTHER_DEVICE = [
@@ -306,65 +331,6 @@ def test_rows_for_a_terminal() -> None:
     ]  # fmt: skip
     assert "\x1b[31;1mRED " in "\n".join(lines(rows, colour=True))
     assert verdict(rows) == "2 ok, 0 to know, 1 red: mend the red ones first"
-
-
-# ---- the layout and its groups
-
-LAYOUT = f"""--hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --prompt-data x --train-iters 1
-    --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
-    --expert-tensor-parallel-size 1 --rollout-tp 2 --rollout-max-response-length 8
-    --grpo-prompts-per-step 8 --rl-world-size 8 --rollout-kv-cache-gb 1""".split()
-
-
-def test_groups_of_the_run_and_their_memory_are_told() -> None:
-    config = parse(RLRunConfig, LAYOUT, "t").config
-    plan, (row,) = layout_rows(config, bootstrap.World(0, 1, 0, 1))
-    assert plan is not None and row.status is Status.NOTE
-    assert "tp, " in row.what and "MiB in all (predicted)" in row.what
-    axes = {axis.name: axis.groups for axis in axes_of(config, plan, 8)}
-    assert axes["tp"] == axes["ep"] == axes["rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
-    for name, groups in axes.items():
-        members = [rank for group in groups for rank in group]
-        assert len(members) == len(set(members)), f"{name}: a rank is in one group"
-
-
-def test_a_layout_that_is_not_possible_is_red() -> None:
-    wrong = [*LAYOUT, "--tensor-model-parallel-size", "3"]
-    plan, (row,) = layout_rows(parse(RLRunConfig, wrong, "t").config, bootstrap.World(0, 1, 0, 1))
-    assert plan is None and row.status is Status.RED and "3" in row.what
-
-
-AXES = [Axis("world", ((0, 1, 2, 3),)), Axis("tp", ((0, 1), (2, 3)))]
-
-
-def accounts(*tp_visits: Visit | None) -> list[Account]:
-    return [
-        Account(r, f"node{r // 2}", [Visit("world", 0.1 * r, 2**20), *([v] if v else [])])
-        for r, v in enumerate(tp_visits)
-    ]
-
-
-def test_groups_that_answer_are_green_with_time_and_memory() -> None:
-    all_in = accounts(*(Visit("tp", 0.5, 4 * 2**20) for _ in range(4)))
-    world, tp = preflight_rows(AXES, all_in, dict.fromkeys(range(4), "tp"), 60)
-    assert "1 x 4 ranks" in world.what and "slowest 0.30 s, 1 MiB" in world.what
-    assert "2 x 2 ranks" in tp.what and tp.status is Status.GREEN
-
-
-def test_a_group_that_hangs_is_named_with_who_is_not_in_it() -> None:
-    """Rank 3 is stuck elsewhere: it never entered tp, and never told anything."""
-    stuck = [*accounts(Visit("tp", 0.1, 0), Visit("tp", 0.1, 0), Visit("tp", 60, 0, "no answer"))]
-    rows = list(preflight_rows(AXES, stuck, {0: "tp", 1: "tp", 2: "tp", 3: "world"}, 60))
-    (row,) = reds(rows)
-    assert row.what.startswith("tp of ranks 2, 3: no answer")
-    assert "not in it: rank 3" in row.what and "node1" in row.fix
-
-
-def test_a_rank_that_says_nothing_is_named() -> None:
-    three = accounts(*(Visit("tp", 0.1, 0) for _ in range(3)))
-    rows = list(preflight_rows(AXES, three, {0: "tp", 1: "tp", 2: "tp", 3: "none"}, 60))
-    (row,) = reds(rows)
-    assert row.what.startswith("rank 3 said nothing in 60 s") and "none" in row.what
 
 
 # ---- the command
