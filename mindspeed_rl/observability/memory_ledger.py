@@ -28,12 +28,14 @@ class Border:
         owners: bytes by owner.
         device: what the driver said.
         predicted: what was predicted by owner, but for what the data decides; ``None``: nothing.
+        grown: owners that had grown by then; the same on all ranks.
     """
 
     state: str
     owners: dict[str, int]
     device: DeviceMemory
     predicted: dict[str, int] | None = None
+    grown: frozenset[str] = frozenset()
 
     @property
     def owned_bytes(self) -> int:
@@ -122,7 +124,7 @@ class MemoryLedger:
         self._growing = growing or {}
         self._slope = Slope()
         self._warned = False
-        self._told: dict[str, dict[str, int]] = {}
+        self._told: dict[str, frozenset[str]] = {}
         self.borders: dict[str, Border] = {}
         #: times that the trainer got the device
 
@@ -133,7 +135,8 @@ class MemoryLedger:
             MemoryError: more is in use than the budget allows; with the table.
         """
         owners = {owner: num_bytes() for owner, num_bytes in self._owners.items()}
-        border = Border(state, owners, self._read(), self._expected(state))
+        grown = frozenset(owner for owner, how in self._growing.items() if how.has_grown())
+        border = Border(state, owners, self._read(), self._expected(state, grown), grown)
         self.borders.pop(state, None)  # the latest stands last
         self.borders[state] = border
         budget = self._budget_bytes
@@ -170,7 +173,7 @@ class MemoryLedger:
     def metrics(self) -> MetricSet:
         """Of the last time each border was crossed; the fullest rank of each number.
 
-        Predictions by owner are told where they are not what was told before.
+        Predictions by owner are told first, and where an owner has grown since.
         """
         found = MetricSet()
         for state, border in self.borders.items():
@@ -182,22 +185,21 @@ class MemoryLedger:
                 unforeseen = sum(border.owners.get(owner, 0) for owner in self._unforeseen)
                 total = sum(border.predicted.values()) + unforeseen
                 found[f"memory/{state}_predicted_bytes"] = Max(total)
-                if self._told.get(state) != border.predicted:
+                if self._told.get(state) != border.grown:  # on all ranks or on none
                     for owner, num_bytes in border.predicted.items():
                         found[f"memory/{state}/{owner}_predicted_bytes"] = Max(num_bytes)
-                    self._told[state] = border.predicted
+                    self._told[state] = border.grown
         return found
 
-    def _expected(self, state: str) -> dict[str, int] | None:
+    def _expected(self, state: str, grown: frozenset[str]) -> dict[str, int] | None:
         """What is predicted for a border that is crossed now, by owner."""
         if state not in self._predicted:
             return None
         expected = {}
         for owner in [o for o in self._owners if o not in self._unforeseen]:
             num_bytes = self._predicted[state].get(owner, 0)
-            growing = self._growing.get(owner)
-            if growing is not None and not growing.has_grown():
-                num_bytes = min(num_bytes, growing.at_first)
+            if owner in self._growing and owner not in grown:
+                num_bytes = min(num_bytes, self._growing[owner].at_first)
             expected[owner] = num_bytes
         return expected
 

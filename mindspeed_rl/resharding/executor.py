@@ -15,6 +15,7 @@ from mindspeed_rl.resharding.exchange import (
     Round,
     copy_within,
 )
+from mindspeed_rl.resharding.garbage import without_collection
 from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.planner import (
     ReshardPlan,
@@ -42,6 +43,7 @@ def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
     return dtype
 
 
+@without_collection
 def split_rounds(
     plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_legs: int
 ) -> tuple[Round, ...]:

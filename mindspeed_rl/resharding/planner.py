@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.resharding.boxes import Box, ParamView
+from mindspeed_rl.resharding.garbage import without_collection
 from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, locate
 from mindspeed_rl.resharding.sources import Assignment, Wanted, share_out
 
@@ -212,6 +213,7 @@ def _transfer(
     )
 
 
+@without_collection
 def plan_reshard(
     source: ShardLayout,
     target: ShardLayout,

@@ -16,6 +16,7 @@ from math import ceil, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mindspeed_rl.resharding.garbage import without_collection
 from mindspeed_rl.resharding.layouts.base import ShardLayout, Unit, locate
 from mindspeed_rl.resharding.planner import overlaps
 
@@ -95,6 +96,7 @@ class _Item:
         return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
 
 
+@without_collection
 def plan_schedule(
     source: ShardLayout,
     target: ShardLayout,

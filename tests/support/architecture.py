@@ -45,6 +45,7 @@ LAYER_0 = (
     "parallel.layout",
     "parallel.stages",
     "resharding.boxes",
+    "resharding.garbage",
     "resharding.layouts",
     "rollout.vllm_versions",
     "rollout.ascend_versions",

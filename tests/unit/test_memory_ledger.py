@@ -101,6 +101,26 @@ def test_an_optimizer_is_small_until_its_first_update() -> None:
     assert metrics["memory/rollout/optimizer_predicted_bytes"] == Max(0)
 
 
+def names_of_a_first_update(size: int) -> tuple[set[str], set[str]]:
+    """Of the metrics before it and after it, with an optimizer of that size."""
+    updates = 0
+    growing = {"optimizer": Growing(0, lambda: updates > 0)}
+    predicted = {"train": {"optimizer": size}}
+    owners = {"optimizer": lambda: size * updates}
+    ledger = MemoryLedger(owners, Device().memory, None, 0, predicted, growing=growing)
+    ledger.at_border("train")
+    before = set(ledger.metrics())
+    updates = 1
+    ledger.at_border("train")
+    return before, set(ledger.metrics())
+
+
+def test_ranks_whose_optimizer_is_empty_tell_the_same_names() -> None:
+    """A stage without layers: its numbers do not change with the first update, its names do."""
+    empty, usual = names_of_a_first_update(0), names_of_a_first_update(8 * GIB)
+    assert empty == usual and "memory/train/optimizer_predicted_bytes" in empty[1]
+
+
 def test_a_budget_that_is_exceeded_ends_the_run_with_the_table() -> None:
     device = Device()
     ledger = device.ledger(budget_bytes=30 * GIB)
