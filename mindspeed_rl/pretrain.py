@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
+from mindspeed_rl.config.modules import modules_note
 from mindspeed_rl.config.validate import RunPlan, check_pretrain
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
@@ -165,6 +166,7 @@ def describe(job: SftJob, source: SampleSource) -> None:
     )
     job.say(
         f"training layout on {job.platform.name}: {layout}",
+        *modules_note(job.config.model, job.config.parallel.platform),
         source.report(),
         f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}",
         *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),

@@ -35,7 +35,10 @@ def main(job: ScoreJob) -> None:
     compute = by_trainer if score.backend == "megatron" else by_engine
     result = gather(job, sequences, compute(job, sequences))
     if result is not None:
-        result.save(score.output)
+        try:
+            result.save(score.output)
+        except OSError as error:
+            raise OSError(f"--output {score.output} could not be written: {error}") from error
         tokens = int(sequences.length.sum())
         job.say(f"{len(sequences.length)} sequences, {tokens} tokens: {score.output}")
 

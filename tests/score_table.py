@@ -1,13 +1,15 @@
 """Runs the score command on every model and layout and prints the tables of docs/models.md.
 
 usage: PYTHONPATH=. python tests/score_table.py [--backend engine] [--variants NAME ...]
-           [--layouts NAME ...] [--all] [--launcher torchrun] [--results FILE]
+           [--layouts NAME ...] [--all] [--together] [--by-family] [--launcher torchrun]
+           [--results FILE]
 
 A cell holds the largest difference of a log-prob and of an entropy from transformers in fp32, in
 nats. Models and layouts are those of tests/support/score_cases.py: enough for every pair of
 choices, with --all every layout that fits. Ends with 1 when a difference is above the limit or a
 run fails. With --results the numbers that the file holds are not measured again, so that a table
-can be made in portions.
+can be made in portions. With --together the trainer scores all models of a layout in one world;
+with --by-family a cell holds the worst of a family's models in a layout.
 """
 
 from __future__ import annotations
@@ -64,22 +66,48 @@ def chosen_runs(args: argparse.Namespace) -> list[Run]:
     ]
 
 
+def batches(runs: Sequence[Run], *, together: bool) -> list[list[Run]]:
+    """What is run in one world: each alone, or the trainer's runs of a layout together."""
+    found: dict[object, list[Run]] = {}
+    for run in runs:
+        backend, _, layout = run
+        key = layout.name if together and backend == "megatron" else run
+        found.setdefault(key, []).append(run)
+    return list(found.values())
+
+
+def measure(batch: Sequence[Run], world: ScoreWorld) -> Results:
+    """Of one world; where several together fail, each by itself, so that none hides the others."""
+    backend, _, layout = batch[0]
+    if len(batch) > 1:
+        try:
+            found = world.differences([variant for _, variant, _ in batch], layout)
+            return {key_of(run): [found[run[1]].logp, found[run[1]].entropy] for run in batch}
+        except AssertionError as error:
+            print(f"\n{layout.name}, together: {error}", file=sys.stderr, flush=True)
+            return {key: value for run in batch for key, value in measure([run], world).items()}
+    ((_, variant, _),) = batch
+    try:
+        one = world.difference(variant, backend, layout)
+    except AssertionError as error:
+        print(f"\n{key_of(batch[0])}: {error}", file=sys.stderr, flush=True)
+        return {key_of(batch[0]): str(error)}
+    return {key_of(batch[0]): [one.logp, one.entropy]}
+
+
 def run_all(runs: Sequence[Run], world: ScoreWorld, args: argparse.Namespace) -> Results:
-    """Whatever the results lack and the time allows; a run that fails does not hide the others."""
+    """Whatever the results lack and the time allows."""
     results: Results = json.loads(args.results.read_text()) if args.results.exists() else {}
+    missing = [run for run in runs if not isinstance(results.get(key_of(run)), list)]
     ends = time.monotonic() + args.limit_s
-    progress = RunProgress(len(runs), 0, "score", is_writer=True)
-    for number, run in enumerate(runs, start=1):
-        if not isinstance(results.get(key_of(run)), list) and time.monotonic() < ends:
-            backend, variant, layout = run
-            try:
-                found = world.difference(variant, backend, layout)
-                results[key_of(run)] = [found.logp, found.entropy]
-            except AssertionError as error:
-                results[key_of(run)] = str(error)
-                print(f"\n{key_of(run)}: {error}", file=sys.stderr, flush=True)
+    progress = RunProgress(len(missing), 0, "score", is_writer=True)
+    done = 0
+    for batch in batches(missing, together=args.together):
+        if time.monotonic() < ends:
+            results |= measure(batch, world)
             args.results.write_text(json.dumps(results, indent=1))
-        progress.update(number, {})
+            done += len(batch)
+            progress.update(done, {})
     progress.close()
     return results
 
@@ -110,6 +138,29 @@ def table(backend: str, runs: Sequence[Run], results: Results) -> str:
     return "\n".join([f"--backend {backend}", "", head, "|" + "---|" * (len(columns) + 1), *body])
 
 
+def family_table(backend: str, runs: Sequence[Run], results: Results) -> str:
+    """Markdown: a row per layout, a column per family; the worst of the family's models."""
+    names = list(dict.fromkeys(layout.name for b, _, layout in runs if b == backend))
+    families = list(dict.fromkeys(VARIANTS[v].family for b, v, _ in runs if b == backend))
+    rows = [["layout", *families]]
+    for name in names:
+        row = [name]
+        for family in families:
+            values = [
+                results.get(key_of(run), "not run")
+                for run in runs
+                if run[0] == backend and run[2].name == name and VARIANTS[run[1]].family == family
+            ]
+            numbers = [value for value in values if not isinstance(value, str)]
+            worst = [f"{max(n[i] for n in numbers):.0e}".replace("e-0", "e-") for i in (0, 1)
+                     if numbers]  # fmt: skip
+            missing = len(values) - len(numbers)
+            row.append(", ".join([*worst, *([f"{missing} lack"] if missing else [])]))
+        rows.append(row)
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([f"--backend {backend}", "", head, "|" + "---|" * len(rows[0]), *body])
+
+
 def wrong(runs: Sequence[Run], results: Mapping[str, list[float] | str]) -> list[str]:
     """Runs that failed, were not run, or differ too much."""
     found = []
@@ -130,6 +181,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=[], help="Default: all.")
     parser.add_argument("--layouts", nargs="+", default=[], help="Default: all.")
     parser.add_argument("--all", action="store_true", help="Every layout that fits.")
+    parser.add_argument("--together", action="store_true", help="Trainer: one world per layout.")
+    parser.add_argument("--by-family", action="store_true", help="Print the worst of a family.")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="warm")
     parser.add_argument("--results", type=Path, help="JSON file to go on with.")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="No run begins later.")
@@ -161,7 +214,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         args.results = args.results or Path(folder) / "results.json"
         results = run_all(runs, ScoreWorld(Path(folder), LAUNCHERS[args.launcher]), args)
-    print("\n\n".join(table(backend, runs, results) for backend in args.backend))
+    shown = family_table if args.by_family else table
+    print("\n\n".join(shown(backend, runs, results) for backend in args.backend))
     found = wrong(runs, results)
     print("\n".join(found), file=sys.stderr)
     return 1 if found else 0

@@ -58,6 +58,7 @@ FEATURES = "MindSpeed's features"
 MOVEMENT = "Weights, samples, memory"
 ENGINE = "Rollout engine"
 _WEIGHTS, _ENGINE = "tests/ascend/test_engine_weights.py::", "tests/unit/test_ascend_engine.py::"
+_REFUSED = "tests/unit/test_ascend_refusals.py::"
 _VERSIONS, _API = "tests/unit/test_ascend_versions.py::", "tests/unit/test_ascend_api.py::"
 
 CLAIMS: tuple[Claim, ...] = (
@@ -67,7 +68,12 @@ CLAIMS: tuple[Claim, ...] = (
           "the first process group; `torch.compile`, `torch.jit.script`, Triton's drivers and "
           "made-up modules are as vLLM needs them afterwards", _E,
           _BOOT + "test_the_adaptor_changes_nothing_for_others",
-          limits="stand-in of MindSpeed; the real one: next row"),
+          limits="stand-in of MindSpeed; the real one: next rows"),
+    Claim(START, "the real adaptor with a hostile command line, then vLLM and vLLM-Ascend's "
+          "experts imported in the same process: its patches are in force, no made-up flash_attn "
+          "is left, `torch.compile` is torch's, the command line is as it was", _E,
+          _BOOT + "test_vllm_is_imported_behind_the_real_adaptor", True,
+          limits="Triton, acl and torchvision are stand-ins; no engine was built behind it"),
     Claim(START, "MindSpeed core_r0.16.0 is applied to megatron-core 0.16.1 without "
           "megatron.training", _E, _FAMILIES + "test_modules_are_the_ones_asked_for", True),
     Claim(START, "wrong orders of import are refused", _E,
@@ -80,9 +86,11 @@ CLAIMS: tuple[Claim, ...] = (
           "vllm-ascend's build, each with its fix", _U,
           limits="tested against made-up facts (tests/unit/test_doctor.py); where CANN, driver and "
           "npu-smi tell their versions was read in documentation"),
-    Claim(START, "`--profile` takes torch_npu's profiler", _S,
-          _API + "test_every_use_of_ours_is_in_the_snapshot",
-          limits="parameters of 2.10.0.post4; nothing was recorded"),
+    Claim(START, "`--profile` records and analyses a window of steps with torch_npu's profiler; "
+          "the trace has our phases and operators", _E,
+          "tests/ascend/test_profiler.py::test_a_window_of_steps_is_recorded_and_analysed",
+          limits="the framework's half; what CANN records of a device, and msprof, which reads it, "
+          "are not there. Parameters of 2.10.0.post4 by signature"),
     Claim(START, "HCCL buffer sizes per group (`--hccl-group-buffer`)", _E,
           _BOOT + "test_hccl_buffers_are_of_the_group",
           limits="the options are built; no communicator is"),
@@ -106,9 +114,11 @@ CLAIMS: tuple[Claim, ...] = (
           "`scaled_dot_product_attention`", _E,
           _EMULATOR + "test_attention_of_torch_is_the_fused_one",
           limits="its speed, and rows of many short sequences, on a device"),
-    Claim(TRAINER, "Transformer Engine's modules on CUDA: parameter names", _U,
-          limits="names follow megatron-core's source (tests/unit/test_module_names.py); "
-          "Transformer Engine was never installed here"),
+    Claim(TRAINER, "Transformer Engine's modules on CUDA: arguments, names, shapes and marks of "
+          "every family", _S, "tests/distributed/test_transformer_engine.py::"
+          "test_models_of_its_modules_compute_what_transformers_does",
+          limits="megatron-core's real wrappers on a double of Transformer Engine 2.11; itself was "
+          "never executed here, nor was anything on CUDA"),
     Claim(FEATURES, "`--use-fused-rmsnorm`, `--use-fused-swiglu`: always on with MindSpeed", _E,
           _FAMILIES + "test_family_trains_as_on_cpu", True),
     Claim(FEATURES, "`--moe-grouped-gemm`", _E, _FAMILIES + "test_family_trains_as_on_cpu", True),
@@ -144,7 +154,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(MOVEMENT, "parameters, gradients, optimizer and reference leave the device and come "
           "back; the driver's free memory shows it; training goes on to the bit", _E,
           _MOVEMENT + "test_memory_leaves_the_npu_and_comes_back",
-          limits="segments are not expandable; the engine's pool is not there"),
+          limits="the test drives `Sharing`, which moves the groups, not the phase machine; "
+          "segments are not expandable; the engine's pool is not there"),
     Claim(ENGINE, "vLLM-Ascend 0.23.0: after three cycles of sleep, wake and sync weights are "
           "equal, every expert was turned once, nothing moved; dense, experts, latent", _E,
           _WEIGHTS + "test_three_cycles_of_its_own_classes",
@@ -168,7 +179,7 @@ CLAIMS: tuple[Claim, ...] = (
           "cache in the version's terms", _S, _ENGINE + "test_the_engine_is_built_for_updates",
           limits="the arguments; no engine was built"),
     Claim(ENGINE, "models with sparse attention (SFA, DSA) are refused", _S,
-          _ENGINE + "test_models_that_cannot_be_updated_are_refused"),
+          _REFUSED + "test_every_kind_of_sparse_attention_is_refused"),
     Claim(ENGINE, "one packed reduction per decode step gives what 0.23.0's own function gives", _E,
           _WEIGHTS + "test_the_packed_reduction_says_what_its_own_says",
           limits="its function alone; whole steps run on CPU with four ranks "
@@ -179,10 +190,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(ENGINE, "every name and argument that we use of torch_npu, vLLM, vLLM-Ascend, "
           "megatron-core and MindSpeed is there in the pinned version", _S,
           _API + "test_every_use_of_ours_is_in_the_snapshot",
-          limits="names of compiled modules are not read; attributes of objects as far as a run "
-          "on CPU reaches them, those of vLLM-Ascend's objects by hand"),
+          limits="names of compiled modules are not read, arguments of `acl.rt.memcpy` are not; "
+          "attributes of objects as far as a run on CPU reaches them, those of vLLM-Ascend's "
+          "objects by hand"),
     Claim(ENGINE, "expandable segments on while training and off while the engine has its weights",
-          _U, limits="virtual memory is not emulated"),
+          _E, _EMULATOR + "test_expandable_segments_are_switched_in_a_running_process",
+          limits="torch_npu's switch and allocator; when we switch: on fakes "
+          "(tests/unit/test_ascend_engine.py); camem's mappings are not there"),
     Claim(ENGINE, "graph modes, capture sizes, multi-stream, NZ cache, EPLB map", _U,
           limits="keys are checked (above); none was run"),
 )  # fmt: skip

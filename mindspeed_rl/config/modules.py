@@ -18,3 +18,13 @@ def module_names(model: ModelConfig, platform: str) -> ModuleNames:
     if asked != "transformer_engine" or not has_transformer_engine(platform):
         return LOCAL
     return GROUPED if model.moe_grouped_gemm else TRANSFORMER_ENGINE
+
+
+def modules_note(model: ModelConfig, platform: str) -> list[str]:
+    """The line that tells of a ``--transformer-impl`` that is not here."""
+    if model.transformer_impl != "transformer_engine" or has_transformer_engine(platform):
+        return []
+    return [
+        "--transformer-impl transformer_engine: Transformer Engine is not installed here, the "
+        "model is built of megatron-core's local modules"
+    ]

@@ -171,6 +171,17 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         refuse_earlier_results(logging)
 
 
+def check_output_file(flag: str, path: str) -> None:
+    """Check that one file can be written at the end. Local; changes nothing.
+
+    Raises:
+        ValueError: it is a directory, or its own cannot be made or written to.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"{flag} {path}: is a directory; name a file in it")
+    _check_writable(flag, Path(path).parent)
+
+
 def _check_writable(flag: str, path: Path) -> None:
     place = path.absolute()
     existing = next(p for p in (place, *place.parents) if p.exists())

@@ -22,7 +22,7 @@ from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.launch import check_environment_workers
 from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.config.modules import module_names
-from mindspeed_rl.config.outputs import check_paths
+from mindspeed_rl.config.outputs import check_output_file, check_paths
 from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
@@ -188,6 +188,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     _need_file("--tokens", score.tokens, "an .npz file")
     if not score.output:
         raise ValueError("--output is required: give the .npz file to write")
+    check_output_file("--output", score.output)
     if score.temperature <= 0:
         raise ValueError(f"--temperature {score.temperature}: must be positive")
     if score.temperature != 1 and score.backend == "engine":

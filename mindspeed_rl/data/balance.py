@@ -55,18 +55,27 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     for start in range(0, len(order), num_parts):
         block = order[start : start + num_parts]
         parts: list[_Part] = [(costs[i], [i]) for i in block]
-        parts += [(0.0, [])] * (num_parts - len(block))
+        parts += [(0.0, []) for _ in range(num_parts - len(block))]
         splits.append(_split(parts, start))
     heapq.heapify(splits)
     while len(splits) > 1:
-        first, second = heapq.heappop(splits), heapq.heappop(splits)
+        first = heapq.heappop(splits)
+        if splits[0][0] == 0:  # and so are all others: merging them moves no cost
+            for _, _, parts in sorted(splits):
+                for (_, mine), (_, other) in zip(first[2], reversed(parts), strict=True):
+                    mine += other
+            splits = [first]
+            break
+        second = heapq.heappop(splits)
         merged = [
-            (a + b, mine + other)
+            (a + b, _joined(mine, other))
             for (a, mine), (b, other) in zip(first[2], reversed(second[2]), strict=True)
         ]
         merged.sort(key=_cost, reverse=True)
         heapq.heappush(splits, _split(merged, min(first[1], second[1])))
-    found = [sorted(items) for _, items in splits[0][2]] if splits else [[]] * num_parts
+    found = (
+        [sorted(items) for _, items in splits[0][2]] if splits else [[] for _ in range(num_parts)]
+    )
     return sorted(found, key=lambda items: (-len(items), items))
 
 
@@ -77,6 +86,14 @@ _Split = tuple[float, int, list[_Part]]  # the least even first, then by number,
 def _split(parts: list[_Part], number: int) -> _Split:
     """Of ``parts`` by falling cost."""
     return parts[-1][0] - parts[0][0], number, parts
+
+
+def _joined(some: list[int], more: list[int]) -> list[int]:
+    """Both, in the longer of the two lists, which are not used again."""
+    if len(some) < len(more):
+        some, more = more, some
+    some.extend(more)
+    return some
 
 
 _cost = itemgetter(0)

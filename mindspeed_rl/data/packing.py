@@ -130,25 +130,15 @@ def pack(
     Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
     micro-batch that trains on nothing.
     """
-    lengths = tuple(padded(s.length, sequence_multiple) for s in samples)
+    real = [s.length for s in samples]
+    lengths = tuple(padded(length, sequence_multiple) for length in real)
     total = sum(lengths)
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     device = samples[0].token_ids.device if samples else torch.device("cpu")
-    row = _row_of(samples, lengths, padded_length, device)
+    row = _row_of(samples, real, lengths, padded_length, device)
     sequence_of = row.owner[row.loss_mask[:total]]
-    logprobs = [
-        torch.zeros(s.num_trained, device=device)
-        if s.rollout_logprobs is None
-        else s.rollout_logprobs
-        for s in samples
-    ]
-    experts = [
-        torch.zeros((s.num_trained, 0), dtype=torch.uint8, device=device)
-        if s.experts is None
-        else s.experts
-        for s in samples
-    ]
+    num_trained = tuple(s.num_trained for s in samples)
     advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device)
     return MicroBatch(
         token_ids=row.token_ids,
@@ -157,26 +147,52 @@ def pack(
         loss_mask=row.loss_mask,
         lengths=lengths,
         sample_ids=tuple(s.sample_id for s in samples),
-        rollout_logprobs=_cat(logprobs, device).to(torch.float32),
+        rollout_logprobs=_known([s.rollout_logprobs for s in samples], num_trained, device),
         advantages=advantages[sequence_of],
         sequence_of=sequence_of,
-        num_trained=tuple(s.num_trained for s in samples),
+        num_trained=num_trained,
         trained_index=torch.arange(sequence_of.numel(), device=device),
-        experts=torch.cat(experts) if experts else torch.zeros((0, 0), dtype=torch.uint8),
+        experts=_known_experts([s.experts for s in samples], num_trained, device),
     )
 
 
+def _known(
+    values: Sequence[torch.Tensor | None], counts: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """[sum of counts] fp32 of all samples; zeros for those without."""
+    if all(v is None for v in values):
+        return torch.zeros(sum(counts), device=device)
+    zeros = torch.zeros(max(counts), device=device)
+    parts = [zeros[:n] if v is None else v for v, n in zip(values, counts, strict=True)]
+    return torch.cat(parts).to(torch.float32)
+
+
+def _known_experts(
+    values: Sequence[torch.Tensor | None], counts: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """[sum of counts, layers with experts x k] of all samples; [sum of counts, 0] without."""
+    given = [v for v in values if v is not None]
+    if not given:
+        return torch.zeros((sum(counts), 0), dtype=torch.uint8, device=device)
+    assert len(given) == len(values), "experts of some samples alone"
+    return torch.cat(given)
+
+
 def _row_of(
-    samples: Sequence[TrainSample], lengths: Sequence[int], padded_length: int, device: torch.device
+    samples: Sequence[TrainSample],
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    padded_length: int,
+    device: torch.device,
 ) -> _Row:
-    """Tokens and what stands behind each; ``lengths`` are those of samples with their padding."""
+    """Tokens and what stands behind each; ``lengths`` are ``sizes`` of samples with padding."""
     total = sum(lengths)
 
     def of_samples(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     length = of_samples(lengths)
-    real = of_samples([s.length for s in samples])
+    real = of_samples(sizes)
     num_prompt = of_samples([s.num_prompt_tokens for s in samples])
     owner = torch.repeat_interleave(length, output_size=total)
     position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]

@@ -3,7 +3,8 @@
 Pure functions of the sample table: every rank finds its own part, and nothing is negotiated. A
 sample goes along one axis of the training grid at a time, so each leg is one collective of a group
 that training uses anyway: first to a data-parallel rank, once, then to the pipeline stages, context
-and tensor ranks of it that lack it. A leg on which a group moves nothing does not exist.
+and tensor ranks of it that lack it. On one node it goes straight, in one collective of the world.
+A leg on which a group moves nothing does not exist.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def plan_legs(
     layout: ParallelLayout,
     stages: Collection[int],
     rank: int,
+    *,
+    one_node: bool = False,
 ) -> tuple[Leg, ...]:
-    """The legs of one rank, in the order of :data:`AXES`. Pure.
+    """The legs of one rank, in the order of :data:`AXES`; on one node a single one. Pure.
 
     Args:
         holders: where each sample is.
@@ -68,10 +71,15 @@ def plan_legs(
         layout: of training.
         stages: pipeline stages that need samples.
         rank: whose part.
+        one_node: all ranks are on one: no way is shorter than another, so every copy goes straight
+            to its place, and one collective of the world does it.
     """
     first = np.asarray(holders.first, dtype=np.int64).reshape(-1, 1)
     ranks = first + np.arange(holders.count)
     wanted = np.asarray(destinations, dtype=np.int64)
+    if one_node:
+        leg = _leg("world", range(layout.world), rank, [_straight(ranks, wanted, layout, stages)])
+        return () if leg is None else (leg,)
     at = layout.coords(rank)
     moves = _to_blocks(ranks, wanted, layout)
     legs = [_leg("dp-cp", layout.replicas(at.tp, at.pp), rank, [moves])]
@@ -87,7 +95,9 @@ def copies_moved(
     """How many copies of each sample go from rank to rank, by the rank that it trains on. Pure.
 
     What the legs of all ranks move in all: a copy to every place of the data-parallel rank that
-    needs the sample and lacks it, and one more where the first copy comes to a stage between.
+    needs the sample and lacks it, and one more where the first copy comes to a stage between. On
+    one node that one does not move; it counts all the same, so that who trains on what does not
+    depend on how many nodes there are.
 
     Args:
         holders: where each sample is.
@@ -160,6 +170,17 @@ def _to_blocks(ranks: Ints, wanted: Ints, layout: ParallelLayout) -> _Moves:
     away = np.flatnonzero(~(ranks // own % layout.dp == wanted[:, None]).any(1))
     sources = ranks[away, away % ranks.shape[1]]
     return _Moves(away, sources, sources + (wanted[away] - sources // own % layout.dp) * own)
+
+
+def _straight(ranks: Ints, wanted: Ints, layout: ParallelLayout, stages: Collection[int]) -> _Moves:
+    """A copy of each sample to every place that needs and lacks it; its holders take turns."""
+    own = layout.tp * layout.cp
+    place = np.add.outer(layout.ranks_per_stage * np.array(sorted(stages)), np.arange(own)).ravel()
+    targets = own * wanted[:, None] + place
+    lacking = ~(targets[:, :, None] == ranks[:, None]).any(2)
+    items, places = np.nonzero(lacking)
+    sources = ranks[items, (items + places) % ranks.shape[1]]
+    return _Moves(items, sources, targets[items, places])
 
 
 class _Block:

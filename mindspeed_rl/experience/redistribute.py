@@ -14,7 +14,14 @@ import torch.distributed as dist
 
 from mindspeed_rl.data.routes import Leg
 from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.experience.tensor_cache import WORD_BYTES, Column, TensorCache
+from mindspeed_rl.experience.tensor_cache import (
+    WORD_BYTES,
+    Column,
+    Part,
+    TensorCache,
+    as_words,
+    join,
+)
 
 
 class Parcel(NamedTuple):
@@ -99,7 +106,8 @@ class Redistribution:
         self._parcels = parcels
         self._columns = columns
         self.legs = legs
-        self._arrived: dict[int, _Arrived] = {}
+        #: of each column, what has come on a leg
+        self._arrived: dict[str, dict[int, Part]] = {column.name: {} for column in columns}
         sizes = {n: num_words(columns, n) for n in {p.num_tokens for p in parcels}}
         self._num_words = [sizes[p.num_tokens] for p in parcels]
 
@@ -116,88 +124,69 @@ class Redistribution:
         Raises:
             RuntimeError: a sample is not here, or not of the length that the table says.
         """
-        parts: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
         for peer in leg.peers:
-            for item in leg.sends.get(peer, ()):
-                if item in self._arrived:
-                    buffer, start = self._arrived[item]
-                    parts.append(buffer[start : start + self._num_words[item]])
-                else:
-                    parts += [self._to_words(item, column) for column in self._columns]
+            items = leg.sends.get(peer, ())
+            for column in self._columns if items else ():
+                views += as_words(column, self._parts(items, column))
         sizes = self._sizes(leg, leg.sends)
-        if not parts:
+        if not views:
             return torch.empty(0, dtype=torch.int32, device=self._cache.device), sizes
-        return torch.cat(parts), sizes
+        return torch.cat(views), sizes
 
     def take(self, leg: Leg, incoming: torch.Tensor) -> None:
-        """Note what has arrived. Local."""
+        """Note what has arrived: from each peer one column of all samples after another. Local."""
         start = 0
         for peer in leg.peers:
-            for item in leg.receives.get(peer, ()):
-                assert item not in self._arrived, f"sample {item} arrives twice"
-                self._arrived[item] = _Arrived(incoming, start)
-                start += self._num_words[item]
+            for column in self._columns:
+                arrived = self._arrived[column.name]
+                for item in leg.receives.get(peer, ()):
+                    assert item not in arrived, f"sample {item} arrives twice"
+                    num_tokens = self._parcels[item].num_tokens
+                    arrived[item] = Part(incoming, start, num_tokens)
+                    start += column.num_words(num_tokens)
         assert start == incoming.numel(), f"{incoming.numel()} words arrived, {start} expected"
 
     def read(self, item: int, column: Column) -> torch.Tensor:
         """[tokens x width] of a sample that this rank had or received. Do not write to it."""
-        parcel = self._parcels[item]
-        if item not in self._arrived:
-            return self._cache.read(column, parcel.key, parcel.version)
-        buffer, start = self._arrived[item]
-        start += num_words(self._columns[: self._columns.index(column)], parcel.num_tokens)
-        words = buffer[start : start + column.num_words(parcel.num_tokens)]
-        return words.view(column.dtype)[: parcel.num_tokens * column.width]
+        return self._parts([item], column)[0].of(column)
 
     def read_all(self, items: Sequence[int], column: Column) -> torch.Tensor:
         """[sum of tokens x width] of several samples, one after the other; see :meth:`read`."""
-        if any(item in self._arrived for item in items):
-            return torch.cat([self.read(item, column) for item in items])
-        parcels = [self._parcels[item] for item in items]
-        return self._cache.read_all(column, [(p.key, p.version) for p in parcels])
+        return join(column, self._parts(items, column), self._cache.device)
 
     def keep(self) -> None:
         """Put what has arrived into the cache. Local."""
-        for item, (words, start) in self._arrived.items():
-            parcel = self._parcels[item]
-            for column in self._columns:
-                self._cache.put_words(
-                    column, parcel.key, parcel.version, words, start, parcel.num_tokens
-                )
-                start += column.num_words(parcel.num_tokens)
-        self._arrived = {}
+        for column in self._columns:
+            arrived = self._arrived[column.name]
+            parcels = [self._parcels[item] for item in arrived]
+            keys, versions = [p.key for p in parcels], [p.version for p in parcels]
+            self._cache.put_parts(column, keys, versions, list(arrived.values()))
+            arrived.clear()
 
-    def _to_words(self, item: int, column: Column) -> torch.Tensor:
-        parcel = self._parcels[item]
-        values = self._cache.read(column, parcel.key, parcel.version)
-        if values.numel() != parcel.num_tokens * column.width:
-            raise RuntimeError(
-                f"{column.name!r} of sample {parcel.key.number} of step {parcel.key.step} has "
-                f"{values.numel()} elements; the table says {parcel.num_tokens} tokens x "
-                f"{column.width}"
-            )
-        if column.dtype.itemsize == WORD_BYTES:
-            return values.view(torch.int32)
-        total = column.num_words(parcel.num_tokens) * WORD_BYTES
-        padded = torch.zeros(total, dtype=torch.uint8, device=values.device)
-        padded[: column.num_bytes(parcel.num_tokens)] = values.view(torch.uint8)
-        return padded.view(torch.int32)
+    def _parts(self, items: Sequence[int], column: Column) -> list[Part]:
+        """Where the tensors of samples are.
+
+        Raises:
+            RuntimeError: one is not here, or not of the length that the table says.
+        """
+        arrived = self._arrived[column.name]
+        here = [self._parcels[item] for item in items if item not in arrived]
+        found = self._cache.find_all(column, [(p.key, p.version) for p in here])
+        for parcel, part in zip(here, found, strict=True):
+            if part.num_tokens != parcel.num_tokens:
+                raise RuntimeError(
+                    f"{column.name!r} of sample {parcel.key.number} of step {parcel.key.step} has "
+                    f"{part.num_tokens} tokens; the table says {parcel.num_tokens}"
+                )
+        if len(found) == len(items):
+            return found
+        of_cache = iter(found)
+        return [arrived[item] if item in arrived else next(of_cache) for item in items]
 
     def _sizes(self, leg: Leg, items: Mapping[int, Sequence[int]]) -> list[int]:
         """Words of the message of each peer."""
         return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in leg.peers]
-
-
-class _Arrived(NamedTuple):
-    """A sample within what came on a leg: its columns follow each other.
-
-    Attributes:
-        words: [all of the leg] int32.
-        start: of the sample.
-    """
-
-    words: torch.Tensor
-    start: int
 
 
 def num_words(columns: Sequence[Column], num_tokens: int) -> int:

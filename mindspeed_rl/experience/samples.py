@@ -191,7 +191,7 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[S
 
 
 def _facts(rollout: Rollout, group: int) -> list[int]:
-    done = rollout.completion
+    done, checksum = rollout.completion, _checksum(rollout)
     return [
         rollout.prompt.index,
         len(done.token_ids),
@@ -200,8 +200,8 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
         done.weights_version,
         group,
         1,
-        _checksum(rollout),
-        _checksum(rollout),
+        checksum,
+        checksum,
     ]
 
 

@@ -6,8 +6,9 @@ is, under the sample's key, until the step is over or a redistribution takes it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,9 @@ class Column:
     dtype: torch.dtype
     width: int = 1
 
+    def __post_init__(self) -> None:
+        assert self.dtype.itemsize <= WORD_BYTES, "samples travel as 32-bit words"
+
     def num_bytes(self, num_tokens: int) -> int:
         """Of a sample of so many tokens."""
         return num_tokens * self.width * self.dtype.itemsize
@@ -46,7 +50,7 @@ TOKENS = Column("tokens", torch.int32)
 LOGPROBS = Column("logprobs", torch.float32)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The tensor of one sample within one that holds those of several.
 
     Views are made when they are read: there are many more samples than readers.
@@ -63,16 +67,47 @@ class _Part(NamedTuple):
 
     def of(self, column: Column) -> torch.Tensor:
         """A view."""
-        if column.dtype.itemsize == WORD_BYTES:
-            return self.words_of(column).view(column.dtype)
         size = self.num_tokens * column.width
         if self.buffer.dtype is column.dtype:
             return self.buffer[self.start : self.start + size]
-        return self.words_of(column).view(column.dtype)[:size]
+        words = self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
+        return words.view(column.dtype)[:size]
 
     def words_of(self, column: Column) -> torch.Tensor:
-        """A view as words, where the buffer is of words."""
-        return self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
+        """As words, zeros behind the last element; a view where the buffer is of words."""
+        if self.buffer.dtype is torch.int32:
+            return self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
+        total = column.num_words(self.num_tokens) * WORD_BYTES
+        padded = torch.zeros(total, dtype=torch.uint8, device=self.buffer.device)
+        padded[: column.num_bytes(self.num_tokens)] = self.of(column).view(torch.uint8)
+        return padded.view(torch.int32)
+
+
+def as_words(column: Column, parts: Iterable[Part]) -> list[torch.Tensor]:
+    """The words of samples in order, in as few views as their places allow.
+
+    Samples that lie behind each other are one view: of what an engine sampled most do.
+    """
+    if column.dtype.itemsize != WORD_BYTES:
+        return [part.words_of(column) for part in parts]
+    views: list[torch.Tensor] = []
+    buffer, begin, end, width = None, 0, 0, column.width
+    for here, start, num_tokens in parts:
+        if here is not buffer or start != end:
+            if buffer is not None:
+                views.append(buffer[begin:end])
+            buffer, begin, end = here, start, start
+        end += num_tokens * width
+    return views if buffer is None else [*views, buffer[begin:end]]
+
+
+def join(column: Column, parts: Sequence[Part], device: torch.device) -> torch.Tensor:
+    """[sum of tokens x width] of several samples, those of one after those of another."""
+    if not parts:
+        return torch.empty(0, dtype=column.dtype, device=device)
+    if column.dtype.itemsize == WORD_BYTES:
+        return torch.cat(as_words(column, parts)).view(column.dtype)
+    return torch.cat([part.of(column) for part in parts])
 
 
 class TensorCache:
@@ -92,7 +127,7 @@ class TensorCache:
         #: bytes of all entries
         self.num_bytes = 0
         self._columns: dict[str, Column] = {}
-        self._entries: dict[str, dict[SampleKey, dict[int, _Part]]] = {}
+        self._entries: dict[str, dict[SampleKey, dict[int, Part]]] = {}
 
     def begin_step(self, step: int, keep: Collection[SampleKey] = ()) -> None:
         """Drop everything but the samples in ``keep``, which are carried over.
@@ -136,42 +171,42 @@ class TensorCache:
             RuntimeError: a sample has this tensor already, or is of a step that is over.
         """
         moved = _as_kept(column, values.to(self.device, column.dtype))
-        start = 0
-        for key, version, length in zip(keys, versions, lengths, strict=True):
-            self._add(column, key, version, _Part(moved, start, length))
-            start += length * column.width
-        assert start == moved.numel(), f"{column.name}: {moved.numel()} elements, {start} expected"
+        sizes = (length * column.width for length in lengths)
+        *starts, end = accumulate(sizes, initial=0)
+        assert end == moved.numel(), f"{column.name}: {moved.numel()} elements, {end} expected"
+        parts = [Part(moved, at, length) for at, length in zip(starts, lengths, strict=True)]
+        self.put_parts(column, keys, versions, parts)
 
-    def put_words(
+    def put_parts(
         self,
         column: Column,
-        key: SampleKey,
-        version: int,
-        words: torch.Tensor,
-        start: int,
-        num_tokens: int,
+        keys: Sequence[SampleKey],
+        versions: Sequence[int],
+        parts: Sequence[Part],
     ) -> None:
-        """Store what is on the device as 32-bit words, from ``start`` on; see :meth:`put`."""
-        assert words.dtype is torch.int32, column
-        self._add(column, key, version, _Part(words, start, num_tokens))
-
-    def _add(self, column: Column, key: SampleKey, version: int, part: _Part) -> None:
+        """Store what is on the device already; see :meth:`put`."""
         known = self._columns.setdefault(column.name, column)
         assert known is column or known == column, "two columns of one name"
-        if key.step > self.step:
-            raise RuntimeError(f"{_name(column, key)}: step {key.step} has not begun")
-        entry = self._entries.setdefault(column.name, {}).setdefault(key, {})
-        if version in entry:
-            raise RuntimeError(
-                f"{_name(column, key)} of version {version} is written twice: entries never change"
-            )
-        entry[version] = part
-        self.num_bytes += column.num_bytes(part.num_tokens)
+        entries = self._entries.setdefault(column.name, {})
+        for key, version, part in zip(keys, versions, parts, strict=True):
+            if key.step > self.step:
+                raise RuntimeError(f"{_name(column, key)}: step {key.step} has not begun")
+            entry = entries.get(key)
+            if entry is None:
+                entries[key] = {version: part}
+            elif version in entry:
+                raise RuntimeError(
+                    f"{_name(column, key)} of version {version} is written twice: entries never "
+                    "change"
+                )
+            else:
+                entry[version] = part
+            self.num_bytes += column.num_bytes(part.num_tokens)
 
-    def _alone(self, column: Column, part: _Part) -> _Part:
+    def _alone(self, column: Column, part: Part) -> Part:
         """A copy: the tensors that came with it can be freed."""
         self.num_bytes += column.num_bytes(part.num_tokens)
-        return _Part(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
+        return Part(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
 
     def has(self, column: Column, key: SampleKey, version: int) -> bool:
         """Whether this rank has it."""
@@ -183,7 +218,7 @@ class TensorCache:
         Raises:
             RuntimeError: it is not here: of a step that is over, of other weights, of other ranks.
         """
-        return self._find(column, key, version).of(column)
+        return self.find(column, key, version).of(column)
 
     def read_all(self, column: Column, entries: Sequence[tuple[SampleKey, int]]) -> torch.Tensor:
         """[sum of tokens x width] of several samples, those of one after those of another.
@@ -195,14 +230,18 @@ class TensorCache:
         Raises:
             RuntimeError: see :meth:`read`.
         """
-        parts = [self._find(column, key, version) for key, version in entries]
-        if not parts:
-            return torch.empty(0, dtype=column.dtype, device=self.device)
-        if column.dtype.itemsize == WORD_BYTES:
-            return torch.cat([part.words_of(column) for part in parts]).view(column.dtype)
-        return torch.cat([part.of(column) for part in parts])
+        return join(column, self.find_all(column, entries), self.device)
 
-    def _find(self, column: Column, key: SampleKey, version: int) -> _Part:
+    def find_all(self, column: Column, entries: Iterable[tuple[SampleKey, int]]) -> list[Part]:
+        """Where the tensors of several samples are; see :meth:`read`."""
+        known, none = self._entries.get(column.name, {}), dict[int, Part]()
+        return [
+            known.get(key, none).get(version) or self.find(column, key, version)
+            for key, version in entries
+        ]
+
+    def find(self, column: Column, key: SampleKey, version: int) -> Part:
+        """Where the tensor of one sample is; see :meth:`read`."""
         entry = self._entries.get(column.name, {}).get(key, {})
         if version in entry:
             return entry[version]

@@ -52,9 +52,9 @@ class PeakMemory:
             text = self._status.read_bytes()
         except FileNotFoundError:
             return None
-        return _bytes_of(b"VmRSS:", text), _bytes_of(b"VmHWM:", text)
+        return field_bytes(b"VmRSS:", text), field_bytes(b"VmHWM:", text)
 
 
-def _bytes_of(field: bytes, status: bytes) -> int:
-    """A field of the status file, which is in kB."""
+def field_bytes(field: bytes, status: bytes) -> int:
+    """A field of a status file of /proc, which is in kB."""
     return int(status.partition(field)[2].split(None, 1)[0]) * 1024

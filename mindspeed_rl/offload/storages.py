@@ -33,7 +33,7 @@ def not_among(
     tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The tensors whose storage is none of the others'."""
-    taken = {identity(storage) for storage in storages_of(others)}
+    taken = {identity(t.untyped_storage()) for t in others}
     return [t for t in tensors if identity(t.untyped_storage()) not in taken]
 
 

@@ -151,9 +151,8 @@ def _with_ages(run: RLJob, batch: UpdateBatch, samples: Sequence[Sample]) -> Upd
     device = run.job.platform.device
     index = {s.sample_id: i for i, s in enumerate(samples)}
     # the last position of each sequence that looks at a token of other weights
-    last = [
-        len(run.prompts[s.prompt_index].token_ids) - 2 + s.num_stale(run.version) for s in samples
-    ]
+    read = rl_samples.prompt_lengths(run, samples)
+    last = [read[s.prompt_index] - 2 + s.num_stale(run.version) for s in samples]
     last_stale = torch.tensor(last, device=device)
 
     def fresh(micro: PreparedBatch) -> torch.Tensor:

@@ -56,6 +56,9 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# New objects before the collector looks at them: a step makes about this many for its samples.
+_YOUNG_OBJECTS = 20_000
+
 
 @dataclass
 class RLJob:
@@ -239,9 +242,15 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     )
     holder.append(result)
     phases.to_train()
-    gc.collect()
-    gc.freeze()  # what stays for the run is not looked through at every release of device memory
+    _settle_objects()
     return result
+
+
+def _settle_objects() -> None:
+    """Keep the garbage collector from what stays for the run, and from every few samples."""
+    gc.collect()
+    gc.freeze()  # not looked through at every release of device memory
+    gc.set_threshold(_YOUNG_OBJECTS)  # tables of samples would begin a collection every few ms
 
 
 def _with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
+from mindspeed_rl.config.modules import modules_note
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -49,6 +50,7 @@ def describe(run: RLJob) -> None:
         *held_out,
         f"training layout on {run.job.platform.name}: "
         + parallel.describe(experts=experts, sequence_parallel=run.config.parallel.shards_sequence),
+        *modules_note(run.config.model, run.config.parallel.platform),
         f"rollout layout: {plan.engine.describe(experts=experts)}",
         *plan.batch.lines(parallel.dp, plan.engine.num_replicas),
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
@@ -172,6 +174,8 @@ class Report:
     ) -> None:
         run = self._run
         values = reduce_metrics(metrics.merge(times.metrics()).merge(run.ledger.metrics()))
+        shown = evenly_spread(samples, run.config.logging.log_rollouts)
+        responses = rl_samples.fetch(run, shown)  # first: the others need not wait for the writer
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
             if told := self._constant.see(values["reward/min"], values["reward/max"]):
@@ -186,20 +190,18 @@ class Report:
         self._totals.step_seconds += values["time/step_s"]
         self._totals.worst_mismatch = worse_mismatch(self._totals.worst_mismatch, mismatch)
         run.logger.log(step, values)
-        self._dump(step, samples)
+        if self._writer:
+            self._dump(step, shown, responses)
         self._progress.update(step, headline(values))
         check_mismatch(step, mismatch, run.config.rl.rl_max_logprob_diff)
         interval = run.config.rollout.reshard_verify_interval
         if interval and (step - 1) % interval == 0:
             check_computation(step, values.get(MISMATCH_MEAN, 0.0), run.config.sync_check_tol)
 
-    def _dump(self, step: int, samples: Sequence[Sample]) -> None:
-        run = self._run
-        shown = evenly_spread(samples, run.config.logging.log_rollouts)
-        responses = rl_samples.fetch(run, shown)
-        if not self._writer:
-            return
-        rows = []
+    def _dump(
+        self, step: int, shown: Sequence[Sample], responses: Sequence[rl_samples.Response]
+    ) -> None:
+        run, rows = self._run, []
         for sample, response in zip(shown, responses, strict=True):
             prompt = run.prompts[sample.prompt_index]
             rows.append(

@@ -246,6 +246,11 @@ def _prompts(run: RLJob, samples: Sequence[Sample]) -> list[torch.Tensor]:
     return [known[s.prompt_index] for s in samples]
 
 
+def prompt_lengths(run: RLJob, samples: Sequence[Sample]) -> dict[int, int]:
+    """Tokens of the prompts of samples, by index. Local."""
+    return {i: len(run.prompts[i].token_ids) for i in {s.prompt_index for s in samples}}
+
+
 def stages_of(run: RLJob) -> range | tuple[int, ...]:
     """The pipeline stages that look at tokens: the first and the last.
 
@@ -267,12 +272,16 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
         cache: where their tokens are, if not in the run's.
     """
     size = run.plan.batch.samples_per_update
-    lengths = [len(run.prompts[s.prompt_index].token_ids) + s.num_tokens for s in samples]
+    read = prompt_lengths(run, samples)
+    lengths = [read[s.prompt_index] + s.num_tokens for s in samples]
     holders = holders_of(run, samples)
-    copies = copies_moved(holders, len(samples), run.plan.parallel, stages_of(run))
+    one_node = run.job.world.local_size == run.job.world.size
+    layout, stages = run.plan.parallel, stages_of(run)
+    copies = copies_moved(holders, len(samples), layout, stages)
     experts = experts_column(run)
     columns = COLUMNS if experts is None else (*COLUMNS, experts)
-    words = [num_words(columns, s.num_tokens) for s in samples]
+    words_of = {n: num_words(columns, n) for n in {s.num_tokens for s in samples}}
+    words = [words_of[s.num_tokens] for s in samples]
     moved_words = copies * np.asarray(words, dtype=np.int64).reshape(-1, 1)
     plans = [
         training.plan_batches(
@@ -285,7 +294,7 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
         for dp, mine in enumerate(plan.assignment):
             for i in (i for micro in mine for i in micro):
                 destinations[number * size + i] = dp
-    legs = plan_legs(holders, destinations, run.plan.parallel, stages_of(run), run.rank)
+    legs = plan_legs(holders, destinations, layout, stages, run.rank, one_node=one_node)
     moved, metrics = _move(run, samples, legs, cache or run.cache, columns)
     moved.keep()
     return Placed(samples, plans, moved, metrics)

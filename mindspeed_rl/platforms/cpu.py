@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
+from mindspeed_rl.observability.host_memory import field_bytes
 from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
@@ -53,10 +54,10 @@ class CpuPlatform:
         statm, meminfo = Path("/proc/self/statm"), Path("/proc/meminfo")
         if not statm.exists():
             return DeviceMemory(0, 0, 0)
-        resident = int(statm.read_text().split()[1]) * _PAGE_BYTES
-        lines = (line.split() for line in meminfo.read_text().splitlines())
-        sizes = {words[0]: int(words[1]) * 1024 for words in lines}
-        return DeviceMemory(resident, sizes["MemAvailable:"], sizes["MemTotal:"])
+        resident = int(statm.read_bytes().split()[1]) * _PAGE_BYTES
+        text = meminfo.read_bytes()
+        available, total = field_bytes(b"MemAvailable:", text), field_bytes(b"MemTotal:", text)
+        return DeviceMemory(resident, available, total)
 
     def watch_peak(self) -> None:
         """The C library does not count."""

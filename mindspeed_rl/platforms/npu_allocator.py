@@ -25,10 +25,11 @@ def set_expandable_segments(on: bool) -> None:
         RuntimeError: this torch_npu has no such switch.
     """
     memory = importlib.import_module("torch_npu.npu.memory")
-    switch = getattr(memory, "_set_allocator_settings", None)
-    if switch is None:
+    try:
+        switch = memory._set_allocator_settings
+    except AttributeError as error:
         raise RuntimeError(
             "torch_npu.npu.memory._set_allocator_settings is gone; written for torch_npu 2.10. "
             "Take expandable_segments out of PYTORCH_NPU_ALLOC_CONF, or install that version"
-        )
+        ) from error
     switch(f"expandable_segments:{on}")

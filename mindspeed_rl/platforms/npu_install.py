@@ -35,7 +35,6 @@ from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.patching import Patch, apply_patch
 from mindspeed_rl.platforms.installed import has_mindspeed
 
-ADAPTOR = "mindspeed.megatron_adaptor"
 # Made up by the adaptor and looked for by vLLM or transformers; megatron-core needs the others.
 PURGED = ("flash_attn", "fla", "fast_hadamard_transform")
 # Their attributes are imported when they are asked for.
@@ -104,7 +103,7 @@ def _apply_adaptor(features: Mapping[str, Any]) -> None:
     patcher: Any = importlib.import_module("mindspeed.patch_utils")
     patcher.sys = types.SimpleNamespace(modules=_SeenModules())
     with clean_argv():
-        adaptor: Any = importlib.import_module(ADAPTOR)
+        adaptor: Any = importlib.import_module("mindspeed.megatron_adaptor")
         adaptor.repatch(dict(features))
     _check_applied()
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import warnings
+
 import torch_npu.profiler
 
 from mindspeed_rl.platforms.base import ProfileRequest
@@ -25,6 +29,7 @@ class NpuProfiler:
     """
 
     def __init__(self, request: ProfileRequest) -> None:
+        self._request = request
         self._profiler = torch_npu.profiler.profile(
             activities=[
                 torch_npu.profiler.ProfilerActivity.CPU,
@@ -46,5 +51,19 @@ class NpuProfiler:
         self._profiler.start()
 
     def stop(self, window: str) -> None:
-        """Write ``<worker>_<time>_ascend_pt``; torch_npu names it, whatever the window."""
-        self._profiler.stop()
+        """Write ``<worker>_<process>_<time>_ascend_pt``; torch_npu names it, whatever the window.
+
+        torch_npu analyses it in forks and makes fork the start method of everybody, which is taken
+        back here. It turns its own errors into printed lines; where no trace came a warning tells.
+        """
+        method = multiprocessing.get_start_method(allow_none=True)
+        try:
+            self._profiler.stop()
+        finally:
+            multiprocessing.set_start_method(method, force=True)
+        folder, worker = self._request.folder, self._request.worker
+        if not any(folder.glob(f"{worker}_{os.getpid()}_*_ascend_pt/ASCEND_PROFILER_OUTPUT")):
+            warnings.warn(
+                f"--profile: torch_npu left no trace in {folder}; what it printed says why",
+                stacklevel=2,
+            )

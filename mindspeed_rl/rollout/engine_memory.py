@@ -65,8 +65,10 @@ def _zero_edges(memory: torch.Tensor) -> None:
 
 def kv_tensors(runner: Any) -> Iterator[torch.Tensor]:
     """Every tensor of the key/value cache, some of them several times."""
-    layers = runner.compilation_config.static_forward_context.values()
-    yield from _tensors([runner.kv_caches, *(getattr(x, "kv_cache", None) for x in layers)])
+    compilation = runner.compilation_config
+    layers = compilation.static_forward_context
+    caches = (getattr(layer, "kv_cache", None) for layer in layers.values())
+    yield from _tensors([runner.kv_caches, *caches])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -54,6 +54,7 @@ def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
         *(_expert_pairs(model.config, spec) if spec.moe else ()),
         *(_latent_pairs(model.config, spec) if spec.latent else ()),
         *(pair for layer in model.decoder.layers for pair in _layer_pairs(layer, model, spec)),
+        *_norm_pairs(model, spec),
     ]
     wrong = [f"{name}: built {built}, model {real}" for name, built, real in pairs if built != real]
     if wrong:
@@ -77,6 +78,14 @@ def _dense_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
     yield "tie_embeddings", model.share_embeddings_and_output_weights, spec.tie_embeddings
     yield "multi_latent_attention", config.multi_latent_attention, spec.latent is not None
     yield "experts", config.num_moe_experts, spec.num_experts or None
+    yield "rotary_interleaved", config.rotary_interleaved, False
+
+
+def _norm_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
+    """Every norm, also within a fused projection."""
+    for name, module in model.named_modules():
+        if (eps := getattr(module, "eps", None)) is not None:
+            yield f"{name}.eps", eps, spec.norm_eps
 
 
 def _expert_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
@@ -97,6 +106,7 @@ def _expert_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
     if moe.score_function == "softmax":
         yield "norm_topk_prob", not config.moe_router_pre_softmax, moe.normalize_top_k
     yield "auxiliary loss", config.moe_router_load_balancing_type, "none"
+    yield "expert capacity (drops tokens)", config.moe_expert_capacity_factor, None
 
 
 def _latent_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
@@ -112,14 +122,8 @@ def _latent_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
 def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
     name = f"layer {layer.layer_number}"
     attention = layer.self_attention
-    if (eps := getattr(layer.input_layernorm, "eps", None)) is not None:
-        yield f"{name} norm eps", eps, spec.norm_eps
     yield f"{name} experts", hasattr(layer.mlp, "router"), spec.has_experts(layer.layer_number - 1)
     yield f"{name} softmax scale", attention.core_attention.softmax_scale, spec.softmax_scale
-    for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        eps = getattr(getattr(attention, norm, None), "eps", None)
-        if eps is not None:
-            yield f"{name} {norm} eps", eps, spec.norm_eps
     rotary = attention.rotary_pos_emb if spec.latent else model.rotary_pos_emb
     expected = torch.tensor(spec.rope.inverse_frequencies(spec.rope_dim))
     yield f"{name} rope", torch.equal(rotary.inv_freq.cpu(), expected), True

@@ -36,6 +36,10 @@ from mindspeed_rl.trainer.patches import (
 )
 from mindspeed_rl.trainer.rotary import PackedRotaryEmbedding
 
+# megatron-core's class of a replicated linear layer of Transformer Engine; those that cut are
+# classes derived from it
+_WHOLE_LINEAR = "TELinear"
+
 
 class HiddenStateHead(ColumnParallelLinear):
     """An output layer that hands the hidden states on; log-probs are computed from them in chunks.
@@ -84,13 +88,16 @@ def mark_tensor_parallel_shards(model: GPTModel) -> None:
 
     It sets the mark while it initialises weights, which is switched off here; a shard without it
     counts as a copy, and the gradient norm would be that of the first rank's shards alone.
+    Transformer Engine marks every weight, that of a layer which all ranks hold whole as well, which
+    would count as often as there are ranks.
     """
     for module in model.modules():
         dim = _cut_dimension(module)
-        if dim is None:
-            continue
         for name, weight in module.named_parameters(recurse=False):
-            if name.startswith("weight") and not hasattr(weight, "tensor_model_parallel"):
+            if dim is None and type(module).__name__ == _WHOLE_LINEAR:
+                weight.tensor_model_parallel = False
+            marked = hasattr(weight, "tensor_model_parallel")
+            if dim is not None and name.startswith("weight") and not marked:
                 set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 

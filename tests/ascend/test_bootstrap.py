@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ascend.npu_ranks import MINDSPEED, needs_mindspeed
 
 pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 
@@ -107,7 +108,7 @@ answer = {{"platform": platform.name, "argv": sys.argv, "told": told}}
 answer["compile"] = torch.compile.__module__
 answer["script"] = torch.jit.script.__module__
 adaptor = sys.modules.get("mindspeed.megatron_adaptor")
-answer["seen"] = adaptor.SEEN if adaptor else None
+answer["seen"] = getattr(adaptor, "SEEN", None)
 answer["dummies"] = sorted(n for n in ("flash_attn", "fused_layer_norm_cuda") if n in sys.modules)
 import megatron.core.jit
 answer["jit_fuser"] = megatron.core.jit.jit_fuser.__module__
@@ -117,7 +118,7 @@ if "triton.backends" in sys.modules:
 answer["environment"] = {{k: v for k, v in os.environ.items() if "HCCL" in k or "ALLOC" in k}}
 answer["at_import"] = at_import
 answer["trainers"] = [n for n in npu_install.FOREIGN_TRAINERS if n in sys.modules]
-answer |= {{name: globals().get(name) for name in ("buffers", "twice")}}
+answer |= {{name: globals().get(name) for name in ("buffers", "twice", "vllm")}}
 answer["deterministic"] = torch.are_deterministic_algorithms_enabled()
 answer["determinism"] = npu_install.determinism_line()
 print("ANSWER" + json.dumps(answer))
@@ -220,6 +221,44 @@ def test_the_adaptor_changes_nothing_for_others(adapted: dict[str, object]) -> N
         "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True,max_split_size_mb:64: expandable_segments "
         "is taken out, the engine's memory pool does not work with it"
     ]
+
+
+# Other packages that vLLM imports; the emulator after the environment, which comes before torch.
+EMULATED = """
+from ascend.emulator.device import emulate
+emulate()
+"""
+VLLM = """
+from ascend.emulator.stand_ins import install
+install("torchvision", "gguf", "cv2", "torchaudio", "ijson", "numba", "mistral_common")
+import torch, vllm.model_executor.layers.fused_moe, vllm_ascend.ops.fused_moe.fused_moe as experts
+from megatron.core.transformer.transformer_config import TransformerConfig
+from mindspeed_rl.platforms import npu_install
+made_up = {n.split(".")[0] for n, m in sys.modules.items()
+           if getattr(m, "__file__", None) == npu_install._DUMMY_FILE}
+vllm = {"experts": experts.AscendUnquantizedFusedMoEMethod.__name__, "made_up": sorted(made_up),
+        "config": TransformerConfig.__init__.__globals__["__name__"]}
+"""
+
+
+@needs_mindspeed
+def test_vllm_is_imported_behind_the_real_adaptor() -> None:
+    """MindSpeed itself, then vLLM and vLLM-Ascend's experts, in one process (R53)."""
+    found = answer_of(
+        start(
+            Path(MINDSPEED), argv=ARGV, setup="NpuSetup({'use_fused_rmsnorm': True})",
+            before="from ascend.emulator.stand_ins import install; install('acl', 'triton')",
+            between=PACKAGES + EMULATED, after=VLLM,
+        )
+    )  # fmt: skip
+    told = found["vllm"]
+    assert isinstance(told, dict) and told["experts"] == "AscendUnquantizedFusedMoEMethod"
+    assert told["config"].startswith("mindspeed."), "its patches are in force"
+    assert told["made_up"], "the adaptor made modules up"
+    assert not {"flash_attn", "fla", "fast_hadamard_transform"} & {*told["made_up"]}
+    assert found["compile"] == "torch" and found["script"] == "torch.jit._script"
+    assert found["argv"] == ["entry", *ARGV]
+    assert found["dummies"] == ["fused_layer_norm_cuda"] and found["triton"] is False
 
 
 def test_without_mindspeed_torch_npu_answers_for_cuda() -> None:

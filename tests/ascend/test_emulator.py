@@ -57,6 +57,26 @@ def test_the_platform_sees_what_torch_does_not_count() -> None:
     assert torch.npu.memory_reserved() == reserved
 
 
+def test_expandable_segments_are_switched_in_a_running_process() -> None:
+    """torch_npu maps memory or allocates it, as we last said; all of it goes back (R17)."""
+    from mindspeed_rl.platforms.npu_allocator import set_expandable_segments
+
+    torch.npu.empty_cache()
+    free = torch.npu.mem_get_info()[0]
+    found = []
+    for on in (True, False, True, False):
+        set_expandable_segments(on)
+        block = torch.arange(8 << 20, device="npu")
+        segments = [s for s in torch.npu.memory_snapshot() if s["total_size"] >= 64 << 20]
+        found += [segment["is_expandable"] for segment in segments]
+        assert free - torch.npu.mem_get_info()[0] >= 64 << 20
+        assert int(block.sum()) == (1 << 22) * ((8 << 20) - 1)
+        del block
+        torch.npu.empty_cache()
+        assert torch.npu.mem_get_info()[0] == free
+    assert found == [True, False, True, False]
+
+
 def test_a_layer_trains_as_on_cpu() -> None:
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(8, 3), torch.randn(5, 8)

@@ -242,6 +242,14 @@ def test_three_cycles_of_its_own_classes(
 ) -> None:
     """Sleep, wake, sync: twice by rectangles, once through its loaders; nothing moves."""
     case: Case = CASES[name]
+    turned: list[torch.nn.Module] = []
+    turn = real.ExpertsMethod.process_weights_after_loading
+
+    def counted(self: Any, layer: torch.nn.Module) -> None:
+        turned.append(layer)
+        turn(self, layer)
+
+    monkeypatch.setattr(real.ExpertsMethod, "process_weights_after_loading", counted)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
     layout = VllmLayout(
@@ -252,6 +260,7 @@ def test_three_cycles_of_its_own_classes(
     if case.experts:
         assert len(engine._derived.experts.params) == 2 * sum(case.moe_layers)
     for update in (1, 2, 3):
+        turned.clear()
         engine.free_cache()
         engine.free_weights()
         first = next(iter(engine.model.parameters())).data
@@ -277,7 +286,9 @@ def test_three_cycles_of_its_own_classes(
         assert torch.count_nonzero(engine.cache.cpu()) == 0
         check(engine, weights)
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
-        assert all(p.conversions == 1 for p in engine._derived.experts.params)
+        layers = {id(p.module) for p in engine._derived.experts.params}
+        assert len(layers) == sum(case.moe_layers if case.experts else ())
+        assert sorted(map(id, turned)) == sorted(layers), "its method turns each layer once"
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -52,10 +52,11 @@ def assert_exchanged(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]
     """Rank 0 has the even samples at first, and the odd ones in the end."""
     assert [sample[0] for sample in first] == [1, 3, 5]
     assert [sample[0] for sample in second] == [0, 2, 4, 6]
-    for i, prompt, response, logprobs, reward, parts in (*first, *second):
+    for i, prompt, response, logprobs, reward, parts, experts in (*first, *second):
         assert (prompt, len(response), reward, parts) == (7 * i, i, 0.5 * i, (1.0,))
         assert response == list(range(2**30, 2**30 + i))
         assert logprobs == [-0.25 * n for n in range(i)]
+        assert experts == bytes(251 - 7 * i - n for n in range(3 * i))
 
 
 @pytest.mark.parametrize("features", WITH_AND_WITHOUT)

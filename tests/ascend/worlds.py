@@ -161,6 +161,35 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     return facts
 
 
+def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int) -> str:
+    """Steps of a trainer with the flags of its profiler, in a process whose children are spawned.
+
+    How they are started afterwards.
+    """
+    import multiprocessing
+
+    from mindspeed_rl.observability.profiler import StepProfiler
+    from mindspeed_rl.observability.timers import PhaseTimer
+    from mindspeed_rl.orchestration import training
+
+    job = make_job(world, model, [*SMALL, *flags])
+    training.initialize_parallel(job)
+    policy = training.build_engine(job, "policy", num_steps)
+    samples = make_samples(policy.spec.vocab_size)[:2]
+    batches = training.local_batches(job, policy, samples)
+    loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+    multiprocessing.set_start_method("spawn", force=True)
+    profiler = StepProfiler(job.config.profiler, job.platform, world.rank, "unused")
+    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
+    for step in range(1, num_steps + 1):
+        profiler.begin_step(step)
+        with timer(f"step {step}"):
+            policy.forward_backward(batches, loss)
+            policy.step()
+    profiler.close()
+    return multiprocessing.get_start_method()
+
+
 def movement_world(
     world: World,
     models: Mapping[str, str],
@@ -179,7 +208,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.data.routes import Holders, plan_legs
     from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
     from mindspeed_rl.experience.samples import SampleKey, exchange_table
-    from mindspeed_rl.experience.tensor_cache import TensorCache
+    from mindspeed_rl.experience.tensor_cache import Column, TensorCache
     from mindspeed_rl.orchestration.rl_samples import COLUMNS, responses_in, store
     from mindspeed_rl.parallel.layout import ParallelLayout
     from mindspeed_rl.parallel.stages import even_stages
@@ -190,25 +219,29 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     for i in range(world.rank, num_samples, world.size):
         tokens = tuple(range(2**30, 2**30 + i))
         mask = tuple(n % 2 == 0 for n in range(i))
-        done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3, mask)
+        experts = bytes(251 - 7 * i - n for n in range(3 * i))
+        done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3, mask, experts)
         prompt = Prompt(7 * i, (1, 2), "text", "answer")
         mine.append(Finished(i, prompt, done, 0.5 * i, {"math": 1.0}))
     table = exchange_table(mine, world.rank, ("math",), num_samples, SampleKey(1, 0))
     cache = TensorCache(torch.device("npu", torch.npu.current_device()))
     cache.begin_step(1)
-    store(cache, mine, table)
+    routed = Column("experts", torch.uint8, 3)  # of every token; messages are of 32-bit words
+    store(cache, mine, table, routed)
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
     legs = plan_legs(Holders([s.group for s in table]), wanted, layout, (0,), world.rank)
-    moved = Redistribution(cache, [Parcel.of(s) for s in table], COLUMNS, legs)
+    moved = Redistribution(cache, [Parcel.of(s) for s in table], (*COLUMNS, routed), legs)
     moved.run(GroupWire(lambda axis: None))
     moved.keep()
     found = []
     items = [i for i, rank in enumerate(wanted) if rank == world.rank]
     here = [table[i] for i in items]
-    for s, r in zip(here, responses_in(moved, items, here), strict=True):
-        assert r.token_ids.device.type == r.logprobs.device.type == "npu"
+    for item, s, r in zip(items, here, responses_in(moved, items, here), strict=True):
+        experts = moved.read(item, routed)
+        assert r.token_ids.device.type == r.logprobs.device.type == experts.device.type == "npu"
         assert (r.loss_mask is None) == (s.num_tokens < 2)
         ids, logprobs = r.token_ids.tolist(), r.logprobs.tolist()
-        found.append((s.sample_id, s.prompt_index, ids, logprobs, s.reward, s.parts))
+        chosen = bytes(experts.tolist())
+        found.append((s.sample_id, s.prompt_index, ids, logprobs, s.reward, s.parts, chosen))
     return found

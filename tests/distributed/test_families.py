@@ -68,6 +68,12 @@ LAYOUTS = {
     "vpp2": FamilyLayout(2, (*_PP2, "--num-virtual-stages-per-pipeline-rank", "2")),
     "cp2": FamilyLayout(2, ("--context-parallel-size", "2"), sharded=True),
     "cp2-tp2": FamilyLayout(4, ("--context-parallel-size", "2", *_TP2), sharded=True),
+    "cp2-ep2": FamilyLayout(
+        2, ("--context-parallel-size", "2", *_EP2), experts_only=True, sharded=True
+    ),
+    "vpp2-tp2": FamilyLayout(
+        4, (*_TP2, *_PP2, "--num-virtual-stages-per-pipeline-rank", "2"), sharded=True
+    ),
     "noop-pp2": FamilyLayout(2, (*_PP2, "--noop-layers", "0,5")),
     "etp2-ep2": FamilyLayout(4, (*_TP2, *_EP2), experts_only=True, sharded=True),
     "tp2-ep2-pp2": FamilyLayout(
@@ -97,7 +103,7 @@ def families(
     @cache
     def run(name: str) -> WorldResult:
         layout = LAYOUTS[name]
-        cases = [Case(m, (), "sft", model=str(models[m])) for m in layout.models()]
+        cases = [Case(m, (), "sft", num_steps=1, model=str(models[m])) for m in layout.models()]
         flags = [*layout.flags, *COMMON]
         results = run_ranks(
             train_world,
@@ -173,3 +179,14 @@ def test_gradients_follow_the_norm_rule(
         error, tensor = worst_gradient(case.gradients, base.gradients)
         assert error <= limit, (name, tensor, error)
         assert case.metrics["loss"] == pytest.approx(base.metrics["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
+def test_the_norm_counts_every_parameter_once(
+    layout: str, families: Callable[[str], WorldResult]
+) -> None:
+    """What is clipped by; whole weights, experts and tied embeddings are on several ranks."""
+    for name, case in families(layout).cases.items():
+        (norm,) = case.grad_norms
+        total = torch.stack([g.double().pow(2).sum() for g in case.gradients.values()]).sum()
+        assert norm == pytest.approx(float(total.sqrt()), rel=1e-5), name

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,15 @@ import pytest
 from support.family_models import VOCAB, write_family_model
 from support.jobs import ROOT, free_port
 from support.score_cases import BACKENDS, VARIANTS, engine_layout, layouts_of, trainer_layout
-from support.score_runs import ENTRY, LENGTHS, LIMIT_S, TOLERANCE, ScoreWorld, torchrun
+from support.score_runs import (
+    ENTRY,
+    LENGTHS,
+    LIMIT_S,
+    TOLERANCE,
+    ScoreWorld,
+    torchrun,
+    transformers_scores,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
 
@@ -40,6 +49,31 @@ def test_every_variant_is_scored_as_by_transformers(
     assert len(found) >= 2
     assert {name: d for name, d in found.items() if not d.largest <= TOLERANCE} == {}
     assert world.expected(variant)[0].min() < -3, "the comparison is of real numbers"
+
+
+def test_logits_are_divided_by_the_temperature(world: ScoreWorld) -> None:
+    flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--temperature", "0.5")
+    cold = replace(trainer_layout("pp1", 2, 1, 1), name="cold", flags=flags)
+    assert world.difference(VARIANT, "megatron", cold).largest > 0.1, "from temperature 1"
+    found = np.load(world.folder / world.output(VARIANT, "megatron", cold))
+    expected = transformers_scores(world.folder / VARIANT, world.folder / "in.npz", 0.5)
+    for name, wanted in zip(("logp", "entropy"), expected, strict=True):
+        assert np.abs(found[name] - wanted).max() <= TOLERANCE, name
+
+
+def test_an_engine_without_entropy_gives_the_same_log_probs(world: ScoreWorld) -> None:
+    layout = engine_layout(tp=1, dp=1, whole=False, engines=1)
+    layout = replace(layout, name="no-entropy", flags=(*layout.flags, "--no-entropy"))
+    found = world.difference(VARIANT, "engine", layout)
+    assert found.logp <= TOLERANCE
+    assert found.entropy == np.abs(world.expected(VARIANT)[1]).max(), "all of it is 0"
+
+
+def test_models_scored_in_one_world_are_scored_as_alone(world: ScoreWorld) -> None:
+    """What ``score_table.py --together`` does: dense, then experts, then latent attention."""
+    variants = ("qwen2-tied", VARIANT, "deepseek-yarn")
+    found = world.differences(variants, trainer_layout("vpp2", 1, 1, 1))
+    assert {name: d for name, d in found.items() if not d.largest <= TOLERANCE} == {}
 
 
 def score(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +121,10 @@ def test_bad_sequences_end_a_job(tmp_path: Path) -> None:
 
 def test_sequences_beyond_the_engines_positions_end_a_job(tmp_path: Path) -> None:
     """vLLM's table of YaRN's angles ends with the stretched context, silently."""
-    write_family_model(VARIANTS["llama-yarn"], tmp_path / "model")
+    case = VARIANTS["llama-yarn"]
+    rope = case.changes["rope_parameters"] | {"factor": 4.0, "original_max_position_embeddings": 16}
+    changes = {**case.changes, "rope_parameters": rope}
+    write_family_model(replace(case, changes=changes), tmp_path / "model")
     np.savez(tmp_path / "long.npz", tokens=np.zeros((1, 64), np.int64), length=np.array([64]))
     argv = ["--hf-checkpoint", "model", "--platform", "cpu", "--backend", "engine"]
     done = score(tmp_path, *argv, "--tokens", "long.npz", "--output", "long.out.npz")

@@ -6,6 +6,7 @@ from support.mutation import Mutation
 
 _ENGINE = "tests/unit/test_ascend_engine.py::"
 _CYCLES = _ENGINE + "test_three_cycles_of_sleep_wake_and_sync"
+_REFUSED = "tests/unit/test_ascend_refusals.py::"
 _POOL = "tests/unit/test_ascend_memory.py::"
 _BUDGET = "tests/unit/test_memory_budget.py::"
 _VERSIONS = "tests/unit/test_ascend_versions.py::"
@@ -55,6 +56,20 @@ ASCEND_ENGINE_MUTATIONS = (
         _CYCLES,
     ),
     Mutation(
+        "segments-expand-while-the-weights-are-there",
+        "rollout/ascend/backend.py",
+        "set_expandable_segments(not in_use)",
+        "set_expandable_segments(in_use)",
+        _ENGINE + "test_segments_expand_while_the_weights_are_away",
+    ),
+    Mutation(
+        "ranks-counted-over-replicas",
+        "rollout/vllm_engine.py",
+        "str(self._rank % engine.size)",
+        "str(self._rank)",
+        "tests/unit/test_vllm_engine.py::test_ranks_are_counted_within_their_replica",
+    ),
+    Mutation(
         "failed-copy-to-the-host-passes",
         "rollout/ascend/memory.py",
         "        if status:\n",
@@ -102,6 +117,13 @@ ASCEND_ENGINE_MUTATIONS = (
         "max(taken, int(machine.reserved_gib * _GIB))",
         "int(machine.reserved_gib * _GIB)",
         _BUDGET + "test_what_others_hold_is_taken_from_the_device",
+    ),
+    Mutation(
+        "refused-keys-looked-for-at-the-top-only",
+        "rollout/ascend/backend.py",
+        "        _refuse_keys(value)\n",
+        "",
+        _REFUSED + "test_keys_that_make_rollouts_wrong_are_refused_at_any_depth",
     ),
     Mutation(
         "nz-weights-pass",

@@ -72,4 +72,32 @@ MODEL_MUTATIONS = (
         "if False:",
         "tests/unit/test_vllm_engine.py::test_a_model_without_kernels_of_the_engine_is_refused",
     ),
+    Mutation(
+        "tokens-scored-twice-unnoticed",
+        "score.py",
+        "times[sequence, position] += 1",
+        "times[sequence, position] = 1",
+        "tests/unit/test_score.py::test_every_token_is_scored_once[twice]",
+    ),
+    Mutation(
+        "padding-compared",
+        "data/scores.py",
+        "scored = (position >= 1) & (position < a.length[:, None])",
+        "scored = position < a.length[:, None]",
+        "tests/unit/test_score.py::test_what_is_not_scored_is_not_compared",
+    ),
+    Mutation(
+        "built-norms-not-looked-at",
+        "trainer/built_check.py",
+        'if (eps := getattr(module, "eps", None)) is not None:',
+        'if (eps := getattr(module, "epsilon", None)) is not None:',
+        "tests/distributed/test_built_check.py::test_whatever_was_built_otherwise_is_named[qwen3-moe]",
+    ),
+    Mutation(
+        "whole-weights-count-as-shards",
+        "trainer/model.py",
+        "weight.tensor_model_parallel = False",
+        "weight.tensor_model_parallel = True",
+        "tests/distributed/test_transformer_engine.py::test_norms_count_every_parameter_once[tp2]",
+    ),
 )

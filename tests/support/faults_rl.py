@@ -113,9 +113,23 @@ RL_MUTATIONS = (
     Mutation(
         "an-entry-is-overwritten",
         "experience/tensor_cache.py",
-        "        if version in entry:\n            raise",
-        "        if version < 0:\n            raise",
+        "            elif version in entry:\n                raise",
+        "            elif version < 0:\n                raise",
         _CACHE + "test_an_entry_is_written_once",
+    ),
+    Mutation(
+        "neighbours-of-other-buffers-are-joined",
+        "experience/tensor_cache.py",
+        "if here is not buffer or start != end:",
+        "if buffer is None or start != end:",
+        _CACHE + "test_only_neighbours_are_one_view",
+    ),
+    Mutation(
+        "a-gap-is-read-along",
+        "experience/tensor_cache.py",
+        "if here is not buffer or start != end:",
+        "if here is not buffer:",
+        _CACHE + "test_only_neighbours_are_one_view",
     ),
     Mutation(
         "another-version-is-read-in-its-place",
@@ -155,9 +169,16 @@ RL_MUTATIONS = (
     Mutation(
         "messages-in-the-order-of-arrival",
         "experience/redistribute.py",
-        "for peer in leg.peers:\n            for item in leg.receives",
-        "for peer in reversed(leg.peers):\n            for item in leg.receives",
+        "        start = 0\n        for peer in leg.peers:",
+        "        start = 0\n        for peer in reversed(leg.peers):",
         _MOVES + "test_every_rank_gets_what_it_trains_on_bit_for_bit",
+    ),
+    Mutation(
+        "on-one-node-samples-travel-to-where-they-are",
+        "data/routes.py",
+        "lacking = ~(targets[:, :, None] == ranks[:, None]).any(2)",
+        "lacking = np.ones_like(targets, dtype=bool)",
+        _MOVES + "test_every_rank_receives_a_sample_at_most_once",
     ),
     Mutation(
         "stages-between-get-the-samples",

@@ -36,6 +36,7 @@ class Case:
     lengths: tuple[int, ...]
     groups: tuple[int, ...]
     destinations: tuple[int, ...]
+    one_node: bool = False
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -58,7 +59,14 @@ class Case:
         return at.dp == self.destinations[item] and at.pp in self.stages
 
     def legs(self, rank: int) -> tuple[Leg, ...]:
-        return plan_legs(self.holders, self.destinations, self.layout, self.stages, rank)
+        return plan_legs(
+            self.holders,
+            self.destinations,
+            self.layout,
+            self.stages,
+            rank,
+            one_node=self.one_node,
+        )
 
     def values(self, item: int, column: Column) -> torch.Tensor:
         """What sample ``item`` has, whoever computes it."""
@@ -105,8 +113,8 @@ def simulate(case: Case) -> dict[str, int]:
     """All ranks in one process: checks messages and results; the words that moved by axis."""
     world = case.layout.world
     parts = [case.part(rank) for rank in range(world)]
-    moved = dict.fromkeys(AXES, 0)
-    for axis in AXES:
+    moved = dict.fromkeys(("world",) if case.one_node else AXES, 0)
+    for axis in ("world",) if case.one_node else AXES:
         legs = {r: leg for r, part in enumerate(parts) for leg in part.legs if leg.axis == axis}
         messages: dict[tuple[int, int], torch.Tensor] = {}
         for rank, leg in legs.items():

@@ -17,6 +17,7 @@ from support.family_models import FAMILY_CASES, FamilyCase
 
 BACKENDS = ("megatron", "engine")
 MAX_RANKS = 4
+PRODUCT_RANKS = 8  # of a world in the full product
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -128,18 +129,18 @@ def engine_layout(tp: int, dp: int, *, whole: bool, engines: int) -> ScoreLayout
     return ScoreLayout(name, name, engines * tp * dp, tuple(flags), experts_only=only)
 
 
-def _trainer_rows(case: FamilyCase) -> Iterator[tuple[Any, ...]]:
+def _trainer_rows(case: FamilyCase, max_ranks: int) -> Iterator[tuple[Any, ...]]:
     for row in product(SPLITS, (1, 2), (1, 2), (1, 2)):
         layout = trainer_layout(*row)
-        if layout.num_ranks <= MAX_RANKS and (case.experts or not layout.experts_only):
+        if layout.num_ranks <= max_ranks and (case.experts or not layout.experts_only):
             yield row
 
 
-def _engine_rows(case: FamilyCase) -> Iterator[tuple[Any, ...]]:
+def _engine_rows(case: FamilyCase, max_ranks: int) -> Iterator[tuple[Any, ...]]:
     for tp, dp, whole, engines in product((1, 2), (1, 2), (False, True), (1, 2)):
         # with vLLM 0.32 on CPU an engine with data parallelism fills the world
         possible = not (whole and tp * dp == 1) and (dp == 1 or engines == 1)
-        if not possible or engines * tp * dp > MAX_RANKS:
+        if not possible or engines * tp * dp > max_ranks:
             continue
         if case.experts or not (whole or dp > 1):
             yield tp, dp, whole, engines
@@ -157,11 +158,12 @@ def layouts_of(backend: str, *, everything: bool = False) -> dict[str, list[Scor
 
     Args:
         backend: one of ``BACKENDS``.
-        everything: all that fit a variant, not only enough for every pair of choices, the variant
-            being one.
+        everything: all that fit a variant, of up to ``PRODUCT_RANKS`` ranks, not only enough for
+            every pair of choices, the variant being one.
     """
     rows_of = _trainer_rows if backend == "megatron" else _engine_rows
-    rows = [(case.name, *row) for case in VARIANTS.values() for row in rows_of(case)]
+    limit = PRODUCT_RANKS if everything else MAX_RANKS
+    rows = [(case.name, *row) for case in VARIANTS.values() for row in rows_of(case, limit)]
     chosen = rows if everything else [*covering_array(rows), *_ALL_AT_ONCE[backend]]
     found: dict[str, list[ScoreLayout]] = {name: [] for name in VARIANTS}
     for row in sorted(set(chosen), key=rows.index):

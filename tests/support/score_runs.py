@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from support.score_cases import VARIANTS, ScoreLayout
 from support.spawn import run_command
 
 ENTRY = "mindspeed_rl.score"
+SEVERAL = "support.score_many"
 TOLERANCE = 2e-4  # nats
 LIMIT_S = 300.0  # on a busy machine
 LENGTHS = (41, 1, 12, 2, 27, 33, 48)  # one token has nothing to score
@@ -64,7 +66,7 @@ LAUNCHERS: dict[str, Launcher] = {"warm": warm_engine, "torchrun": torchrun}
 
 
 def transformers_scores(
-    model_dir: Path, sequences: Path
+    model_dir: Path, sequences: Path, temperature: float = 1.0
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """log-probs and entropies [N, T] of transformers in fp32, each sequence alone and unpadded."""
     import torch
@@ -76,14 +78,14 @@ def transformers_scores(
     for i, length in enumerate(found["length"]):
         ids = torch.tensor(found["tokens"][i, :length])
         with torch.no_grad():
-            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            rows = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
         logp[i, 1:length] = rows.gather(-1, ids[1:, None])[:, 0]
         entropy[i, 1:length] = -(rows.exp() * rows).sum(-1)
     return logp, entropy
 
 
 class ScoreWorld:
-    """A folder with the models, the sequences and the results.
+    """A folder with the models, the sequences (``in.npz``) and the results.
 
     Args:
         folder: to work in.
@@ -91,7 +93,7 @@ class ScoreWorld:
     """
 
     def __init__(self, folder: Path, launcher: Launcher = warm) -> None:
-        self._folder, self._launcher = folder, launcher
+        self.folder, self._launcher = folder, launcher
         shape = (len(LENGTHS), max(LENGTHS))
         tokens = np.random.default_rng(0).integers(0, _NUM_IDS, shape)
         np.savez(folder / "in.npz", tokens=tokens, length=np.array(LENGTHS))
@@ -99,8 +101,8 @@ class ScoreWorld:
 
     def _expected(self, variant: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """log-probs and entropies of transformers; the model is written first."""
-        model = write_family_model(VARIANTS[variant], self._folder / variant)
-        return transformers_scores(model, self._folder / "in.npz")
+        model = write_family_model(VARIANTS[variant], self.folder / variant)
+        return transformers_scores(model, self.folder / "in.npz")
 
     def output(self, variant: str, backend: str, layout: ScoreLayout) -> str:
         """Name of the result in the folder."""
@@ -112,12 +114,39 @@ class ScoreWorld:
         Raises:
             AssertionError: it failed, with its output, or its result is not of these sequences.
         """
-        logp, entropy = self.expected(variant)
+        self.expected(variant)  # writes the model
+        flags = self._flags(variant, backend, layout)
+        told = self._launcher(self.folder, flags, layout.num_ranks)
+        assert f"{len(LENGTHS)} sequences, {sum(LENGTHS)} tokens: " in told, told
+        return self._measured(variant, backend, layout)
+
+    def differences(self, variants: Sequence[str], layout: ScoreLayout) -> dict[str, Difference]:
+        """By the trainer, all variants in one world: ``support.score_many``.
+
+        Raises:
+            AssertionError: one of them failed.
+        """
+        for variant in variants:
+            self.expected(variant)
+        commands = [self._flags(variant, "megatron", layout) for variant in variants]
+        (self.folder / "commands.json").write_text(json.dumps(commands))
+        flags = ["commands.json"]
+        run_command(SEVERAL, flags, layout.num_ranks, cwd=self.folder, timeout_s=LIMIT_S)
+        return {variant: self._measured(variant, "megatron", layout) for variant in variants}
+
+    def _flags(self, variant: str, backend: str, layout: ScoreLayout) -> list[str]:
         output = self.output(variant, backend, layout)
         own = ("--hf-checkpoint", variant, "--output", output, "--backend", backend)
-        told = self._launcher(self._folder, [*own, *_COMMON, *layout.flags], layout.num_ranks)
-        assert f"{len(LENGTHS)} sequences, {sum(LENGTHS)} tokens: " in told, told
-        found = np.load(self._folder / output)
+        return [*own, *_COMMON, *layout.flags]
+
+    def _measured(self, variant: str, backend: str, layout: ScoreLayout) -> Difference:
+        """Of the result of a run.
+
+        Raises:
+            AssertionError: it is not of these sequences.
+        """
+        logp, entropy = self.expected(variant)
+        found = np.load(self.folder / self.output(variant, backend, layout))
         assert found["length"].tolist() == list(LENGTHS)
         assert found["logp"].dtype == found["entropy"].dtype == np.float32
         unscored = np.arange(max(LENGTHS))[None] >= np.array(LENGTHS)[:, None]

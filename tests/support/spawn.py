@@ -65,6 +65,7 @@ def run_ranks(
     work_dir: Path,
     args: Sequence[Any] = (),
     timeout_s: float = 240.0,
+    server: Server | None = None,
 ) -> list[Any]:
     """Call ``function(world, *args)`` on every rank and return the results in rank order.
 
@@ -78,6 +79,7 @@ def run_ranks(
         work_dir: where a new folder with logs and results is made; ``tmp_path``.
         args: further arguments; must pickle.
         timeout_s: limit of each rank, start included. A rank that is over it dumps all stacks.
+        server: whose forks the ranks are, where they need other libraries.
 
     Raises:
         RankError: with the traceback or the end of the log of every rank, the first failure first.
@@ -87,7 +89,7 @@ def run_ranks(
     task = _Task(function.__module__, function.__qualname__, timeout_s)
     (folder / "task.pkl").write_bytes(pickle.dumps(task))
     (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
-    processes = [_start(folder, rank, num_ranks) for rank in range(num_ranks)]
+    processes = [_start(folder, r, num_ranks, server or _SERVER) for r in range(num_ranks)]
     _end(function.__name__, folder, processes, timeout_s)
     return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
 

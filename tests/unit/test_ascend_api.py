@@ -61,6 +61,44 @@ def test_a_removed_attribute_is_caught() -> None:
     assert difference(snapshot(), changed) == [f"megatron-core 0.16.1: removed {key}"]
 
 
+# Reached through arguments, by names in strings, or on objects that a run on CPU does not have.
+REACHED = {
+    "vllm-ascend 0.23.0": (
+        "vllm_ascend.device_allocator.camem:create_and_map",
+        "vllm_ascend.device_allocator.camem:unmap_and_release",
+        "vllm_ascend.device_allocator.camem:memcpy",
+        "vllm_ascend.device_allocator.camem:CaMemAllocator.get_instance",
+        "vllm_ascend.worker.worker:NPUWorker.wake_up",
+    ),
+    "mindspeed core_r0.16.0": ("mindspeed.megatron_adaptor", "mindspeed.megatron_adaptor:repatch"),
+    "torch_npu 2.10.0.post4": ("torch_npu.npu.memory:_set_allocator_settings",),
+    "vllm 0.23.0": (
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.compilation_config",
+        "vllm.config:CompilationConfig.static_forward_context",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "key"), [(p, k) for p, keys in REACHED.items() for k in keys], ids=str
+)
+def test_what_no_name_in_the_source_tells_is_walked(package: str, key: str) -> None:
+    """Each is a use of ours, is in the snapshot, and is missed when it goes."""
+    changed = planted()
+    del changed["packages"][package][key]
+    assert any(problem.endswith(f"{package}: {key} is not there") for problem in found(changed))
+
+
+def test_a_renamed_keyword_of_a_bound_method_is_caught() -> None:
+    changed = planted()
+    key = "vllm_ascend.worker.worker:NPUWorker.wake_up"
+    changed["packages"]["vllm-ascend 0.23.0"][key]["parameters"] = "self, names=None"
+    (problem,) = found(changed)
+    assert problem.startswith("rollout/ascend/memory.py:")
+    assert problem.endswith(f"{key} takes no argument 'tags'; it takes names")
+
+
 def test_a_changed_default_is_caught() -> None:
     """Of a parameter that a call of ours leaves alone; others do not matter."""
     changed = planted()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from support.share import slow_but
 
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.platforms.allocator_settings import WANTED
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.ascend.backend import check_updatable
 from mindspeed_rl.rollout.engine import EngineState
 
 # Equal sizes, so that no shape tells one layout of the experts from the other.
@@ -141,6 +142,32 @@ def test_only_the_cache_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert engine.weights_version == 1
 
 
+def test_segments_expand_while_the_weights_are_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off while the pool is filled and mapped, on in between, where the user asked (R17)."""
+    engines: list[AscendDouble] = []
+    told: list[tuple[str, set[bool]]] = []
+
+    def switch(setting: str) -> None:
+        pools = [data for e in engines for data in e.pool.pointer_to_data.values()]
+        told.append((setting, {data.mapped for data in pools if "weights" in data.tag}))
+
+    memory = SimpleNamespace(_set_allocator_settings=switch)
+    monkeypatch.setitem(sys.modules, "torch_npu.npu.memory", memory)
+    for wanted in ("0", "1"):
+        monkeypatch.setenv(WANTED, wanted)
+        engines[:] = [make(MOE, "0.23.0", tmp_path, monkeypatch)]
+        sleep(engines[0])
+        engines[0].wake(["weights"])
+        engines[0].wake(["kv_cache"])
+    off, on = "expandable_segments:False", "expandable_segments:True"
+    assert told == [(off, {True}), (on, {False}), (off, {False})]
+    del memory._set_allocator_settings
+    with pytest.raises(RuntimeError, match="_set_allocator_settings is gone; written for"):
+        make(MOE, "0.23.0", tmp_path, monkeypatch)
+
+
 def test_a_version_that_turns_behind_our_back_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,12 +236,6 @@ def test_an_engine_with_nz_weights_is_refused(
     assert (
         told.startswith("engine weights: not in NZ; formats of the ") and ": 2; weight_nz_" in told
     )
-
-
-def test_models_that_cannot_be_updated_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"index_topk": 2048}))
-    with pytest.raises(ValueError, match=r"sparse attention \(index_topk in config.json\)"):
-        check_updatable(tmp_path, "0.23.0")
 
 
 def test_graphs_need_products_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

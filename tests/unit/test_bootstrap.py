@@ -84,3 +84,26 @@ def test_determinism_is_in_the_environment_before_torch(
     assert found == expected
     replaced = ["HCCL_DETERMINISTIC=false: --npu-deterministic sets strict"]
     assert told == (replaced if expected[0] == "strict" else [])
+
+
+LATE = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+from mindspeed_rl import bootstrap
+bootstrap.prepare_environment("npu", {})
+"""
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_npu", "vllm", "megatron.core"])
+def test_what_reads_the_environment_is_imported_after_it(name: str, tmp_path: Path) -> None:
+    """R53: empty packages in their place, in a process of its own."""
+    folder = tmp_path
+    for part in name.split("."):
+        folder /= part
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, name], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )  # fmt: skip
+    assert done.returncode and f"bootstrap: {name} was imported before" in done.stderr

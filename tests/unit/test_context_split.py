@@ -71,7 +71,7 @@ def test_ranks_have_equal_attention_work() -> None:
     assert keys[0] == keys[1]
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [1, 2, 4])
 def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
     """The masks and indices of ``make_packed_row`` against plain causal attention per sequence."""
     from mindspeed_rl.trainer.packed_attention import PackedSelfAttention, make_packed_row
@@ -89,13 +89,19 @@ def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
     torch.nn.Module.__init__(attention)
     attention.softmax_scale, attention.dropout = None, 0.0
     ranks = [split_context(row, cp, rank) for rank in range(cp)]
-    gathered = torch.cat([s.row_index for s in ranks if s.row_index is not None])
-    for rank, share in enumerate(ranks):
+    everything = torch.arange(row.num_tokens)
+    indices = [everything if s.row_index is None else s.row_index for s in ranks]
+    gathered = torch.cat(indices)
+    for rank, (share, index) in enumerate(zip(ranks, indices, strict=True)):
         packed = make_packed_row(share.lengths, share.positions, cp, rank)
-        assert packed.gathered is not None and share.row_index is not None
-        whole = [x[gathered][packed.gathered] for x in (k, v)]
+        assert (packed.gathered is None) == (cp == 1) and packed.padded
+        order = everything if packed.gathered is None else packed.gathered
+        whole = [x[gathered][order] for x in (k, v)]
         assert torch.equal(whole[0], k), "the gathered keys are in the order of the row"
-        outputs = [attention._attend(q[share.row_index], *whole, group) for group in packed.groups]
+        outputs = attention._attend(q[index], *whole, packed)
         outputs.append(torch.zeros(1, 4, 8))
         found = torch.cat(outputs)[packed.order]
-        assert torch.allclose(found, expected[share.row_index], atol=1e-6)
+        assert torch.allclose(found, expected[index], atol=1e-6)
+    padding = make_packed_row((), torch.zeros(4, dtype=torch.int64))
+    assert padding.padded and attention._attend(q[:4], k[:4], v[:4], padding) == []
+    assert padding.order.tolist() == [0] * 4

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.table_engine import single_rank
 
+from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.config.check_engine import AUTO
+from mindspeed_rl.orchestration.engine_stats import graph_sizes
 from mindspeed_rl.rollout.graph_sizes import (
     HISTORY_FILE,
     best_graph_sizes,
@@ -74,3 +80,23 @@ def test_the_history_of_a_run_comes_back(tmp_path: Path) -> None:
 def test_an_empty_history_has_no_best_sizes() -> None:
     with pytest.raises(ValueError, match="needs a decode step"):
         best_graph_sizes({}, 4)
+
+
+def test_auto_takes_the_best_sizes_of_earlier_steps_and_tells_their_waste(tmp_path: Path) -> None:
+    """160 rows in graphs of 5 and 8 are 180; of 3 and 8 they would be 190."""
+    write_history(tmp_path, Counter({3: 10, 5: 10, 8: 10}))
+    told: list[str] = []
+
+    def job(*sizes: str) -> Any:
+        engine = EngineTuningConfig(rollout_graph_sizes=sizes, rollout_graph_count=2)
+        logging = SimpleNamespace(output_dir=str(tmp_path))
+        config = SimpleNamespace(engine=engine, logging=logging)
+        return SimpleNamespace(config=config, world=SimpleNamespace(rank=0), say=told.append)
+
+    with single_rank():
+        assert graph_sizes(job(*AUTO)) == (5, 8)
+    assert told == [
+        f"graph sizes 5 8: over the 30 decode steps of {tmp_path}, 11.1% of the rows would be "
+        "padding"
+    ]
+    assert graph_sizes(job("8", "2", "8")) == (2, 8)

@@ -137,7 +137,8 @@ def test_a_step_prefers_the_ranks_that_sampled(
         Sample(i, 3 * (i % 4), 5, 5, True, 0, engine, 0.0, key=SampleKey(1, i))
         for i, engine in enumerate(engines)
     ]
-    job = SimpleNamespace(plan=plan, config=run.config)
+    world = SimpleNamespace(size=4, local_size=2)
+    job = SimpleNamespace(plan=plan, config=run.config, world=world)
     legs: list[Any] = []
 
     def moved(run: object, samples: object, found: Any, *_: object) -> Any:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +24,7 @@ from mindspeed_rl.config.diagnostics import check_profiler
 from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration import rl_batch, rl_step
+from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.cpu import CpuPlatform
 
 WINDOW = ProfilerConfig(profile=True, profile_step_start=2, profile_step_end=4)
@@ -128,3 +136,87 @@ def test_flags_of_megatron_and_mindspeed_are_taken() -> None:
         True, 3, 5, ("-1",), "traces", "level1", True, True, True
     )
     assert parsed.ignored == ("--use-pytorch-profiler",)
+
+
+@pytest.fixture
+def spawning() -> Iterator[None]:
+    """A process whose children are spawned."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+def npu_profiler(folder: Path, records: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours around a torch_npu that analyses in forks, and may have failed without an exception."""
+
+    class Profile:
+        def __init__(self, **options: Any) -> None:
+            self.options = options
+
+        def start(self) -> None: ...
+
+        def stop(self) -> None:
+            multiprocessing.set_start_method("fork", force=True)
+            if records:
+                trace = folder / f"rank3_{os.getpid()}_20261122_ascend_pt"
+                (trace / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
+
+    package, module = ModuleType("torch_npu"), ModuleType("torch_npu.profiler")
+    package.profiler = module  # type: ignore[attr-defined]
+    module.__dict__.update(
+        profile=Profile,
+        tensorboard_trace_handler=lambda folder, worker_name: (folder, worker_name),
+        _ExperimentalConfig=lambda profiler_level: profiler_level,
+        ProfilerLevel=SimpleNamespace(Level0=0, Level1=1, Level2=2),
+        ProfilerActivity=SimpleNamespace(CPU="cpu", NPU="npu"),
+    )
+    ours = "mindspeed_rl.platforms.npu_profiler"
+    monkeypatch.setitem(sys.modules, "torch_npu", package)
+    monkeypatch.setitem(sys.modules, "torch_npu.profiler", module)
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    from mindspeed_rl.platforms.npu_profiler import NpuProfiler
+
+    monkeypatch.delitem(sys.modules, ours)
+    return NpuProfiler(ProfileRequest(folder, "rank3", "level2", with_stack=True))
+
+
+def test_torch_npus_analysis_leaves_the_start_of_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
+) -> None:
+    profiler = npu_profiler(tmp_path, True, monkeypatch)
+    assert profiler._profiler.options == {
+        "activities": ["cpu", "npu"], "on_trace_ready": (str(tmp_path), "rank3"),
+        "record_shapes": False, "profile_memory": False, "with_stack": True,
+        "experimental_config": 2,
+    }  # fmt: skip
+    profiler.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profiler.stop("steps2-3")
+    assert multiprocessing.get_start_method() == "spawn"
+
+
+def test_a_window_of_which_torch_npu_left_no_trace_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
+) -> None:
+    (tmp_path / "rank3_1_20261121_ascend_pt" / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
+    profiler = npu_profiler(tmp_path, False, monkeypatch)
+    with pytest.warns(UserWarning, match="--profile: torch_npu left no trace in"):
+        profiler.stop("steps2-3")
+
+
+def test_an_analysis_that_fails_leaves_the_start_of_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
+) -> None:
+    """The error is torch_npu's, and fork is not everybody's from then on."""
+    profiler = npu_profiler(tmp_path, False, monkeypatch)
+
+    def stop() -> None:
+        multiprocessing.set_start_method("fork", force=True)
+        raise OSError("no space left")
+
+    profiler._profiler.stop = stop
+    with pytest.raises(OSError, match="no space left"):
+        profiler.stop("steps2-3")
+    assert multiprocessing.get_start_method() == "spawn"

@@ -39,11 +39,11 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(layout, engine_tp, draw(st.booleans()), lengths, held, wanted)
 
 
-@given(cases())
-@settings(deadline=None, max_examples=150)
-def test_every_rank_gets_what_it_trains_on_bit_for_bit(case: Case) -> None:
+@given(cases(), st.booleans())
+@settings(deadline=None, max_examples=200)
+def test_every_rank_gets_what_it_trains_on_bit_for_bit(case: Case, one_node: bool) -> None:
     """Ragged, empty samples and ranks, sizes that do not divide; both ends expect the same."""
-    simulate(case)
+    simulate(replace(case, one_node=one_node))
 
 
 @given(cases())
@@ -70,9 +70,10 @@ def test_what_a_placement_is_chosen_by_is_what_moves(case: Case) -> None:
     assert sum(simulate(case).values()) == expected
 
 
-@given(cases())
-@settings(deadline=None, max_examples=60)
-def test_every_rank_receives_a_sample_at_most_once(case: Case) -> None:
+@given(cases(), st.booleans())
+@settings(deadline=None, max_examples=90)
+def test_every_rank_receives_a_sample_at_most_once(case: Case, one_node: bool) -> None:
+    case = replace(case, one_node=one_node)
     for rank in range(case.layout.world):
         got = [i for leg in case.legs(rank) for items in leg.receives.values() for i in items]
         assert len(set(got)) == len(got)
@@ -132,7 +133,7 @@ def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     (leg,) = case.legs(0)
     part = Redistribution(case.cache(0), parcels, COLUMNS, [leg])
     with pytest.raises(
-        RuntimeError, match="'tokens' of sample 0 of step 5 has 4 elements; the tab"
+        RuntimeError, match="'tokens' of sample 0 of step 5 has 4 tokens; the table"
     ):
         part.outgoing(leg)
 

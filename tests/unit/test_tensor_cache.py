@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from mindspeed_rl.experience.samples import SampleKey
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
+from mindspeed_rl.experience.tensor_cache import (
+    LOGPROBS,
+    TOKENS,
+    Column,
+    Part,
+    TensorCache,
+    as_words,
+)
 
 KEYS = [SampleKey(1, n) for n in range(3)]
 LENGTHS = (2, 0, 3)
@@ -40,7 +47,7 @@ def test_several_samples_are_read_at_once(column: Column) -> None:
     keys = [SampleKey(1, n) for n in range(10, 13)]
     cache.put(column, keys, values, LENGTHS, (7, 7, 7))
     arrived = SampleKey(1, 13)
-    cache.put_words(column, arrived, 7, values.view(torch.int32), 0, 5)
+    cache.put_parts(column, [arrived], [7], [Part(values.view(torch.int32), 0, 5)])
     order = [keys[2], arrived, keys[1], keys[0]]
     found = cache.read_all(column, [(key, 7) for key in order])
     assert found.dtype is column.dtype
@@ -49,6 +56,15 @@ def test_several_samples_are_read_at_once(column: Column) -> None:
     assert cache.read_all(column, []).tolist() == []
     with pytest.raises(RuntimeError, match="version 8 cannot be read"):
         cache.read_all(column, [(keys[0], 8)])
+
+
+def test_only_neighbours_are_one_view() -> None:
+    """Behind each other in one buffer: not across a gap, nor where another buffer goes on."""
+    one, other = torch.arange(10, dtype=torch.int32), torch.arange(20, 30, dtype=torch.int32)
+    parts = [Part(one, 1, 2), Part(one, 3, 1), Part(one, 5, 2), Part(other, 7, 3), Part(one, 0, 0)]
+    views = as_words(TOKENS, parts)
+    assert [v.tolist() for v in views] == [[1, 2, 3], [5, 6], [27, 28, 29], []]
+    assert views[0].data_ptr() == one[1:].data_ptr()
 
 
 def test_an_entry_is_written_once() -> None:

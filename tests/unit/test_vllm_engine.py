@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +16,11 @@ from support.engine_double import CACHE_BYTES, EngineDouble
 from support.layout_cases import MOE, layouts_of
 
 from mindspeed_rl.models.spec import LatentAttentionSpec
+from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.rollout import vllm_versions
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.process_state import preserved_environment
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
@@ -205,3 +211,25 @@ def test_a_model_without_kernels_of_the_engine_is_refused() -> None:
         told = r"qk_rope_head_dim 80: .* for 576 channels only"
         with nullcontext() if rank == 512 else pytest.raises(ValueError, match=told):
             vllm_versions.check_model_support(row, spec)
+
+
+@pytest.mark.parametrize(
+    ("dp", "ranks"), [(2, [0, 1, 2, 3, 0, 1, 2, 3]), (1, list(range(8))), (4, list(range(8)))]
+)
+def test_ranks_are_counted_within_their_replica(
+    dp: int, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes the data-parallel rank from RANK // tp, which must stay below dp."""
+    found = []
+    fake = ModuleType("vllm")
+    vars(fake)["LLM"] = lambda model, **settings: found.append(int(os.environ["RANK"]))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        engine = object.__new__(VllmEngine)
+        vars(engine).update(_rank=rank, _layout=SimpleNamespace(engine=EngineLayout(8, 2, dp)))
+        with preserved_environment(keep_prefix="VLLM_"):  # as the engine is built
+            engine._build("model", {})
+        assert os.environ["RANK"] == str(rank), "the rest of the process has its own rank"
+    assert found == ranks
+    assert dp == 1 or max(found) // 2 < dp

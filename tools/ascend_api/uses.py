@@ -26,6 +26,20 @@ _VLLM_OF = (
 )
 
 
+# What arrives as an argument, where nothing in the file says from where: our name -> what it is.
+_ARRIVES = {
+    "rollout/ascend/memory.py": {
+        "self._camem": ("vllm_ascend.device_allocator.camem", ""),
+        "self._wake": ("vllm_ascend.worker.worker", "NPUWorker.wake_up"),
+    },
+    # vLLM-Ascend's runner has both attributes from vLLM's, as the CPU's has
+    "rollout/engine_memory.py": {
+        "runner": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
+        "compilation": ("vllm.config", "CompilationConfig"),
+    },
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """One place in our code.
@@ -72,7 +86,7 @@ class _File:
     def __init__(self, name: str, tree: ast.Module) -> None:
         self._name, self._tree = name, tree
         # our name, or self.attribute -> module and path
-        self._stands_for: dict[str, tuple[str, str]] = {}
+        self._stands_for: dict[str, tuple[str, str]] = dict(_ARRIVES.get(name, {}))
 
     def uses(self) -> Iterator[Use]:
         for node in ast.walk(self._tree):

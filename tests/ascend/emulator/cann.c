@@ -8,7 +8,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef int status; /* aclError; 0 is success */
 enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001 };
@@ -78,9 +80,63 @@ status aclrtMemsetAsync(void *to, size_t limit, int value, size_t n, void *strea
     memset(to, value, n);
     return 0;
 }
-/* Mapping physical memory (expandable segments, vLLM-Ascend's camem) is not emulated. */
-status aclrtReserveMemAddress(void **p, size_t n, size_t a, void *at, uint64_t f) { return UNSUPPORTED; }
-status aclrtMallocPhysical(void **p, size_t n, const void *property, uint64_t f) { return UNSUPPORTED; }
+/* Virtual memory: addresses are reserved, and files in memory are mapped into them. This is what
+ * expandable segments need; vLLM-Ascend's camem is an extension of its own. */
+struct physical { int file, device; size_t bytes; };
+struct mapping { void *at; size_t bytes; struct mapping *next; };
+static struct mapping *mappings; /* of reserved addresses and of what is mapped there */
+
+static void remember(void *at, size_t bytes) {
+    struct mapping *new = malloc(sizeof *new);
+    *new = (struct mapping){at, bytes, mappings};
+    mappings = new;
+}
+static size_t forget(void *at) {
+    for (struct mapping **slot = &mappings; *slot; slot = &(*slot)->next) {
+        struct mapping *found = *slot;
+        if (found->at != at) continue;
+        size_t bytes = found->bytes;
+        *slot = found->next;
+        free(found);
+        return bytes;
+    }
+    return 0;
+}
+static void *reserved(void *at, size_t n, int flags) {
+    return mmap(at, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+}
+
+status aclrtReserveMemAddress(void **p, size_t n, size_t alignment, void *at, uint64_t flags) {
+    if ((*p = reserved(at, n, 0)) == MAP_FAILED) return OUT_OF_MEMORY;
+    remember(*p, n);
+    return 0;
+}
+status aclrtReleaseMemAddress(void *p) { return munmap(p, forget(p)) ? UNSUPPORTED : 0; }
+status aclrtMallocPhysical(void **handle, size_t n, const void *property, uint64_t flags) {
+    if (used_bytes[current_device] + n > TOTAL_BYTES) return OUT_OF_MEMORY;
+    int file = memfd_create("npu", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, n)) return OUT_OF_MEMORY;
+    struct physical *memory = malloc(sizeof *memory);
+    *memory = (struct physical){file, current_device, n};
+    __atomic_add_fetch(&used_bytes[current_device], n, __ATOMIC_RELAXED);
+    *handle = memory;
+    return 0;
+}
+status aclrtFreePhysical(void *handle) {
+    struct physical *memory = handle;
+    __atomic_sub_fetch(&used_bytes[memory->device], memory->bytes, __ATOMIC_RELAXED);
+    close(memory->file);
+    free(memory);
+    return 0;
+}
+status aclrtMapMem(void *p, size_t n, size_t offset, void *handle, uint64_t flags) {
+    int file = ((struct physical *)handle)->file;
+    void *at = mmap(p, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, offset);
+    if (at == MAP_FAILED) return OUT_OF_MEMORY;
+    remember(p, n);
+    return 0;
+}
+status aclrtUnmapMem(void *p) { return reserved(p, forget(p), MAP_FIXED) == p ? 0 : UNSUPPORTED; }
 
 /* ---- streams and events: everything has happened when it is asked for ---- */
 struct event { struct timespec at; };
@@ -105,6 +161,12 @@ status aclrtEventElapsedTime(float *ms, void *start, void *end) {
     *ms = (b.tv_sec - a.tv_sec) * 1e3f + (b.tv_nsec - a.tv_nsec) * 1e-6f;
     return 0;
 }
+
+/* ---- profiler: there are settings, and nothing of a device is recorded ---- */
+void *aclprofCreateConfig(uint32_t *devices, uint32_t count, int metrics, void *events, uint64_t data) {
+    return calloc(1, sizeof(char));
+}
+status aclprofDestroyConfig(void *config) { free(config); return 0; }
 
 /* ---- options of the operator compiler ---- */
 size_t aclGetCompileoptSize(int option) { return 64; }

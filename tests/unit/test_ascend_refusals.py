@@ -1,0 +1,107 @@
+"""What vLLM-Ascend's engine is not built with: models, keys and values that make rollouts wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.layout_cases import MOE, spec_of
+
+from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.ascend.backend import AscendBackend, check_updatable
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> AscendBackend:
+    (tmp_path / "config.json").write_text("{}")
+    layout = VllmLayout(
+        spec_of(MOE), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
+    )
+    tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
+    return AscendBackend(CpuPlatform(), layout, str(tmp_path), tuning, (8, 64), version="0.23.0")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["top", "text_config"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("index_topk", 2048), ("index_head_dim", 128), ("compress_ratios", [4, 128, 0])],
+)
+def test_every_kind_of_sparse_attention_is_refused(
+    key: str, value: object, nested: bool, tmp_path: Path
+) -> None:
+    """Also of the language model inside one that sees."""
+    config = {"model_type": "any", key: value}
+    whole = {"text_config": config, "vision_config": {}} if nested else config
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=rf"sparse attention \({key} in config.json\)"):
+        check_updatable(tmp_path, "0.23.0")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"index_topk": None}, {"text_config": {"compress_ratios": []}, "index_topk": 2048}],
+)
+def test_models_with_the_key_and_no_sparse_attention_pass(
+    config: dict[str, object], tmp_path: Path
+) -> None:
+    """Of a nested configuration the language model's counts alone."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_updatable(tmp_path, "0.23.0")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("enable_reduce_sample", "its log-probs are not those of the whole vocabulary"),
+        ("dynamic_eplb", "experts would move away from where the reshard writes them"),
+        ("enable_async_exponential", "a request keeps its own draws was never shown"),
+        ("multistream_overlap_gate", "it chooses experts on another stream"),
+    ],
+)
+def test_keys_that_make_rollouts_wrong_are_refused_at_any_depth(
+    key: str, why: str, backend: AscendBackend
+) -> None:
+    for additional in ({key: True}, {"eplb_config": {"inner": {key: 1}}}):
+        with pytest.raises(ValueError, match=f"--vllm-additional-config {key}: .*{why}"):
+            backend.settings({"additional_config": additional})
+    own = backend.settings({"additional_config": {key: False}})["additional_config"]
+    assert own[key] is False, "switched off it is what it would be anyway"
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "needed"),
+    [
+        ({"enable_sleep_mode": False}, "--vllm-enable-sleep-mode", "True"),
+        ({"additional_config": {"weight_nz_mode": 2}}, "--vllm-additional-config.weight_nz_mode",
+         "0"),
+        ({"compilation_config": {"cudagraph_capture_sizes": [1]}},
+         "--vllm-compilation-config.cudagraph_capture_sizes", r"\[8, 64\]"),
+        ({"additional_config": "{}"}, "--vllm-additional-config", r"\{.*weight_nz_mode.*\}"),
+    ],
+)  # fmt: skip
+def test_values_against_ours_are_refused_with_the_flag(
+    options: dict[str, Any], flag: str, needed: str, backend: AscendBackend
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{flag}: training and updates need {needed}, or a"):
+        backend.settings(options)
+
+
+def test_what_both_say_alike_and_what_is_new_is_merged(backend: AscendBackend) -> None:
+    """Dictionaries within dictionaries; ours stay as they were."""
+    before = backend.settings({})
+    merged = backend.settings(
+        {
+            "max_num_seqs": 64,
+            "enable_sleep_mode": True,
+            "additional_config": {"weight_nz_mode": 0, "finegrained_tp_config": {"lmhead": 2}},
+        }
+    )
+    assert merged["max_num_seqs"] == 64 and merged["enable_sleep_mode"] is True
+    added = {"finegrained_tp_config": {"lmhead": 2}}
+    assert merged["additional_config"] == before["additional_config"] | added
+    assert backend.settings({}) == before
