@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc(5): sets the high-water mark to the present resident size
+_RESET_PEAK = b"5"  # proc(5): sets the high-water mark to the present resident size
+
+
+class ProcFile:
+    """A file of /proc that is read again and again: opened once. Of the process that opens it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+
+    def read(self) -> bytes:
+        """Its present content."""
+        number, parts = self._file.fileno(), list[bytes]()
+        while part := os.pread(number, 1 << 14, sum(map(len, parts))):
+            parts.append(part)
+        return b"".join(parts)
 
 
 class PeakMemory:
@@ -18,9 +33,12 @@ class PeakMemory:
     """
 
     def __init__(self, status: Path = _STATUS, clear_refs: Path = _CLEAR_REFS) -> None:
-        self._status = status
-        self._clear_refs = clear_refs
-        self._can_reset = True
+        self._status = ProcFile(status) if status.exists() else None
+        try:
+            self._clear_refs = clear_refs.open("wb", buffering=0)
+            self._can_reset = True
+        except OSError:
+            self._can_reset = False
         self._start = self._read()
         self.restart()
 
@@ -30,7 +48,7 @@ class PeakMemory:
             return
         if self._can_reset:
             try:
-                self._clear_refs.write_text(_RESET_PEAK)
+                os.pwrite(self._clear_refs.fileno(), _RESET_PEAK, 0)
                 return
             except OSError:
                 self._can_reset = False
@@ -48,10 +66,9 @@ class PeakMemory:
 
     def _read(self) -> tuple[int, int] | None:
         """Resident size and its high-water mark, in bytes."""
-        try:
-            text = self._status.read_bytes()
-        except FileNotFoundError:
+        if self._status is None:
             return None
+        text = self._status.read()
         return field_bytes(b"VmRSS:", text), field_bytes(b"VmHWM:", text)
 
 

@@ -15,7 +15,8 @@ class Limits:
     """Patience, in seconds.
 
     Attributes:
-        interval_s: between two heartbeats.
+        interval_s: between two heartbeats while the phase stays.
+        look_s: how long another phase may go untold.
         silence_s: without a heartbeat a rank is taken for stopped or its machine for dead. Native
             code that keeps Python's lock for longer (a cold import) must fit in.
         patience_s: how long a rank that merely lost a connection looks for the true cause; several
@@ -26,6 +27,7 @@ class Limits:
     """
 
     interval_s: float = 1.0
+    look_s: float = 0.2
     silence_s: float = 40.0
     patience_s: float = 3.5
     linger_s: float = 2.5

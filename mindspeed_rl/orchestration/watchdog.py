@@ -136,7 +136,6 @@ class Watchdog:
         self._now = ("start", time.monotonic(), phase_timeout_s)
         self._leaving = False  # this rank waits for the others to end
         self._left = threading.Event()
-        self._changed = threading.Event()  # wakes the heartbeat thread
         self._asked = threading.Event()  # the launcher asked this rank to end
         self._ending = threading.Lock()
         self._threads = [
@@ -180,7 +179,6 @@ class Watchdog:
 
     def _enter(self, name: str, limit_s: float) -> None:
         self._now = (name, time.monotonic(), limit_s)
-        self._changed.set()
 
     def leave(self) -> None:
         """End together: nobody closes its connections while a peer still needs them.
@@ -195,7 +193,6 @@ class Watchdog:
             dist.barrier()
         faulthandler.dump_traceback_later(self._limits.exit_s, exit=True)
         self._left.set()
-        self._changed.set()
         # A thread that the interpreter's end finds inside the store's C++ aborts the process.
         for thread in self._threads:
             thread.join()
@@ -228,7 +225,7 @@ class Watchdog:
         peer = (self._world.rank + 1) % self._world.size
         last: tuple[int, float] = (0, 0.0)
         while not self._left.is_set():
-            self._changed.clear()
+            phase = self._now
             try:
                 self._board.beat(*self._phase_age(), leaving=self._leaving)
                 told = self._board.told()
@@ -247,7 +244,18 @@ class Watchdog:
                 self._end(silent_failure(beat, now - last[1], self._me))
             if os.getppid() != self._launcher:
                 self._end_alone("the launcher of this node is gone")
-            self._changed.wait(self._limits.interval_s)
+            self._rest(phase)
+
+    def _rest(self, told: object) -> None:
+        """Until the next heartbeat: the interval is over, or the phase is another than was told.
+
+        A change does not wake the thread: phases of a few milliseconds would have it talk to the
+        store all the time, and take Python's lock from the main thread.
+        """
+        end = time.monotonic() + self._limits.interval_s
+        while not self._left.wait(self._limits.look_s):
+            if self._now is not told or time.monotonic() >= end:
+                return
 
     # -- the guard thread ----------------------------------------------------------------------
 
