@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.observability.host_memory import field_bytes
 from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.gloo_device import share_devices
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
@@ -28,10 +30,9 @@ class CpuPlatform:
         self.device = torch.device("cpu")
 
     def set_device(self) -> None:
-        """One compute thread unless the user asked for more."""
-        import os
-
+        """One compute thread unless the user asked for more, and one for the network."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        share_devices()
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""

@@ -1,0 +1,67 @@
+"""One network thread of gloo for all process groups of a process.
+
+PyTorch gives every gloo group a device of its own, and the thread of a device wakes every 10 ms
+whether anybody uses the group or not. A rank is in about thirty groups (megatron-core's axes and
+the engine's), most of which are idle: on two cores their threads took a few percent of a step.
+Devices can be shared: connections of all groups then lie in one epoll set.
+
+Why: the default constructor of ``ProcessGroupGloo`` takes no devices.
+Upstream: torch/csrc/distributed/c10d/init.cpp (the constructor with a timeout makes the devices);
+    gloo/transport/tcp/loop.cc (the 10 ms).
+Versions: torch 2.13.0.
+Remove when: c10d shares devices between groups, or ``new_group`` takes options of gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_NEEDED = ("_Options", "create_default_device", "create_device")
+_THREADS_PER_DEVICE = 2  # as PyTorch has it: of a group, for its collectives
+
+
+def share_devices() -> None:
+    """Let all gloo groups that this process makes from now on share their devices. Idempotent.
+
+    Raises:
+        RuntimeError: the installed torch makes its groups in another way.
+    """
+    group: Any = dist.ProcessGroupGloo
+    make = vars(group)["__init__"]
+    if getattr(make, "_mindspeed_rl", False):
+        return
+    if missing := [name for name in _NEEDED if not hasattr(group, name)]:
+        raise RuntimeError(
+            f"torch's ProcessGroupGloo has no {', '.join(missing)}; checked version: 2.13.0. "
+            "Install a version of the matrix (mindspeed_rl/versions.cfg)"
+        )
+
+    def with_shared(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: Any = None
+    ) -> None:
+        if isinstance(options, timedelta):  # the second overload, by position
+            options, timeout = None, options
+        if options is None:
+            options = group._Options()
+            options._devices = _devices()
+            options._threads = _THREADS_PER_DEVICE * len(options._devices)
+            if timeout is not None:
+                options._timeout = timeout
+        make(self, store, rank, size, options)
+
+    with_shared._mindspeed_rl = True  # type: ignore[attr-defined]
+    group.__init__ = with_shared
+
+
+@functools.cache
+def _devices() -> list[Any]:
+    """Of the interfaces in ``GLOO_SOCKET_IFNAME``, or else of the host's own address."""
+    group: Any = dist.ProcessGroupGloo
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [group.create_device(interface=name) for name in names.split(",")]
+    return [group.create_default_device()]

@@ -1,0 +1,68 @@
+"""All gloo groups of a process have one network thread, on the interfaces that the user names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mindspeed_rl.platforms import gloo_device
+
+# Makes four groups and tells how many threads serve them; a group must still reduce.
+_SCRIPT = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from mindspeed_rl.platforms.gloo_device import share_devices
+
+for _ in range(int(sys.argv[1])):
+    share_devices()
+dist.init_process_group(
+    "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77)
+)
+groups = [dist.new_group([0]) for _ in range(3)]
+for group in groups:
+    value = torch.ones(3)
+    dist.all_reduce(value, group=group)
+    assert value.tolist() == [1, 1, 1]
+    backend = group._get_backend(torch.device("cpu"))
+    assert isinstance(backend, dist.ProcessGroupGloo)
+first = dist.group.WORLD._get_backend(torch.device("cpu"))
+assert first.options._timeout == timedelta(seconds=77)
+names = [f.read_text() for f in Path("/proc/self/task").glob("*/comm")]
+print(sum("gloo_tcp" in name for name in names))
+"""
+
+
+def _threads(times: int, **env: str) -> int:
+    command = [sys.executable, "-c", _SCRIPT, str(times)]
+    found = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=True
+    )
+    return int(found.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("times", "env", "threads"),
+    [(0, {}, 4), (2, {}, 1), (1, {"GLOO_SOCKET_IFNAME": "lo"}, 1)],
+    ids=["as torch has it", "shared", "named interface"],
+)
+def test_groups_share_a_thread(times: int, env: dict[str, str], threads: int) -> None:
+    """R54: without the patch every group has its own; applied twice it is applied once."""
+    assert _threads(times, **env) == threads
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R54: a target that changed is named, not patched."""
+    monkeypatch.setattr(gloo_device, "_NEEDED", ("_Options", "create_shared_device"))
+    before = vars(dist.ProcessGroupGloo)["__init__"]
+    with pytest.raises(RuntimeError, match="no create_shared_device; checked version: 2.13.0"):
+        gloo_device.share_devices()
+    assert vars(dist.ProcessGroupGloo)["__init__"] is before
