@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -142,9 +142,8 @@ def reduce_metrics(
         parts = _gather_parts(local, schema, group, torch.device(device))
     else:
         parts = local[None]
-    return {
-        name: _reduced(metrics[name], parts[:, index]).value for index, name in enumerate(names)
-    }
+    reduced = _reduced([metrics[name] for name in names], parts)
+    return {name: metric.value for name, metric in zip(names, reduced, strict=True)}
 
 
 def _kind(name: str, metric: Metric) -> str:
@@ -160,16 +159,18 @@ def _parts(metric: Metric) -> tuple[float, float]:
     return (metric.sum, metric.weight) if isinstance(metric, Mean) else (metric.value, 0.0)
 
 
-def _reduced(like: Metric, parts: NDArray[np.float64]) -> Metric:
-    """Reduces ``parts`` [ranks, 2] as the kind of ``like`` asks."""
-    first, second = parts[:, 0], parts[:, 1]
-    if isinstance(like, Mean):
-        return Mean(float(first.sum()), float(second.sum()))
-    if isinstance(like, Total):
-        return Total(float(first.sum()))
-    if isinstance(like, Max):
-        return Max(float(first.max()))
-    return Min(float(first.min()))
+def _reduced(like: Sequence[Metric], parts: NDArray[np.float64]) -> Iterator[Metric]:
+    """Reduces ``parts`` [ranks, metrics, 2], each as the kind of its ``like`` asks."""
+    with np.errstate(invalid="ignore"):  # sums of infinite maxima, which nobody reads
+        sums = parts.sum(axis=0).tolist()
+    lowest, highest = parts[..., 0].min(axis=0).tolist(), parts[..., 0].max(axis=0).tolist()
+    for metric, (first, second), low, high in zip(like, sums, lowest, highest, strict=True):
+        if isinstance(metric, Mean):
+            yield Mean(first, second)
+        elif isinstance(metric, Total):
+            yield Total(first)
+        else:
+            yield Max(high) if isinstance(metric, Max) else Min(low)
 
 
 def _gather_parts(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.observability.host_memory import field_bytes
+from mindspeed_rl.observability.host_memory import ProcFile, field_bytes
 from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
 from mindspeed_rl.platforms.gloo_device import share_devices
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
@@ -28,6 +29,12 @@ class CpuPlatform:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+
+    @cached_property
+    def _proc(self) -> tuple[ProcFile, ProcFile] | None:
+        """What tells of this process and of its machine, where there is a /proc."""
+        files = Path("/proc/self/statm"), Path("/proc/meminfo")
+        return (ProcFile(files[0]), ProcFile(files[1])) if files[0].exists() else None
 
     def set_device(self) -> None:
         """One compute thread unless the user asked for more, and one for the network."""
@@ -52,11 +59,11 @@ class CpuPlatform:
 
     def memory(self) -> DeviceMemory:
         """Of this process and its machine (Linux); zeros where there is no /proc."""
-        statm, meminfo = Path("/proc/self/statm"), Path("/proc/meminfo")
-        if not statm.exists():
+        if self._proc is None:
             return DeviceMemory(0, 0, 0)
-        resident = int(statm.read_bytes().split()[1]) * _PAGE_BYTES
-        text = meminfo.read_bytes()
+        own, machine = self._proc
+        resident = int(own.read().split()[1]) * _PAGE_BYTES
+        text = machine.read()
         available, total = field_bytes(b"MemAvailable:", text), field_bytes(b"MemTotal:", text)
         return DeviceMemory(resident, available, total)
 
