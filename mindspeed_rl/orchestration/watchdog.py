@@ -247,11 +247,7 @@ class Watchdog:
             self._rest(phase)
 
     def _rest(self, told: object) -> None:
-        """Until the next heartbeat: the interval is over, or the phase is another than was told.
-
-        A change does not wake the thread: phases of a few milliseconds would have it talk to the
-        store all the time, and take Python's lock from the main thread.
-        """
+        """Until the next heartbeat, or another phase; brief ones would take the lock all the time."""
         end = time.monotonic() + self._limits.interval_s
         while not self._left.wait(self._limits.look_s):
             if self._now is not told or time.monotonic() >= end:

@@ -63,6 +63,6 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """R54: a target that changed is named, not patched."""
     monkeypatch.setattr(gloo_device, "_NEEDED", ("_Options", "create_shared_device"))
     before = vars(dist.ProcessGroupGloo)["__init__"]
-    with pytest.raises(RuntimeError, match="no create_shared_device; checked version: 2.13.0"):
+    with pytest.raises(RuntimeError, match="no create_shared_device; checked version"):
         gloo_device.share_devices()
     assert vars(dist.ProcessGroupGloo)["__init__"] is before
