@@ -247,7 +247,7 @@ class Watchdog:
             self._rest(phase)
 
     def _rest(self, told: object) -> None:
-        """Until the next heartbeat, or another phase; brief ones would take the lock all the time."""
+        """Until the next heartbeat or another phase; telling brief ones would cost the run time."""
         end = time.monotonic() + self._limits.interval_s
         while not self._left.wait(self._limits.look_s):
             if self._now is not told or time.monotonic() >= end:
