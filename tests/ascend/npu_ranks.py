@@ -199,6 +199,7 @@ def serve(platform: str) -> None:
         npu_install.install(NpuSetup())
     for name in _LIBRARIES:
         importlib.import_module(name)
+    sys.stdout.flush()  # what they printed waits there
     os.dup2(channel, 1)
     task = warm_ranks.serve()
     if task is not None:

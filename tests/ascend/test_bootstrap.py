@@ -121,7 +121,7 @@ answer["trainers"] = [n for n in npu_install.FOREIGN_TRAINERS if n in sys.module
 answer |= {{name: globals().get(name) for name in ("buffers", "twice", "vllm")}}
 answer["deterministic"] = torch.are_deterministic_algorithms_enabled()
 answer["determinism"] = npu_install.determinism_line()
-print("ANSWER" + json.dumps(answer))
+print("ANSWER" + json.dumps(answer), flush=True)
 os._exit(0)
 """
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 pytestmark = pytest.mark.ascend_emul
-TOLERANCE = 2e-6
+TOLERANCE = 1e-5  # two orders of summing in fp32; how far apart depends on the processor
 
 
 @pytest.fixture(autouse=True, scope="module")
