@@ -142,8 +142,8 @@ def collective_rows(
     try:
         import torch.distributed as dist
 
+        from mindspeed_rl.orchestration.launcher_store import connect
         from mindspeed_rl.orchestration.preflight import Preflight, axes_of
-        from mindspeed_rl.orchestration.watchdog import connect
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]

@@ -286,7 +286,7 @@ def open_board(num_ranks: int) -> tuple[Any, FailureBoard]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from mindspeed_rl.orchestration.failures import FailureBoard, Member
-    from mindspeed_rl.orchestration.watchdog import shared_part
+    from mindspeed_rl.orchestration.launcher_store import shared_part
 
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     driver = Member(-1, -1, os.getpid())

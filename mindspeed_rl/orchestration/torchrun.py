@@ -264,7 +264,7 @@ def _usage_error(prog: str, error: ValueError, world: bootstrap.World, limits: L
     tell_mistake(f"{prog}: error: {error}")
     if several_nodes:
         bootstrap.quiet_libraries()
-        from mindspeed_rl.orchestration.watchdog import publish_usage_error
+        from mindspeed_rl.orchestration.launcher_store import publish_usage_error
 
         publish_usage_error(world, str(error), limits)
     sys.exit(USAGE_ERROR)

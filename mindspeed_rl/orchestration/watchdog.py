@@ -25,11 +25,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.orchestration.failures import (
@@ -37,7 +35,6 @@ from mindspeed_rl.orchestration.failures import (
     Failure,
     FailureBoard,
     Kind,
-    Member,
     is_lost_connection,
     is_usage_error,
     lost_failure,
@@ -47,6 +44,7 @@ from mindspeed_rl.orchestration.failures import (
     write_error_file,
 )
 from mindspeed_rl.orchestration.launcher_report import tell_mistake
+from mindspeed_rl.orchestration.launcher_store import connect, this_member
 from mindspeed_rl.orchestration.limits import JOIN, Limits
 
 T = TypeVar("T")
@@ -55,54 +53,7 @@ _HANDLED: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
-
-
-def this_member(world: World) -> Member:
-    """This process, as others name it."""
-    return Member(world.rank, int(os.environ.get("GROUP_RANK", "0")), os.getpid())
-
-
-def connect(rank: int, timeout_s: float) -> PrefixStore:
-    """A connection of one's own to torchrun's store: the default group's may be blocked.
-
-    The store is there before the ranks are, so it tells of failures of ranks that never join.
-    Under another launcher rank 0 opens it here, and shares it with the process group later.
-
-    Raises:
-        RuntimeError: the launcher of the first node, which holds the store, is not there.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = TCPStore(
-            host, port, is_master=opens, timeout=timedelta(seconds=timeout_s), multi_tenant=True
-        )
-    except dist.DistError as error:
-        raise RuntimeError(
-            f"the launcher of the first node does not answer at {host}:{port} for "
-            f"{timeout_s:g} s: it has ended, see its output, or MASTER_ADDR is wrong"
-        ) from error
-    return shared_part(store)
-
-
-def shared_part(store: TCPStore) -> PrefixStore:
-    """What of the driver's store is about heartbeats and failures; that of this (re)start."""
-    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"mindspeed_rl/{run}", store)
-
-
-def publish_usage_error(world: World, text: str, limits: Limits) -> None:
-    """Let the other nodes know a mistake that this rank found before it could join them.
-
-    Returns when they have had the time to read it.
-    """
-    me = this_member(world)
-    failure = Failure("usage", me, "start", text, me)
-    try:
-        FailureBoard(connect(world.rank, limits.connect_s), me, world.size).tell(failure)
-    except RuntimeError:  # the first node has ended, and with it the job: nobody waits
-        return
-    time.sleep(limits.linger_s)
+_NO_LAUNCHER = "the launcher of this node is gone"
 
 
 class Watchdog:
@@ -210,7 +161,10 @@ class Watchdog:
             mine = replace(mine, trace="".join(traceback.format_exception(error)))
         stands: Failure | None = None
         if is_lost_connection(error):
+            self._leave_if_orphaned()
             stands = self._find_cause(range(self._world.size), "its peers lost their connection")
+            if stands is None:
+                self._leave_if_orphaned()
         stands = stands or self._tell(mine)
         if stands == mine and not usage:
             if not self._driver_tells:
@@ -233,8 +187,7 @@ class Watchdog:
             except dist.DistError as error:
                 if self._leaving:  # the first node was faster
                     return
-                reason = str(error).partition("\n")[0]
-                self._end_alone(f"the launcher of the first node is gone ({reason})")
+                self._end_alone(_no_store(error))
             now = self._contact = time.monotonic()
             if told is not None:
                 self._end(told)
@@ -243,7 +196,7 @@ class Watchdog:
             elif beat and not beat.leaving and now - last[1] > self._limits.silence_s:
                 self._end(silent_failure(beat, now - last[1], self._me))
             if os.getppid() != self._launcher:
-                self._end_alone("the launcher of this node is gone")
+                self._end_alone(_NO_LAUNCHER)
             self._rest(phase)
 
     def _rest(self, told: object) -> None:
@@ -333,6 +286,18 @@ class Watchdog:
     def _end_alone(self, text: str) -> NoReturn:
         """End when nobody can be asked or told; the first rank of the node prints it."""
         self._claim_end()
+        self._leave_alone(text)
+
+    def _leave_if_orphaned(self) -> None:
+        """A launcher that is gone takes neighbours along, whose lost connections are no cause."""
+        if os.getppid() != self._launcher:
+            self._leave_alone(_NO_LAUNCHER)
+        try:
+            self._board.told()
+        except dist.DistError as error:
+            self._leave_alone(_no_store(error))
+
+    def _leave_alone(self, text: str) -> NoReturn:
         failure = self._failure("lost", text)
         if self._world.local_rank == 0:
             self._print(failure)
@@ -377,6 +342,11 @@ class Watchdog:
             tell_mistake(self._line(failure))
         else:
             print(self._line(failure), file=sys.stderr, flush=True)
+
+
+def _no_store(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"the launcher of the first node is gone ({reason})"
 
 
 def _abort(pid: int) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +31,8 @@ from mindspeed_rl.orchestration.failures import (
     write_error_file,
 )
 from mindspeed_rl.orchestration.launcher_report import tell_mistake
+from mindspeed_rl.orchestration.launcher_store import connect, publish_usage_error
 from mindspeed_rl.orchestration.limits import Limits
-from mindspeed_rl.orchestration.watchdog import connect, publish_usage_error
 from mindspeed_rl.rewards import RewardSpec
 
 
@@ -154,6 +158,51 @@ def test_a_launcher_that_is_gone_is_said_so() -> None:
     with pytest.raises(RuntimeError, match=r"the launcher of the first node does not answer at"):
         connect(1, 1.0)
     publish_usage_error(World(1, 2, 0, 1), "a mistake", Limits(connect_s=1.0))  # and nobody waits
+
+
+# A rank whose heartbeat comes too late: a lost connection is the first that it sees.
+LATE_RANK = """
+import time
+from pathlib import Path
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.orchestration.limits import Limits
+from mindspeed_rl.orchestration.watchdog import Watchdog
+
+watchdog = Watchdog(World(0, 2, 0, 2), 600.0, "entry", Limits(patience_s=0.2, linger_s=0.1))
+Path("ready").touch()
+while not Path("go").exists():
+    time.sleep(0.02)
+watchdog.fail(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+"""
+
+
+@pytest.mark.parametrize("gone", ["this node", "the first node", "nobody"])
+def test_neighbours_lost_with_a_launcher_are_not_the_cause(
+    store_address: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False)
+    launcher = subprocess.Popen(
+        ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, LATE_RANK],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (tmp_path / "ready").exists():
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    if gone == "this node":
+        launcher.kill()
+        launcher.wait()
+    elif gone == "the first node":
+        del store
+    (tmp_path / "go").touch()
+    assert launcher.stderr is not None
+    said = launcher.stderr.read()  # until the rank ends
+    launcher.wait()
+    causes = [line for line in said.splitlines() if line.startswith("entry: the job ends: ")]
+    cause = "RuntimeError: Connection" if gone == "nobody" else f"the launcher of {gone} is gone"
+    assert len(causes) == 1 and cause in causes[0], said
 
 
 def test_the_report_of_the_launcher_repeats_a_mistake(
