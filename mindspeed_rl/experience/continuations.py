@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+
+from mindspeed_rl.parallel.small_collectives import gather_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,13 @@ def all_gather_pairs(
 
     Two collectives in all; tensors are on the host, of any length.
     """
-    world = dist.get_world_size()
-    size = torch.tensor([integers.numel(), floats.numel()])
-    sizes = [torch.empty_like(size) for _ in range(world)]
-    dist.all_gather(sizes, size)
-    borders = [(8 * n, 8 * n + 4 * m) for n, m in torch.stack(sizes).tolist()]
-    mine = torch.zeros(max(end for _, end in borders), dtype=torch.uint8)
+    sizes = gather_rows(torch.tensor([integers.numel(), floats.numel()]))
+    borders = [(8 * n, 8 * n + 4 * m) for n, m in sizes.tolist()]
+    longest = max(end for _, end in borders)
+    mine = torch.zeros(-(-longest // 8) * 8, dtype=torch.uint8)  # rows begin at whole integers
     message = torch.cat([integers.view(torch.uint8), floats.view(torch.uint8)])
     mine[: message.numel()] = message
-    parts = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(parts, mine)
     return [
         (part[:middle].view(torch.int64), part[middle:end].view(torch.float32))
-        for part, (middle, end) in zip(parts, borders, strict=True)
+        for part, (middle, end) in zip(gather_rows(mine), borders, strict=True)
     ]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.types import Rollout
 
 # prompt index, tokens, trained tokens, stopped, weights version, group of ranks, times seen,
@@ -145,7 +145,7 @@ def exchange_table(
     if copies:
         sums = torch.tensor([_checksum(r) for r in copies])
         rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
-    dist.all_reduce(rows)
+    rows = sum_over_ranks(rows)
     _check_table(rows, num_samples, num_copies)
     return _samples_of(rows, key_of, len(part_names))
 

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from mindspeed_rl.parallel.small_collectives import gather_rows
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -202,9 +204,7 @@ def _all_gather(
 ) -> NDArray[np.int64]:
     """Gathers ``message`` [n] of every rank into [ranks, n]."""
     sent = torch.from_numpy(message).to(device)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group)
-    return torch.stack(received).cpu().numpy()
+    return gather_rows(sent, group).cpu().numpy()
 
 
 def _raise_schema_mismatch(schema: list[str], group: dist.ProcessGroup | None) -> None:

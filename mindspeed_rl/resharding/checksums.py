@@ -15,6 +15,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.difference import Difference, first_difference
 from mindspeed_rl.resharding.executor import wire_dtype
@@ -191,7 +192,7 @@ class WeightProof:
                 _sum_shares(self._target, write, self._dtype, count),
             ]
         )
-        dist.all_reduce(sums, group=group)
+        sums = sum_over_ranks(sums, group)
         differs = (sums[0] * self._copies) != sums[1]
         return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
 

@@ -1,0 +1,60 @@
+"""Sums and gathers of small tensors, in one or two messages from rank to rank.
+
+The collectives of gloo pass a tensor around a ring: their time is the number of ranks times that
+of a message, however small the tensor is. What is small goes straight to all ranks instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+# Up to so many bytes a rank sends the whole to every rank; beyond, a share of it, twice.
+DIRECT_BYTES = 2**20
+
+
+def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum over the ranks of a group. Collective: the group.
+
+    Args:
+        values: integers, whose sum does not depend on the order; of one shape on all ranks.
+        group: the world, if it is not given.
+
+    Returns:
+        The shape and dtype of ``values``, which stay as they are.
+    """
+    assert not values.is_floating_point(), "the order of the sum is that of the ways"
+    if values.device.type != "cpu":
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+    world = dist.get_world_size(group)
+    if world * values.nbytes <= DIRECT_BYTES:
+        return gather_rows(values, group).sum(0, dtype=values.dtype)
+    share = -(-values.numel() // world)
+    padded = values.new_zeros(world * share)
+    padded[: values.numel()] = values.flatten()
+    mine = _exchanged(padded.view(world, share), group).sum(0, dtype=values.dtype)
+    return gather_rows(mine, group).flatten()[: values.numel()].view(values.shape)
+
+
+def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """[ranks, *shape] the tensors of all ranks of a group, in their order. Collective: the group.
+
+    Args:
+        values: of one shape and dtype on all ranks.
+        group: the world, if it is not given.
+    """
+    world = dist.get_world_size(group)
+    if values.device.type != "cpu":
+        rows = [torch.empty_like(values) for _ in range(world)]
+        dist.all_gather(rows, values, group=group)
+        return torch.stack(rows)
+    return _exchanged(values.expand(world, *values.shape).contiguous(), group)
+
+
+def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Row r to rank r, and theirs in their order."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)
+    return received
