@@ -45,7 +45,8 @@ def train(run: RLJob) -> Iterator[Stage]:
             warmup = step <= run.config.critic.critic_warmup_steps
             metrics = rl_step.update(run, batches, critic_only=warmup)
             rl_step.refresh_reference(run, step)
-        report.log_step(step, rollouts.drawn, metrics.merge(rollouts.metrics))
+        metrics = metrics.merge(rollouts.metrics)
+        report.log_step(step, rollouts.drawn, metrics, batches.placed)
         rl_resume.save_if_due(run, report, step)
     yield Stage("finish", run.config.train.train_iters)
     run.phases.to_rollout(run.version)

@@ -31,7 +31,6 @@ from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headli
 from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
-from mindspeed_rl.observability.timers import StepTimes
 from mindspeed_rl.orchestration import results, rl_critic, rl_samples, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
@@ -160,22 +159,30 @@ class Report:
         """The result that the summary tells: of ``--eval-prompt-data``, or else the first set."""
         return next(iter(self._evaluations.get(step, {}).values()), None)
 
-    def log_step(self, step: int, samples: Sequence[Sample], metrics: MetricSet) -> None:
+    def log_step(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        metrics: MetricSet,
+        placed: rl_samples.Placed | None = None,
+    ) -> None:
         """Reduce and write the metrics of a step; stop on a mismatch that is too large (R14).
 
-        The time it takes belongs to the next step.
+        The time it takes belongs to the next step. ``placed`` is where samples are by now.
         """
         times = self._run.timer.finish_step()
         with self._run.phase("log"):
-            self._log(step, samples, metrics, times)
+            shown = evenly_spread(samples, self._run.config.logging.log_rollouts)
+            # first: the others need not wait for the writer
+            responses = rl_samples.fetch(self._run, shown, placed)
+            values = self._log(step, samples, metrics.merge(times.metrics()))
+            if self._writer:
+                self._dump(step, shown, responses)
+            self._check(step, values)
 
-    def _log(
-        self, step: int, samples: Sequence[Sample], metrics: MetricSet, times: StepTimes
-    ) -> None:
+    def _log(self, step: int, samples: Sequence[Sample], metrics: MetricSet) -> Mapping[str, float]:
         run = self._run
-        values = reduce_metrics(metrics.merge(times.metrics()).merge(run.ledger.metrics()))
-        shown = evenly_spread(samples, run.config.logging.log_rollouts)
-        responses = rl_samples.fetch(run, shown)  # first: the others need not wait for the writer
+        values = reduce_metrics(metrics.merge(run.ledger.metrics()))
         if self._writer:
             values |= rl_step.sample_metrics(run, samples)
             if told := self._constant.see(values["reward/min"], values["reward/max"]):
@@ -184,19 +191,22 @@ class Report:
         tokens = sum(s.num_tokens for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
         values["policy/version"] = float(run.version)
-        mismatch = values[MISMATCH_MAX]
         self._totals.steps += 1
         self._totals.tokens += tokens
         self._totals.step_seconds += values["time/step_s"]
-        self._totals.worst_mismatch = worse_mismatch(self._totals.worst_mismatch, mismatch)
+        self._totals.worst_mismatch = worse_mismatch(
+            self._totals.worst_mismatch, values[MISMATCH_MAX]
+        )
         run.logger.log(step, values)
-        if self._writer:
-            self._dump(step, shown, responses)
         self._progress.update(step, headline(values))
-        check_mismatch(step, mismatch, run.config.rl.rl_max_logprob_diff)
-        interval = run.config.rollout.reshard_verify_interval
+        return values
+
+    def _check(self, step: int, values: Mapping[str, float]) -> None:
+        config = self._run.config
+        check_mismatch(step, values[MISMATCH_MAX], config.rl.rl_max_logprob_diff)
+        interval = config.rollout.reshard_verify_interval
         if interval and (step - 1) % interval == 0:
-            check_computation(step, values.get(MISMATCH_MEAN, 0.0), run.config.sync_check_tol)
+            check_computation(step, values.get(MISMATCH_MEAN, 0.0), config.sync_check_tol)
 
     def _dump(
         self, step: int, shown: Sequence[Sample], responses: Sequence[rl_samples.Response]

@@ -12,7 +12,7 @@ from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.data.placement import MicroBatchPlan
 from mindspeed_rl.data.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
 from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution, num_words
-from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.experience.samples import Sample, SampleKey
 from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration import training
@@ -135,14 +135,21 @@ class Placed:
     Attributes:
         samples: of the step.
         plans: of each optimizer step, for consecutive ``samples_per_update`` samples.
+        destinations: the data-parallel rank that trains on each sample.
         moved: has the tokens of this rank's.
         metrics: what moving them took.
     """
 
     samples: Sequence[Sample]
     plans: Sequence[MicroBatchPlan]
+    destinations: Sequence[int]
     moved: Redistribution
     metrics: MetricSet
+
+    def keys_on(self, dp: int) -> set[SampleKey]:
+        """The samples that the ranks of a data-parallel rank have now."""
+        pairs = zip(self.samples, self.destinations, strict=True)
+        return {sample.key for sample, of in pairs if of == dp}
 
 
 def pack_placed(
@@ -297,12 +304,18 @@ def place(run: RLJob, samples: Sequence[Sample], cache: TensorCache | None = Non
     legs = plan_legs(holders, destinations, layout, stages, run.rank, one_node=one_node)
     moved, metrics = _move(run, samples, legs, cache or run.cache, columns)
     moved.keep()
-    return Placed(samples, plans, moved, metrics)
+    return Placed(samples, plans, destinations, moved, metrics)
 
 
-def fetch(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
-    """The responses of samples on rank 0, on the host; nothing elsewhere. Collective: the world."""
-    legs = plan_gather(holders_of(run, samples), 0, run.job.world.size, run.rank)
+def fetch(run: RLJob, samples: Sequence[Sample], placed: Placed | None = None) -> list[Response]:
+    """The responses of samples on rank 0, on the host; nothing elsewhere. Collective: the world.
+
+    Those that ``placed`` brought to rank 0, the first of the first stage, do not move again.
+    """
+    there = placed.keys_on(run.plan.parallel.coords(0).dp) if placed else ()
+    known = holders_of(run, samples)
+    first = [0 if s.key in there else at for s, at in zip(samples, known.first, strict=True)]
+    legs = plan_gather(Holders(first, known.count), 0, run.job.world.size, run.rank)
     moved, _ = _move(run, samples, legs, run.cache)
     if run.rank:
         return []

@@ -1,7 +1,8 @@
 """What training learns does not depend on where samples were made, moved, packed (design 10).
 
 Twelve samples of two steps, half on engines that do not train on them, in two optimizer steps,
-balanced and packed, against one sample per micro-batch on every rank.
+balanced and packed, against one sample per micro-batch on every rank. What was moved is not fetched
+once more for the logs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from support.spawn import run_ranks
@@ -28,6 +30,7 @@ PER_UPDATE = 6
 def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]]] | None:
     """Rank function: |g - g_ref| / |g_ref| of every weight, by layout and optimizer step."""
     import torch
+    import torch.distributed as dist
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
@@ -68,6 +71,17 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         models.policy.forward_backward(marked, loss)
         return models.whole.gather(models.policy.gradients())
 
+    def compare_fetched(run: Any, placed: rl_samples.Placed) -> None:
+        """Rank 0 gets all samples; those that it trains on are not sent to it again."""
+        lone = run.plan.parallel.dp == 1
+        for known, collectives in ((None, 1), (placed, int(not lone))):
+            with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as wire:
+                found = rl_samples.fetch(run, table, known)
+            assert wire.call_count == collectives
+            for response, wanted in zip(found, said if world.rank == 0 else [], strict=True):
+                assert torch.equal(response.token_ids, wanted.token_ids)
+                assert torch.equal(response.logprobs, wanted.logprobs)
+
     def placed_gradients(models: Any) -> list[Any]:
         """Of both optimizer steps, after every rank has stored what its engine said."""
         cache = TensorCache(torch.device("cpu"))
@@ -89,6 +103,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         placed = rl_samples.place(cast(Any, run), table)
         rows = [p.num_micro_batches * plan.parallel.dp for p in placed.plans]
         assert max(rows) < PER_UPDATE, "several samples share a row"
+        compare_fetched(run, placed)
         packed = rl_samples.pack_placed(cast(Any, run), placed, models.policy)
         return [gradients(models, batches, update) for update, batches in enumerate(packed)]
 
