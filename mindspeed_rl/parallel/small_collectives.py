@@ -22,8 +22,11 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
 
     Returns:
         The shape and dtype of ``values``, which stay as they are.
+
+    Raises:
+        AssertionError: ``values`` are floating-point numbers.
     """
-    assert not values.is_floating_point(), "the order of the sum is that of the ways"
+    assert not values.is_floating_point(), "the sum of floats depends on the order of ranks"
     if values.device.type != "cpu":
         total = values.clone()
         dist.all_reduce(total, group=group)

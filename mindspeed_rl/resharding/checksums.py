@@ -183,7 +183,7 @@ class WeightProof:
     ) -> list[str]:
         """HF tensors whose bits differ between the two sides on any rank. Collective: the world.
 
-        Two int64 per tensor travel.
+        Two int64 per tensor go to every rank.
         """
         count = len(self._names)
         sums = torch.stack(

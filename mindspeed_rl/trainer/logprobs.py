@@ -3,8 +3,8 @@
 Shapes: N selected positions, h hidden size, V_t vocabulary rows of this tensor-parallel rank.
 
 Logits of at most ``chunk`` positions exist at a time, in the forward and (recomputed) in the
-backward pass (R23). Statistics of all chunks travel together: one MAX and one SUM all-reduce over
-the tensor-parallel group, whatever N is.
+backward pass (R23). Statistics of all chunks travel together: one gather over the tensor-parallel
+group, whatever N is; every rank then adds them up in the same order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_rl.parallel.small_collectives import gather_rows
 
 
 class _SelectedLogProbs(torch.autograd.Function):
@@ -29,9 +31,10 @@ class _SelectedLogProbs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.size(0)
-        local_max = hidden.new_full((num,), float("-inf"), dtype=torch.float32)
-        # sum of exp(x - max), sum of exp(x - max) * (x - max), x[target] - max
-        sums = hidden.new_zeros((3, num), dtype=torch.float32)
+        # of this rank's vocabulary: max x, sum of exp(x - max), sum of exp(x - max) * (x - max),
+        # x[target] - max
+        stats = hidden.new_zeros((4, num), dtype=torch.float32)
+        stats[0] = float("-inf")
         local = targets - vocab_start
         owned = (local >= 0) & (local < vocab_end - vocab_start)
         index = local.clamp(0, max(0, vocab_end - vocab_start - 1))
@@ -43,24 +46,12 @@ class _SelectedLogProbs(torch.autograd.Function):
             top = logits.amax(-1)
             logits -= top[:, None]
             exp = logits.exp()
-            local_max[span] = top
-            sums[0, span] = exp.sum(-1)
-            sums[1, span] = (exp * logits).sum(-1)
-            picked = logits.gather(-1, index[span, None])[:, 0]
-            sums[2, span] = picked.masked_fill(~owned[span], 0.0)
-        top_all = local_max.clone()
-        if group is not None:
-            dist.all_reduce(top_all, op=dist.ReduceOp.MAX, group=group)
-        shift = local_max - top_all
-        scale = shift.exp()
-        # a rank that holds only padding has max -inf, and sums of 0; one whose logits are so low
-        # that its scale is 0 still has log-probs
-        safe_shift = shift.masked_fill(local_max.isneginf(), 0.0)
-        sums[1] = (sums[1] + safe_shift * sums[0]) * scale
-        sums[0] *= scale
-        sums[2] = (sums[2] + safe_shift).masked_fill(~owned, 0.0)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
+            stats[0, span] = top
+            stats[1, span] = exp.sum(-1)
+            stats[2, span] = (exp * logits).sum(-1)
+            stats[3, span] = logits.gather(-1, index[span, None])[:, 0]
+        everyone = stats[None] if group is None else gather_rows(stats, group)
+        top_all, sums = _combined(everyone, targets // weight.size(0))
         log_z = sums[0].log()
         logprobs = sums[2] - log_z
         entropy = log_z - sums[1] / sums[0]
@@ -95,6 +86,28 @@ class _SelectedLogProbs(torch.autograd.Function):
                 grad_hidden[span] = grad @ rows
                 grad_weight[:num_rows] += grad.t() @ hidden[span]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+
+
+def _combined(stats: torch.Tensor, holder: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics of the whole vocabulary from those of its parts.
+
+    Args:
+        stats: [ranks, 4, N], of each part relative to its own maximum.
+        holder: [N] int64, the rank that has the target.
+
+    Returns:
+        The maximum [N], and relative to it the three others [3, N].
+    """
+    local_max, total, weighted, picked = stats.unbind(1)
+    top = local_max.amax(0)
+    shift = local_max - top
+    scale = shift.exp()
+    # a rank that holds only padding has max -inf, and sums of 0; one whose logits are so low
+    # that its scale is 0 still has log-probs
+    safe_shift = shift.masked_fill(local_max.isneginf(), 0.0)
+    weighted = (weighted + safe_shift * total) * scale
+    picked = (picked + safe_shift).gather(0, holder[None])[0]
+    return top, torch.stack([(total * scale).sum(0), weighted.sum(0), picked])
 
 
 def _spans(num: int, chunk: int) -> list[slice]:

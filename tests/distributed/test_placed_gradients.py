@@ -7,16 +7,21 @@ once more for the logs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import pytest
 from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World
+
+if TYPE_CHECKING:
+    from mindspeed_rl.orchestration.rl_job import RLJob
+    from mindspeed_rl.orchestration.rl_samples import Placed, Response
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -27,10 +32,26 @@ PROMPTS = tuple(tuple(range(5, 5 + n)) for n in (2, 7, 1, 12))
 PER_UPDATE = 6
 
 
+def compare_fetched(run: RLJob, placed: Placed, said: Sequence[Response]) -> None:
+    """Rank 0 gets all samples; those that it trains on are not sent to it again."""
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_rl.orchestration.rl_samples import fetch
+
+    lone = run.plan.parallel.dp == 1
+    for known, collectives in ((None, 1), (placed, int(not lone))):
+        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as wire:
+            found = fetch(run, placed.samples, known)
+        assert wire.call_count == collectives
+        for response, wanted in zip(found, said if run.rank == 0 else [], strict=True):
+            assert torch.equal(response.token_ids, wanted.token_ids)
+            assert torch.equal(response.logprobs, wanted.logprobs)
+
+
 def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]]] | None:
     """Rank function: |g - g_ref| / |g_ref| of every weight, by layout and optimizer step."""
     import torch
-    import torch.distributed as dist
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
@@ -71,17 +92,6 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         models.policy.forward_backward(marked, loss)
         return models.whole.gather(models.policy.gradients())
 
-    def compare_fetched(run: Any, placed: rl_samples.Placed) -> None:
-        """Rank 0 gets all samples; those that it trains on are not sent to it again."""
-        lone = run.plan.parallel.dp == 1
-        for known, collectives in ((None, 1), (placed, int(not lone))):
-            with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as wire:
-                found = rl_samples.fetch(run, table, known)
-            assert wire.call_count == collectives
-            for response, wanted in zip(found, said if world.rank == 0 else [], strict=True):
-                assert torch.equal(response.token_ids, wanted.token_ids)
-                assert torch.equal(response.logprobs, wanted.logprobs)
-
     def placed_gradients(models: Any) -> list[Any]:
         """Of both optimizer steps, after every rank has stored what its engine said."""
         cache = TensorCache(torch.device("cpu"))
@@ -103,7 +113,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         placed = rl_samples.place(cast(Any, run), table)
         rows = [p.num_micro_batches * plan.parallel.dp for p in placed.plans]
         assert max(rows) < PER_UPDATE, "several samples share a row"
-        compare_fetched(run, placed)
+        compare_fetched(cast(Any, run), placed, said)
         packed = rl_samples.pack_placed(cast(Any, run), placed, models.policy)
         return [gradients(models, batches, update) for update, batches in enumerate(packed)]
 

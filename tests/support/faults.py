@@ -197,15 +197,22 @@ MUTATIONS = (
     Mutation(
         "tensor-parallel-sum-dropped",
         "trainer/logprobs.py",
-        "dist.all_reduce(sums, group=group)",
-        "pass",
+        "(total * scale).sum(0)",
+        "(total * scale)[0]",
         _PARITY + "test_selection_equals_full_softmax_on_two_ranks",
     ),
     Mutation(
         "tensor-parallel-maximum-dropped",
         "trainer/logprobs.py",
-        "dist.all_reduce(top_all, op=dist.ReduceOp.MAX, group=group)",
-        "pass",
+        "scale = shift.exp()",
+        "scale = torch.ones_like(shift)",
+        _PARITY + "test_selection_equals_full_softmax_on_two_ranks",
+    ),
+    Mutation(
+        "picked-logit-of-another-rank",
+        "trainer/logprobs.py",
+        ".gather(0, holder[None])[0]",
+        "[-1]",
         _PARITY + "test_selection_equals_full_softmax_on_two_ranks",
     ),
     Mutation(

@@ -24,6 +24,7 @@ from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistributi
 from mindspeed_rl.experience.samples import SampleKey
 from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
 from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.parallel.stages import even_stages
 
 NUM_SAMPLES = 1024
@@ -154,8 +155,7 @@ class Worker:
         """Learn the table, plan, move: when it began and when it was done. Collective."""
         began = time.monotonic()
         group, workers = self._groups[batch.workers], batch.workers
-        table = torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64)
-        dist.all_reduce(table, group=group)
+        sum_over_ranks(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), group)
         makers = [i % workers for i in range(NUM_SAMPLES)]
         destinations = [(m + shift) % workers for m in makers]
         layout = ParallelLayout.build(world=workers, stages=even_stages(1))
