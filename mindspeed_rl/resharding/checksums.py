@@ -68,15 +68,23 @@ def box_checksum(
     Returns:
         0-d int64 (modulo 2^64), on the device of the values.
     """
+    if box.num_elements <= _CHUNK_ELEMENTS:
+        return _chunk_checksum(values, box, shape, dtype)
     whole = Box.whole(box.size)
     parts = -(-box.num_elements // _CHUNK_ELEMENTS)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in (box.slice(i, parts) for i in range(parts)):
         if part.num_elements:
-            taken = values[part.moved(box, whole).slices].to(dtype).contiguous()
-            bits = taken.view(_BITS[taken.element_size()]).to(torch.int64)
-            total += (bits * _index_hash(part, shape, values.device)).sum()
+            total += _chunk_checksum(values[part.moved(box, whole).slices], part, shape, dtype)
     return total
+
+
+def _chunk_checksum(
+    values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    taken = values.to(dtype).contiguous()
+    bits = taken.view(_BITS[taken.element_size()]).to(torch.int64)
+    return (bits * _index_hash(box, shape, values.device)).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +115,18 @@ def _shares(
 def _sum_shares(
     shares: Sequence[_Share], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
 ) -> torch.Tensor:
-    sums: dict[torch.device, torch.Tensor] = {}  # one transfer to the host at the end
+    found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for share in shares:
         piece = share.piece
         shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
         wire = wire_dtype(share.dtype, dtype)
         value = box_checksum(shown, piece.hf_box, share.shape, wire)
-        if value.device not in sums:
-            sums[value.device] = torch.zeros(count, dtype=torch.int64, device=value.device)
-        sums[value.device][share.row] += value
-    return sum((s.cpu() for s in sums.values()), torch.zeros(count, dtype=torch.int64))
+        found.setdefault(value.device, []).append((share.row, value))
+    total = torch.zeros(count, dtype=torch.int64)
+    for rows, values in (zip(*pairs, strict=True) for pairs in found.values()):
+        # one transfer to the host per device
+        total.index_add_(0, torch.tensor(rows), torch.stack(values).cpu())
+    return total
 
 
 def local_checksums(

@@ -167,3 +167,11 @@ def test_any_cut_of_a_tensor_sums_to_the_whole(row: int, column: int) -> None:
         box_checksum(values[b.slices], b, shape, values.dtype) for b in boxes if b.num_elements
     ]
     assert torch.stack(parts).sum() == box_checksum(values, Box.whole(shape), shape, values.dtype)
+
+
+def test_a_large_tensor_is_summed_in_slices() -> None:
+    shape = (3, (1 << 19) + 1)  # more than one slice holds
+    values = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape).sin()
+    rows = [Box((row, 0), (1, shape[1])) for row in range(shape[0])]
+    parts = [box_checksum(values[b.slices], b, shape, values.dtype) for b in rows]
+    assert torch.stack(parts).sum() == box_checksum(values, Box.whole(shape), shape, values.dtype)

@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "checksum-forgets-the-position",
         "resharding/checksums.py",
-        "total += (bits * _index_hash(part, shape, values.device)).sum()",
-        "total += bits.sum()",
+        "return (bits * _index_hash(box, shape, values.device)).sum()",
+        "return bits.sum()",
         _CHECKSUMS + "test_a_fault_is_found_and_named",
     ),
     Mutation(

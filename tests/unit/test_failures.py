@@ -33,6 +33,7 @@ from mindspeed_rl.orchestration.failures import (
 from mindspeed_rl.orchestration.launcher_report import tell_mistake
 from mindspeed_rl.orchestration.launcher_store import connect, publish_usage_error
 from mindspeed_rl.orchestration.limits import Limits
+from mindspeed_rl.orchestration.watchdog import Watchdog
 from mindspeed_rl.rewards import RewardSpec
 
 
@@ -203,6 +204,52 @@ def test_neighbours_lost_with_a_launcher_are_not_the_cause(
     causes = [line for line in said.splitlines() if line.startswith("entry: the job ends: ")]
     cause = "RuntimeError: Connection" if gone == "nobody" else f"the launcher of {gone} is gone"
     assert len(causes) == 1 and cause in causes[0], said
+
+
+class FakeTime:
+    """A clock that only waits move, in the place of ``time`` and of an event that is never set."""
+
+    def __init__(self, at: Callable[[float], None]) -> None:
+        self.now, self._at = 0.0, at
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        self._at(self.now)
+        return False
+
+
+@pytest.mark.parametrize(
+    ("phases_start_at", "told_at"),
+    [
+        ((), (1.0, 2.0, 3.0)),
+        ((1.4,), (1.0, 1.5, 2.5)),  # at the next look
+        ((0.3, 0.35, 0.4), (0.5, 1.5, 2.5)),  # brief ones between two looks cost one heartbeat
+    ],
+)
+def test_a_heartbeat_is_due_after_an_interval_or_when_the_phase_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+    phases_start_at: tuple[float, ...],
+    told_at: tuple[float, ...],
+) -> None:
+    waiting = list(phases_start_at)
+    watched = Watchdog.__new__(Watchdog)  # without a store and threads
+
+    def go_on(now: float) -> None:
+        while waiting and waiting[0] <= now:
+            watched._now = (f"phase {len(waiting)}", waiting.pop(0), 600.0)
+
+    clock = FakeTime(go_on)
+    monkeypatch.setattr("mindspeed_rl.orchestration.watchdog.time", clock)
+    watched._limits = Limits(interval_s=1.0, look_s=0.25)
+    watched._now, watched._left = ("start", 0.0, 600.0), clock  # type: ignore[assignment]
+    beats = []
+    for _ in told_at:
+        watched._rest(watched._now)
+        beats.append(clock.now)
+    assert beats == pytest.approx(told_at)
 
 
 def test_the_report_of_the_launcher_repeats_a_mistake(
