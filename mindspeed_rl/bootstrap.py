@@ -1,4 +1,4 @@
-"""First import of every entry: environment, platform, versions, process group.
+"""What every entry does first: environment, platform, versions, process group.
 
 The order matters and is fixed here: environment variables before torch is imported, the process
 group before megatron-core and vLLM, the platform's installation before any megatron-core model.
@@ -99,7 +99,7 @@ def prepare_environment(
     if late:
         raise RuntimeError(
             f"bootstrap: {late[0]} was imported before the environment was prepared; "
-            "mindspeed_rl.bootstrap must be the first import of an entry"
+            "an entry must import none of these before mindspeed_rl.bootstrap"
         )
     platform = resolve_platform(platform)
     set_defaults(platform, environ)

@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.orchestration.failures import (
-    Beat,
     Failure,
     FailureBoard,
     Kind,
@@ -54,6 +53,7 @@ _HANDLED: dict[int, Any] = {
     signal.SIGINT: signal.default_int_handler,
 }
 _NO_LAUNCHER = "the launcher of this node is gone"
+_ANSWER_S = 5.0  # for the store to answer a rank that ends
 
 
 class Watchdog:
@@ -179,7 +179,7 @@ class Watchdog:
         peer = (self._world.rank + 1) % self._world.size
         last: tuple[int, float] = (0, 0.0)
         while not self._left.is_set():
-            phase = self._now
+            seen = self._now
             try:
                 self._board.beat(*self._phase_age(), leaving=self._leaving)
                 told = self._board.told()
@@ -197,13 +197,13 @@ class Watchdog:
                 self._end(silent_failure(beat, now - last[1], self._me))
             if os.getppid() != self._launcher:
                 self._end_alone(_NO_LAUNCHER)
-            self._rest(phase)
+            self._rest(seen)
 
-    def _rest(self, told: object) -> None:
-        """Until the next heartbeat or another phase; telling brief ones would cost the run time."""
+    def _rest(self, seen: tuple[str, float, float]) -> None:
+        """Until the next heartbeat, or another phase than ``seen``, which is looked for seldom."""
         end = time.monotonic() + self._limits.interval_s
         while not self._left.wait(self._limits.look_s):
-            if self._now is not told or time.monotonic() >= end:
+            if self._now is not seen or time.monotonic() >= end:
                 return
 
     # -- the guard thread ----------------------------------------------------------------------
@@ -239,8 +239,8 @@ class Watchdog:
         flag = "--distributed-timeout-minutes" if phase == JOIN else "--phase-timeout-s"
         limit = f"{limit_s / 60:g}" if phase == JOIN else f"{limit_s:g}"
         text = f"exceeded {flag} {limit} ({seconds:.0f} s)"
-        beats = _within(5.0, lambda: self._board.beats(range(self._world.size)))
-        if beats:
+        with suppress(dist.DistError):  # the store does not answer
+            beats = _within(_ANSWER_S, lambda: self._board.beats(range(self._world.size)))
             text += f". Where the ranks are: {whereabouts(beats.values())}"
         return self._failure("hang", text, phase)
 
@@ -257,13 +257,13 @@ class Watchdog:
         """The failure of which this rank sees only a consequence: published, or a silent peer."""
         deadline = time.monotonic() + self._limits.patience_s
         try:
-            before = self._board.beats(ranks)
+            before = _within(_ANSWER_S, lambda: self._board.beats(ranks))
             while time.monotonic() < deadline:
-                told = self._board.told()
+                told = _within(_ANSWER_S, self._board.told)
                 if told is not None:
                     return told
                 time.sleep(self._limits.interval_s / 4)
-            after: dict[int, Beat] = self._board.beats(ranks)
+            after = _within(_ANSWER_S, lambda: self._board.beats(ranks))
         except dist.DistError:  # the store went with the first node: there is no more to learn
             return None
         after.pop(self._me.rank, None)
@@ -272,7 +272,10 @@ class Watchdog:
 
     def _tell(self, failure: Failure) -> Failure:
         """Publish; the failure that stands. Without an answer of the store it is this one."""
-        return _within(5.0, lambda: self._board.tell(failure)) or failure
+        try:
+            return _within(_ANSWER_S, lambda: self._board.tell(failure))
+        except dist.DistError:
+            return failure
 
     def _claim_end(self) -> None:
         """Let one thread end this process; others stop here."""
@@ -293,7 +296,7 @@ class Watchdog:
         if os.getppid() != self._launcher:
             self._leave_alone(_NO_LAUNCHER)
         try:
-            self._board.told()
+            _within(_ANSWER_S, self._board.told)
         except dist.DistError as error:
             self._leave_alone(_no_store(error))
 
@@ -356,15 +359,23 @@ def _abort(pid: int) -> None:
             os.kill(pid, number)
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What the store answers, or ``None`` when it is gone or does not answer in time."""
+def _within(seconds: float, ask: Callable[[], T]) -> T:
+    """What the store answers; ``DistError`` when it is gone or does not answer in time.
+
+    For a rank that ends: its guard no longer watches over the store's silence.
+    """
     answers: list[T] = []
+    errors: list[dist.DistError] = []
 
     def run() -> None:
-        with suppress(dist.DistError):  # no answer
+        try:
             answers.append(ask())
+        except dist.DistError as error:
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else None
+    if answers:
+        return answers[0]
+    raise errors[0] if errors else dist.DistStoreError(f"no answer within {seconds:g} s")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Up to so many bytes a rank sends the whole to every rank; beyond, a share of it, twice.
+# Up to so many bytes to all ranks together a rank sends the whole to each; beyond, a sum sends a
+# share of it, twice, and a gather takes the ring, which needs no copies.
 DIRECT_BYTES = 2**20
 
 
@@ -38,7 +39,7 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
     padded = values.new_zeros(world * share)
     padded[: values.numel()] = values.flatten()
     mine = _exchanged(padded.view(world, share), group).sum(0, dtype=values.dtype)
-    return gather_rows(mine, group).flatten()[: values.numel()].view(values.shape)
+    return _from_all(mine, group).flatten()[: values.numel()].view(values.shape)
 
 
 def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -49,10 +50,16 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
         group: the world, if it is not given.
     """
     world = dist.get_world_size(group)
-    if values.device.type != "cpu":
-        rows = [torch.empty_like(values) for _ in range(world)]
-        dist.all_gather(rows, values, group=group)
-        return torch.stack(rows)
+    if values.device.type == "cpu" and world * values.nbytes <= DIRECT_BYTES:
+        return _from_all(values, group)
+    rows = [torch.empty_like(values) for _ in range(world)]
+    dist.all_gather(rows, values, group=group)
+    return torch.stack(rows)
+
+
+def _from_all(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What every rank sends to every rank, with a copy for each: [ranks, *shape]."""
+    world = dist.get_world_size(group)
     return _exchanged(values.expand(world, *values.shape).contiguous(), group)
 
 

@@ -58,6 +58,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from mindspeed_rl.data.packing import pack
     from mindspeed_rl.experience.samples import Sample, SampleKey
     from mindspeed_rl.experience.tensor_cache import TensorCache
+    from mindspeed_rl.observability.metrics import Max
     from mindspeed_rl.orchestration import rl_samples, selftest
     from mindspeed_rl.orchestration.selftest_cases import Case, Layout, relative_errors
     from mindspeed_rl.parallel.layout import EngineLayout
@@ -92,8 +93,11 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         models.policy.forward_backward(marked, loss)
         return models.whole.gather(models.policy.gradients())
 
-    def placed_gradients(models: Any) -> list[Any]:
-        """Of both optimizer steps, after every rank has stored what its engine said."""
+    def placed_gradients(models: Any, nodes: int) -> list[Any]:
+        """Of both optimizer steps, after every rank has stored what its engine said.
+
+        Within one node all samples take one leg; over several each axis of the grid has its own.
+        """
         cache = TensorCache(torch.device("cpu"))
         for step, samples in ((1, table[:3]), (2, table[3:])):
             cache.begin_step(step, [table[i].key for i in CARRIED])
@@ -106,13 +110,16 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
             batch=SimpleNamespace(samples_per_update=PER_UPDATE),
         )
         run = SimpleNamespace(
-            job=models.job, config=models.job.config, plan=plan, rank=world.rank,
+            job=replace(models.job, world=replace(world, local_size=world.size // nodes)),
+            config=models.job.config, plan=plan, rank=world.rank,
             environment=None, cache=cache,
             prompts=[SimpleNamespace(token_ids=ids) for ids in PROMPTS],
         )  # fmt: skip
         placed = rl_samples.place(cast(Any, run), table)
         rows = [p.num_micro_batches * plan.parallel.dp for p in placed.plans]
         assert max(rows) < PER_UPDATE, "several samples share a row"
+        taken = cast(Max, placed.metrics["exchange/collectives"])
+        legs[nodes] = legs.get(nodes, 0) + int(taken.value)
         compare_fetched(cast(Any, run), placed, said)
         packed = rl_samples.pack_placed(cast(Any, run), placed, models.policy)
         return [gradients(models, batches, update) for update, batches in enumerate(packed)]
@@ -130,14 +137,16 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
     job = make_job(world, model, ["--max-tokens-per-micro-batch", "48"])
     result: dict[str, list[dict[str, float]]] = {}
+    legs: dict[int, int] = {}
     wanted: list[Any] = []
     for shape in SHAPES:
         with selftest.InLayout(job, Layout(*shape)) as models:
             wanted = wanted or gradients_alone(models)  # the first layout does not cut the model
-            found = placed_gradients(models)
+            found = [*placed_gradients(models, 1), *placed_gradients(models, 2)]
         result[Layout(*shape).name(world.size)] = [
-            relative_errors(f, w) for f, w in zip(found, wanted, strict=True)
+            relative_errors(f, w) for f, w in zip(found, 2 * wanted, strict=True)
         ]
+    assert legs[2] > legs[1], "the second way must have been another"
     return result if world.rank == 0 else None
 
 
@@ -156,7 +165,7 @@ def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
     found = run_ranks(gradients_world, 4, work_dir=tmp_path, args=(str(model),))[0]
     assert len(found) == len(SHAPES)
     for (tp, _, cp, _), (layout, updates) in zip(SHAPES, found.items(), strict=True):
-        assert len(updates) == 2
+        assert len(updates) == 4, "two optimizer steps, on one node and on two"
         for errors in updates:
             assert len(errors) > 10
             worst = max(errors, key=lambda name: errors[name])

@@ -178,6 +178,8 @@ def test_nothing_outlives_the_launcher(
         "0:sleep:2:kill",
         "1:train:2:kill",
         "0:export:1:kill",
+        "1:wait:2:kill",
+        "0:log:2:kill",
     ],
 )
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.jobs import ROOT, free_port
@@ -30,6 +31,10 @@ def listed_results() -> list[str]:
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
+def metrics_of(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of the RL run."""
@@ -43,11 +48,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         ["bash", str(scripts / "quickstart.sh"), "--train-iters", str(STEPS),
          "--eval-interval", str(STEPS), "--profile", "--profile-step-start", "2",
-         "--profile-step-end", "3"],
+         "--profile-step-end", "3", "--num-workers", "2"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())},
         capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder / "said.txt").write_text(done.stdout)
     return folder / "outputs" / "quickstart" / "seed0" / "rl"
 
 
@@ -60,9 +66,31 @@ def test_the_main_job_leaves_what_the_readme_lists(results: Path) -> None:
     assert summary["steps"] == STEPS and summary["eval_prompts"] == 500
     assert summary["worst_mismatch"] < 1e-4
     assert 0.05 < summary["accuracy_before"] < 1.0, "the warm start taught it something"
-    lines = (results / "metrics.jsonl").read_text().splitlines()
-    trained = [line for line in map(json.loads, lines) if "reward/mean" in line]
+    assert 0.0 <= summary["accuracy_after"] <= 1.0
+    steps = [line for line in metrics_of(results) if "time/step_s" in line]
+    seconds = sum(line["time/step_s"] for line in steps)
+    tokens = sum(line["throughput/tokens_per_s"] * line["time/step_s"] for line in steps)
+    assert summary["wall_s"] > seconds, "evaluations count as well"
+    assert summary["tokens_per_s"] == pytest.approx(tokens / seconds)
+    trained = [line for line in metrics_of(results) if "reward/mean" in line]
     assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
+
+
+def test_it_says_what_will_run_and_where_the_results_are(results: Path) -> None:
+    said = (results.parents[3] / "said.txt").read_text()
+    for line in (
+        "/rl.jsonl: 16000 of 16000 prompts; 0 left out, longer than --max-prompt-length 16 tokens",
+        "training layout on cpu: tp 2 x cp 1 x pp 2 x dp 1\n",
+        "rollout layout: 4 replicas of tp 1 x dp 1\n",
+        "samples/step 512 = 64 prompts x 8 samples\n",
+        "optimizer steps/step 1 of 512 samples (512 per data-parallel rank)\n",
+        "on-policy: one optimizer step per rollout batch, ratio 1\n",
+        "flags without meaning here: --num-workers",
+        f"results: {results}/summary.json, metrics.jsonl, rollouts.jsonl, curves.png",
+        f"model: {results}/hf\n",
+        f"== results in {results}\n",
+    ):
+        assert line in said, said
 
 
 def test_a_trace_of_its_second_step_opens(results: Path) -> None:

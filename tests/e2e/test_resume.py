@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from support.jobs import DRIVER, ROOT
+
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.observability.names import measures_machine
@@ -44,18 +46,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def torchrun(
-    folder: Path, num_ranks: int, entry: str, flags: Sequence[str]
+    folder: Path, num_ranks: int, entry: str, flags: Sequence[str], fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """One job of an entry; its log is in the assertion message when it fails."""
-    root = Path(__file__).resolve().parents[2]
+    """One job of an entry; its log is in the assertion message when it fails.
+
+    With a fault it is the entry of ``support/rl_driver.py``, which says what a fault is.
+    """
+    program = [DRIVER] if fault else ["-m", f"mindspeed_rl.{entry}"]
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         "--nproc-per-node", str(num_ranks), "-m", f"mindspeed_rl.{entry}",
+         "--nproc-per-node", str(num_ranks), *program,
          "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
          "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
          "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear", *flags],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "DRIVER_MAIN": entry, "DRIVER_FAULT": fault},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -104,7 +110,8 @@ def check_times(file: Path) -> None:
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     """With all the state a run can have: an adapted coefficient, groups left over (R44), lengths.
 
-    Responses grow in passes, and requests move between the two engines.
+    Responses grow in passes, and requests move between the two engines. A rank is killed while the
+    last step is saved.
     """
     flags = [
         "--prompt-data", "train.jsonl", "--eval-prompt-data", "heldout.jsonl",
@@ -120,9 +127,10 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     ]  # fmt: skip
     whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     assert whole.returncode == 0, whole.stdout
-    interrupt(world, "rl", 2)
-    places = ["--output-dir", "rl-cut", "--save", "rl-cut/save", "--load", "rl-cut/save"]
-    resumed = torchrun(world, 2, "train_rl", [*flags, *places])
+    places = ["--output-dir", "rl-cut", "--save", "rl-cut/save"]
+    killed = torchrun(world, 2, "train_rl", [*flags, *places], fault="1:save:2:kill")
+    assert killed.returncode != 0 and "rank 1 in phase save: process" in killed.stdout
+    resumed = torchrun(world, 2, "train_rl", [*flags, *places, "--load", "rl-cut/save"])
     assert resumed.returncode == 0, resumed.stdout
     assert "resuming after step 2 from rl-cut/save/iter_0000002" in resumed.stdout
     assert "iter_0000004.partial: its save did not finish" in resumed.stdout

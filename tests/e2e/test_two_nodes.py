@@ -38,7 +38,8 @@ FLAGS = [
     "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
     "--rollout-max-response-length", "6",
 ]  # fmt: skip
-BY_NODE = "reshard/bytes_sent"  # which of the ranks with the same weights sends them
+# Which of the ranks with the same weights sends them, and which ways the samples take.
+BY_NODE = ("reshard/bytes_sent", "exchange/sent_bytes", "exchange/collectives")
 
 
 def run(folder: Path, num_nodes: int) -> list[Path]:
@@ -60,7 +61,7 @@ def records(output: Path) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in json.loads(line).items()
-            if name != BY_NODE and not measures_machine(name)
+            if name not in BY_NODE and not measures_machine(name)
         }
         for line in (output / "metrics.jsonl").read_text().splitlines()
     ]

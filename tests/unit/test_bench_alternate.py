@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+from bench import alternate as alternate_tool
 from bench.alternate import Turns, alternate, compare, main, parse, report, running
 
 
@@ -22,7 +27,9 @@ def test_ratios_are_of_all_seconds_by_all_steps() -> None:
     assert found["standard_error"] == pytest.approx(1.25 * abs(logs[1] - logs[0]) / 2)
 
 
-def test_a_window_without_a_step_says_nothing() -> None:
+def test_what_windows_without_a_step_say() -> None:
+    found = compare(Turns([0, 4], [8.0, 8.0], 1.0), Turns([3, 5], [8.0, 8.0], 1.0))
+    assert found["seconds"] == 0.5 and math.isnan(found["standard_error"])
     with pytest.raises(RuntimeError, match="make --window longer"):
         compare(Turns([0], [8.0], 1.0), Turns([3], [8.0], 1.0))
 
@@ -56,6 +63,53 @@ def test_while_one_makes_steps_the_other_makes_none(tmp_path: Path) -> None:
         assert len(inside) >= 4
     psutil.wait_procs(inside, timeout=10)
     assert not any(process.is_running() for process in inside)
+
+
+def _alive(marker: str) -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [p for p in found if marker in " ".join(p.info["cmdline"] or ())]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_job_outlives_a_stopped_tool(tmp_path: Path, number: signal.Signals) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    jobs = [part for f in files for part in ("--job", str(f), _steps(f))]
+    tool = subprocess.Popen(
+        [sys.executable, alternate_tool.__file__, *jobs, "--window", "30"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not all(f.exists() for f in files):
+        assert tool.poll() is None
+        time.sleep(0.05)
+    tool.send_signal(number)
+    assert tool.wait(timeout=30) == 1 and tool.stderr is not None
+    assert tool.stderr.read().splitlines()[-1] == "stopped"
+    assert not _alive(str(tmp_path))
+
+
+def test_processes_of_a_launcher_that_is_gone_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    with running([(str(file), _steps(file))]) as (job,):
+        while job.num_steps() < 2:
+            pass
+        launcher, *others = job.processes()
+        assert others
+        launcher.kill()
+        psutil.wait_procs([launcher], timeout=10)
+        assert set(others) <= set(job.processes())
+    assert not _alive(str(tmp_path))
+
+
+def test_the_processor_time_of_a_child_that_ends_counts(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    busy = "import time; end = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
+    command = f"while true; do {sys.executable} -c '{busy}'; date >> {file}; done"
+    with running([(str(file), command), (str(tmp_path / "b"), _steps(tmp_path / "b"))]) as jobs:
+        while any(job.num_steps() < 2 for job in jobs):
+            pass
+        alternate(jobs, window_s=2.0, rounds=2)
+    turns = jobs[0].turns
+    assert turns.cpu_seconds > 0.15 * (sum(turns.steps) - 1) > 0
 
 
 def test_a_job_that_ends_is_told_with_its_output(tmp_path: Path) -> None:

@@ -86,6 +86,29 @@ def test_determinism_is_in_the_environment_before_torch(
     assert told == (replaced if expected[0] == "strict" else [])
 
 
+ENGINE = """
+import json
+from mindspeed_rl import bootstrap
+kept = {"VLLM_CACHE_ROOT": "/mine", "XDG_CACHE_HOME": "/home/cache", "OMP_NUM_THREADS": "3"}
+environ = kept | {"VLLM_CPU_KVCACHE_SPACE": "4"}
+bootstrap.prepare_environment("cpu", environ)
+print(json.dumps([{name: environ[name] for name in kept} == kept, "VLLM_CPU_KVCACHE_SPACE" in environ]))
+"""
+
+
+def test_what_the_engine_reads_of_a_users_environment() -> None:
+    """vLLM's cache of what models are stays where it is; its size of the cache is a flag of ours.
+
+    With the variable vLLM on CPU would silently take whole GiB instead of --rollout-kv-cache-gb.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, False]
+
+
 LATE = """
 import importlib, sys
 importlib.import_module(sys.argv[1])

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -250,6 +252,31 @@ def test_a_heartbeat_is_due_after_an_interval_or_when_the_phase_is_another(
         watched._rest(watched._now)
         beats.append(clock.now)
     assert beats == pytest.approx(told_at)
+
+
+class DeafStore:
+    """A board whose store never answers: its machine lost power."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_: threading.Event().wait()
+
+
+def test_a_rank_that_ends_does_not_wait_for_a_store_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R30: its guard no longer watches by then."""
+    monkeypatch.setattr("mindspeed_rl.orchestration.watchdog._ANSWER_S", 0.05)
+    watched = Watchdog.__new__(Watchdog)
+    watched._board = DeafStore()  # type: ignore[assignment]
+    watched._limits, watched._me, watched._world = Limits(), member(0), World(0, 2, 0, 2)
+    watched._launcher, watched._now = os.getppid(), ("train", 0.0, 600.0)
+    assert watched._tell(failure(0)) == failure(0)
+    assert watched._find_cause(range(2), "a lost connection") is None
+    assert watched._late("train", 700.0, 600.0).text == "exceeded --phase-timeout-s 600 (700 s)"
+    said: list[str] = []
+    monkeypatch.setattr(watched, "_leave_alone", said.append)
+    watched._leave_if_orphaned()
+    assert said == ["the launcher of the first node is gone (no answer within 0.05 s)"]
 
 
 def test_the_report_of_the_launcher_repeats_a_mistake(

@@ -51,8 +51,8 @@ def _threads(times: int, **env: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("times", "env", "threads"),
-    [(0, {}, 4), (2, {}, 1), (1, {"GLOO_SOCKET_IFNAME": "lo"}, 1)],
-    ids=["as torch has it", "shared", "named interface"],
+    [(0, {}, 4), (2, {}, 1), (1, {"GLOO_SOCKET_IFNAME": "lo,lo"}, 2)],
+    ids=["as torch has it", "shared", "one thread per named interface"],
 )
 def test_groups_share_a_thread(times: int, env: dict[str, str], threads: int) -> None:
     """R54: without the patch every group has its own; applied twice it is applied once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.architecture import ROOT
 
 from mindspeed_rl.patching import Patch, applied_patches, apply_patch
 
@@ -93,3 +95,19 @@ def test_a_missing_module_is_refused(victim: ModuleType) -> None:
     patch = replace(patch_of(victim, "double", "x"), target="no_such_module_at_all:double")
     with pytest.raises(RuntimeError, match=r"no_such_module_at_all.*versions\.cfg"):
         apply_patch(patch)
+
+
+def test_every_patch_says_why_where_for_which_versions_and_until_when() -> None:
+    """R54."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "mindspeed_rl").rglob("*.py")]
+    calls = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Patch"
+    ]
+    assert len(calls) > 10
+    for call in calls:
+        said = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        for name in ("why", "upstream", "versions", "remove_when"):
+            assert len(said[name].strip("'\"")) > 3, (name, ast.unparse(call))

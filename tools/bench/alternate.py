@@ -8,8 +8,8 @@ A job is a file that grows by one line per step, which is removed at first, and 
 writes it, which bash runs in the current folder. Both start together and run until each has made
 --warm-steps. Then one is stopped (SIGSTOP) while the other goes on for --window seconds, and so on
 in turns, so that a machine whose speed drifts is as fast for one as for the other. In the end both
-are killed: give them more steps than they can make. Memory must hold both at once, and a window be
-shorter than the silence after which a job takes its own ranks for dead (ours: 40 s).
+are killed: give them more steps than they can make. Memory must hold both at once, and two windows
+be shorter than the silence after which a job takes its own ranks for dead (ours: 40 s).
 
 Printed for both and as ratio B/A: steps made; seconds per step, which are all seconds of the
 windows by all steps made in them; processor seconds per step, of all processes of the job. The
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class Turns:
 
 
 class RunningJob:
-    """A command with all its processes.
+    """A command with all its processes, in a session of its own.
 
     Args:
         steps: file that grows by a line per step; removed at first.
@@ -80,15 +80,18 @@ class RunningJob:
             self._process = subprocess.Popen(
                 ["bash", "-c", command], stdout=out, stderr=out, start_new_session=True
             )
+        self._launcher = psutil.Process(self._process.pid)
+        self._known = [self._launcher]
         self.turns = Turns()
 
     def processes(self) -> list[psutil.Process]:
-        """Of the job, its its launcher last."""
-        try:
-            launcher = psutil.Process(self._process.pid)
-            return [*launcher.children(recursive=True), launcher]
-        except psutil.NoSuchProcess:
-            return []
+        """Of the job: its launcher, then its descendants, also of a launcher that is gone."""
+        known = dict.fromkeys(self._known)
+        for process in self._known[:1] if _lives(self._launcher) else self._known:
+            with suppress(psutil.NoSuchProcess):
+                known.update(dict.fromkeys(process.children(recursive=True)))
+        self._known = [process for process in known if _lives(process)]
+        return list(self._known)
 
     def num_steps(self) -> int:
         """Made so far.
@@ -104,30 +107,28 @@ class RunningJob:
         except FileNotFoundError:
             return 0
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send it to every process."""
+    def send(self, number: signal.Signals) -> None:
+        """A signal to every process."""
         for process in self.processes():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
 
     def _cpu_seconds(self) -> float:
+        """Of all processes; the time of one that has ended is with its parent."""
         found = 0.0
         for process in self.processes():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            found += times.user + times.system
+                found += times.user + times.system
+                found += times.children_user + times.children_system
         return found
 
     def take_turn(self, seconds: float) -> None:
         """Go on for so long."""
         steps, cpu, start = self.num_steps(), self._cpu_seconds(), time.monotonic()
-        self.signal(signal.SIGCONT)
+        self.send(signal.SIGCONT)
         time.sleep(seconds)
-        self.signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         self.turns.seconds.append(time.monotonic() - start)
         time.sleep(_SETTLE_S)
         self.turns.steps.append(self.num_steps() - steps)
@@ -135,8 +136,16 @@ class RunningJob:
 
     def kill(self) -> None:
         """With all its processes, stopped or not."""
-        self.signal(signal.SIGKILL)
+        while self.processes():  # some may start others until they are dead themselves
+            self.send(signal.SIGKILL)
+            time.sleep(_SETTLE_S)
         self._process.wait()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager
@@ -156,7 +165,7 @@ def running(jobs: Sequence[tuple[str, str]]) -> Iterator[list[RunningJob]]:
 def alternate(jobs: Sequence[RunningJob], window_s: float, rounds: int) -> None:
     """Let two jobs that make steps take turns."""
     for job in jobs:
-        job.signal(signal.SIGSTOP)
+        job.send(signal.SIGSTOP)
     time.sleep(_SETTLE_S)
     for number in range(rounds):
         order = jobs if number % 2 == 0 else tuple(reversed(jobs))
@@ -170,17 +179,20 @@ def compare(a: Turns, b: Turns) -> dict[str, float]:
 
     Returns:
         ``seconds``: of the seconds per step; ``standard_error``: of that ratio, from the windows in
-        pairs (NaN for one); ``cpu_seconds``: of the processor seconds per step.
+        pairs, NaN where one of them saw no step; ``cpu_seconds``: of the processor seconds per
+        step.
 
     Raises:
-        RuntimeError: a window without a step.
+        RuntimeError: a job made no step.
     """
-    if not all((*a.steps, *b.steps)):
-        raise RuntimeError("a window saw no step end: make --window longer")
-    pairs = zip(a.seconds, a.steps, b.seconds, b.steps, strict=True)
-    logs = [math.log(tb / nb / (ta / na)) for ta, na, tb, nb in pairs]
+    if not (sum(a.steps) and sum(b.steps)):
+        raise RuntimeError("no window of a job saw a step end: make --window longer")
     ratio = b.seconds_per_step / a.seconds_per_step
-    spread = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    spread = math.nan
+    if all((*a.steps, *b.steps)) and len(a.steps) > 1:
+        pairs = zip(a.seconds, a.steps, b.seconds, b.steps, strict=True)
+        logs = [math.log(tb / nb / (ta / na)) for ta, na, tb, nb in pairs]
+        spread = statistics.stdev(logs) / math.sqrt(len(logs))
     return {
         "seconds": ratio,
         "standard_error": ratio * spread,
@@ -244,6 +256,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     args = parse(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("stopped"))
     with running(args.job) as jobs:
         start = time.monotonic()
         while any(job.num_steps() < args.warm_steps for job in jobs):

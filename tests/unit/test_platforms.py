@@ -1,0 +1,56 @@
+"""One platform per process, and what megatron.core alone sees of a tensor on a CPU."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from mindspeed_rl.platforms import cpu_install, registry
+
+CALLER = """
+def facts(tensor):
+    return tensor.type(), tensor.cuda() is tensor
+"""
+
+
+def test_a_process_has_one_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_CURRENT", [])
+    first = registry.select_platform("cpu")
+    assert registry.select_platform("cpu") is first
+    with pytest.raises(RuntimeError, match="platform cuda: this process already runs on cpu"):
+        registry.select_platform("cuda")
+    monkeypatch.setattr(registry, "_sees", lambda name: name == "npu")
+    with pytest.raises(RuntimeError, match="platform npu: this process already runs on cpu"):
+        registry.select_platform("auto")
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Puts back the methods of tensors."""
+    for name in ("type", "cuda"):
+        monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("restored")
+def test_only_megatron_core_takes_a_host_tensor_for_one_of_cuda() -> None:
+    cpu_install._patch_tensor_methods()
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    inside = types.ModuleType("megatron.core.planted")
+    exec(CALLER, vars(inside))
+    assert inside.facts(tensor) == ("torch.cuda.BFloat16Tensor", True)
+    assert tensor.type() == "torch.BFloat16Tensor"
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+            tensor.cuda()
+
+
+def test_a_method_that_says_something_else_is_not_patched(restored: pytest.MonkeyPatch) -> None:
+    """R54."""
+    restored.setattr(torch.Tensor, "type", lambda tensor: "float32 on cpu")
+    before = torch.Tensor.cuda
+    with pytest.raises(RuntimeError, match="says 'float32 on cpu' for fp32, checked was"):
+        cpu_install._patch_tensor_methods()
+    assert torch.Tensor.cuda is before
