@@ -19,7 +19,11 @@ class ScoreConfig:
     """
 
     tokens: str = flag("", "File of sequences (.npz). Required without --compare.")
-    output: str = flag("", "File for the result (.npz), in a folder that every node can write to. Required without --compare.")
+    output: str = flag(
+        "",
+        "File for the result (.npz), in a folder that every node can write to. Required without "
+        "--compare.",
+    )
     backend: str = flag(
         "megatron",
         "Who computes: the trainer, in the layout of the training flags, or vLLM, in that of "

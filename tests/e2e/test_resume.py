@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from support.jobs import DRIVER, ROOT
 
 from mindspeed_rl.data.tasks import generate_task, write_jsonl

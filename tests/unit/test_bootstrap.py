@@ -92,7 +92,8 @@ from mindspeed_rl import bootstrap
 kept = {"VLLM_CACHE_ROOT": "/mine", "XDG_CACHE_HOME": "/home/cache", "OMP_NUM_THREADS": "3"}
 environ = kept | {"VLLM_CPU_KVCACHE_SPACE": "4"}
 bootstrap.prepare_environment("cpu", environ)
-print(json.dumps([{name: environ[name] for name in kept} == kept, "VLLM_CPU_KVCACHE_SPACE" in environ]))
+found = {name: environ[name] for name in kept}
+print(json.dumps([found == kept, "VLLM_CPU_KVCACHE_SPACE" in environ]))
 """
 
 

@@ -127,7 +127,7 @@ def test_a_cuda_torch_that_slipped_in_is_refused(machine: Machine) -> None:
 
 def test_an_old_python_is_refused(machine: Machine) -> None:
     old = machine.folder / "old"
-    old.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo Python 3.10.1\nexit 1\n")
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1\nexit 1\n')
     old.chmod(0o755)
     done, calls = machine.set_up(PYTHON=str(old))
     assert done.returncode == 2 and not calls

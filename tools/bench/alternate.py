@@ -144,7 +144,7 @@ class RunningJob:
 
 def _lives(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
