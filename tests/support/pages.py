@@ -28,7 +28,7 @@ _MARKS = {"<!-- executed -->": Run.ALWAYS, "<!-- executed in turns -->": Run.IN_
 # anything does, and why it is not this test.
 NOT_RUN = (
     ("bash pretrain_scripts/quickstart.sh", "tests/e2e/test_quickstart.py", "minutes"),
-    ("TORCH_INDEX_URL=", "tests/unit/test_setup_env.py", "minutes, where pip has CUDA builds"),
+    ("TORCH_INDEX_URL=", "tests/e2e/test_quickstart.py", "the same; the index: test_setup_env.py"),
     ("bash tests/run_tests.sh", ".ci/run", "the suite itself"),
     (
         "bash pretrain_scripts/setup_env.sh --dev",

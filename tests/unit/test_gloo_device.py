@@ -15,6 +15,7 @@ from mindspeed_rl.platforms import gloo_device
 # Makes four groups and tells how many threads serve them; a group must still reduce.
 _SCRIPT = """
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 import torch
@@ -35,8 +36,17 @@ for group in groups:
     assert isinstance(backend, dist.ProcessGroupGloo)
 first = dist.group.WORLD._get_backend(torch.device("cpu"))
 assert first.options._timeout == timedelta(seconds=77)
-names = [f.read_text() for f in Path("/proc/self/task").glob("*/comm")]
-print(sum("gloo_tcp" in name for name in names))
+
+def count():
+    names = [f.read_text() for f in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo_tcp" in name for name in names)
+
+# a thread gives itself its name when it first runs
+found, looks = -1, 0
+while looks < 20:
+    time.sleep(0.05)
+    found, looks = count(), looks + 1 if count() == found else 0
+print(found)
 """
 
 
