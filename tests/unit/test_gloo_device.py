@@ -45,7 +45,8 @@ def count():
 found, looks = -1, 0
 while looks < 20:
     time.sleep(0.05)
-    found, looks = count(), looks + 1 if count() == found else 0
+    before, found = found, count()
+    looks = looks + 1 if found == before else 0
 print(found)
 """
 
