@@ -1,4 +1,4 @@
-"""Packaging: the version matrix mindspeed_rl/versions.cfg is the only place with pins (R52)."""
+"""Packaging: the version matrix mindspeed_rl/versions.cfg is the only place with pins."""
 
 import importlib.util
 from pathlib import Path

@@ -90,7 +90,7 @@ def prepare_environment(
     Args:
         platform: ``--platform``.
         environ: changed in place.
-        deterministic: an NPU process is to give the same bits again (R15).
+        deterministic: an NPU process is to give the same bits again.
 
     Returns:
         What of the user's own settings was changed, and why.

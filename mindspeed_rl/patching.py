@@ -1,4 +1,4 @@
-"""A registry of monkeypatches that check their target before they touch it (R54).
+"""A registry of monkeypatches that check their target before they touch it.
 
 Layer 0. Every patch says why it exists, where upstream stands, for which versions it was checked
 and when it can go. A target that is gone or whose signature changed is refused, not patched.

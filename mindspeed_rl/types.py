@@ -1,7 +1,7 @@
 """The values that flow through an RL step: prompts in, scored rollouts out.
 
 Layer 0: plain Python. Token ids are the only truth that crosses from rollout to training; text is
-decoded for rewards and for people, and never tokenised again (R13).
+decoded for rewards and for people, and never tokenised again.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Rollout:
 
     Attributes:
         sample_id: prompt position in the step times group size plus sibling; equal on all ranks
-            and independent of the layout (R45).
-        reward: the total reward; ``None`` when the reward function abstained (R43).
+            and independent of the layout.
+        reward: the total reward; ``None`` when the reward function abstained.
         reward_parts: each reward function's own score, by name.
     """
 

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # The CPU test suite: style, types, then every test that needs no accelerator.
 #
-# usage: tests/run_tests.sh                       of the planted faults and of the tests marked slow a
-#                                                 sixteenth, another one at every commit
+# usage: tests/run_tests.sh                       of the tests marked slow a sixteenth, another one at every commit
 #        tests/run_tests.sh --all                 everything, with Ray
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
 set -euo pipefail
@@ -40,8 +39,6 @@ part() {  # one red part does not hide the others
 echo "== style"
 part "$PYTHON" -m ruff check .
 part "$PYTHON" -m ruff format --check .
-echo "== planted faults, share $SHARE"
-part "$PYTHON" tests/mutations.py --share "$SHARE"
 echo "== ascend: emulated NPUs; types beside them"
 TYPES="$(mktemp)"
 trap 'rm -f "$TYPES"' EXIT

@@ -3,8 +3,8 @@
 Shapes: G groups (prompts) of n samples each.
 
 Every estimator gives an abstained reward (NaN) the advantage 0 and keeps it out of all baselines
-(R43). A group whose rewards are all equal teaches nothing: where the baseline is the group's own,
-its advantages are exactly 0, also when rounding makes the rewards differ from their mean (R37).
+. A group whose rewards are all equal teaches nothing: where the baseline is the group's own,
+its advantages are exactly 0, also when rounding makes the rewards differ from their mean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Below this a standard deviation is rounding: what is divided by it becomes 0 (R37).
+# Below this a standard deviation is rounding: what is divided by it becomes 0.
 MIN_STD = 1e-4
 
 
@@ -46,7 +46,7 @@ class _Group:
 
 
 def _statistics(rewards: torch.Tensor) -> _Group:
-    """Mean and unbiased deviation in two passes, in fp64: equal rewards have none (R37)."""
+    """Mean and unbiased deviation in two passes, in fp64: equal rewards have none."""
     dtype, rewards = rewards.dtype, rewards.double()
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True)

@@ -1,6 +1,6 @@
 """From losses of tokens to the loss of an optimizer step: one weight per token.
 
-Shapes: N trained tokens of one micro-batch. The denominators are global (R35), so the weighted sums
+Shapes: N trained tokens of one micro-batch. The denominators are global, so the weighted sums
 of all micro-batches and ranks add up to the loss, whatever the split.
 """
 

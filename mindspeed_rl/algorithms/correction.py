@@ -110,7 +110,7 @@ def _estimate(log_rho: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:
-    """How far the engine's log-probs are from the trainer's on the sampled tokens (R14).
+    """How far the engine's log-probs are from the trainer's on the sampled tokens.
 
     Both must be of the weights that sampled: after an update the difference is learning. k1 and k3
     estimate KL(engine || trainer) per token, chi2 is the mean of rho^2 - 1, and the two negative

@@ -50,7 +50,7 @@ class LossSettings:
 
 
 def supervised_loss(inputs: LossInputs, num_tokens: int) -> LossOutputs:
-    """Mean negative log-likelihood over the ``num_tokens`` trained tokens of the step (R35)."""
+    """Mean negative log-likelihood over the ``num_tokens`` trained tokens of the step."""
     loss = -inputs.logprobs.sum() / num_tokens
     count = _count(inputs.logprobs)
     return LossOutputs(loss, {"loss": MeanTerm(-inputs.logprobs.detach().sum(), count)})

@@ -1,4 +1,4 @@
-"""Selection of tokens over the whole optimizer step, before it is cut into micro-batches (R38).
+"""Selection of tokens over the whole optimizer step, before it is cut into micro-batches.
 
 Shapes: N trained tokens of each micro-batch of this rank.
 

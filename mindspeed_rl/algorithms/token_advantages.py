@@ -91,10 +91,10 @@ def whitened(
     counted: Sequence[torch.Tensor],
     reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """(x - mean) / std over all counted tokens of the step, on all ranks and micro-batches (R38).
+    """(x - mean) / std over all counted tokens of the step, on all ranks and micro-batches.
 
     The standard deviation is unbiased, in two passes. All 0 when it is below 1e-4 or fewer than
-    two tokens count (R37). Collective as ``reduce`` is: two calls.
+    two tokens count. Collective as ``reduce`` is: two calls.
 
     Args:
         parts: [N] of each micro-batch of this rank.

@@ -32,7 +32,7 @@ Term = MeanTerm | MaxTerm
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Global counts of one optimizer step, over all micro-batches and data-parallel ranks (R35).
+    """Global counts of one optimizer step, over all micro-batches and data-parallel ranks.
 
     Attributes:
         tokens: trained tokens.
@@ -94,7 +94,7 @@ class LossInputs:
         ref_logprobs: of the reference policy; ``None`` when there is none.
         advantages: of each token.
         sequences: which tokens belong together.
-        selected: [N] bool, tokens chosen over the whole step (R38); ``None`` when there are none.
+        selected: [N] bool, tokens chosen over the whole step; ``None`` when there are none.
         fresh: [N] bool, tokens sampled by the weights of this step; ``None``: all of them.
     """
 

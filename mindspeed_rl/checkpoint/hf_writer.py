@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: write shards beside the target, rename when complete (R50, layer 1)."""
+"""Hugging Face checkpoints: write shards beside the target, rename when complete."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def value_layout(
 
 
 def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
-    """Compare the architecture flags of a script with the model (R51).
+    """Compare the architecture flags of a script with the model.
 
     Raises:
         ValueError: every contradicting flag, its value and the model's.

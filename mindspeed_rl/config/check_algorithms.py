@@ -1,4 +1,4 @@
-"""Checks of how advantages, losses, KL and correction go together (R55)."""
+"""Checks of how advantages, losses, KL and correction go together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Architecture flags of pretraining scripts that are no own flags, compared with the HF config.
 
 The model is built from the HF config alone, so these flags change nothing; a contradiction says
-that the script and ``--hf-checkpoint`` are of different models (R51). Layer 0.
+that the script and ``--hf-checkpoint`` are of different models. Layer 0.
 """
 
 from __future__ import annotations

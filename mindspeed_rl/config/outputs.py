@@ -1,4 +1,4 @@
-"""Where a run reads and writes, checked before anything heavy starts (R55).
+"""Where a run reads and writes, checked before anything heavy starts.
 
 Nothing that a run did not make itself is ever replaced or removed: an exported model carries a
 record, results have known names, and both are only overwritten when the user asks for it.

@@ -1,4 +1,4 @@
-"""Checks of a whole configuration before anything heavy is imported (R55)."""
+"""Checks of a whole configuration before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def _check_steps(train: TrainConfig) -> None:
 
 
 def _check_dropout(model: ModelConfig) -> None:
-    """The policy that samples has no dropout, so neither may the one that is updated (R11)."""
+    """The policy that samples has no dropout, so neither may the one that is updated."""
     for name, rate in (
         ("--hidden-dropout", model.hidden_dropout),
         ("--attention-dropout", model.attention_dropout),

@@ -12,8 +12,8 @@ from mindspeed_rl.data.balance import SequenceCost, partition, rows_for_ranks
 class MicroBatchPlan:
     """Which samples form which micro-batch on each data-parallel rank.
 
-    The same plan serves the reference, old-policy and update passes (R11). Every rank has the same
-    number of micro-batches, of the same padded length (R31).
+    The same plan serves the reference, old-policy and update passes. Every rank has the same
+    number of micro-batches, of the same padded length.
 
     Attributes:
         assignment: [dp][micro-batch] -> positions in the list of samples.

@@ -1,7 +1,7 @@
 """The prompt data set of a run: checked, tokenised and length-filtered once, before the first step.
 
 Everything that can be wrong with the data is found here, at start-up, with the file and line
-named (R32); the training loop never meets a prompt that does not fit.
+named; the training loop never meets a prompt that does not fit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PromptDataset(Sequence[Prompt]):
     Attributes:
         source: the file, as given.
         fingerprint: sha256 (hex) over token ids, answers and metadata of all prompts in order. A
-            change of the file, tokenizer, chat template or limit that matters changes it (R46).
+            change of the file, tokenizer, chat template or limit that matters changes it.
         max_prompt_length: the length limit in tokens.
         num_filtered_long: number of rows left out because their prompt is longer than that.
         questions: text, answer and metadata of each prompt.

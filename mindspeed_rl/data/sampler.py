@@ -32,7 +32,7 @@ class PromptSampler:
         seed: seed of the order.
         shuffle: permute every epoch; otherwise file order.
         fingerprint: ``PromptDataset.fingerprint``, kept in the state so that a resumed run
-            cannot continue on other data unnoticed (R46).
+            cannot continue on other data unnoticed.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class SupervisedDataset(Sequence[SupervisedExample]):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) over all examples in order: a resumed run must have the same ones (R46)."""
+        """sha256 (hex) over all examples in order: a resumed run must have the same ones."""
         content_hash = hashlib.sha256()
         for example in self.examples:
             content_hash.update(f"{example.num_prompt_tokens}:{example.token_ids}\n".encode())

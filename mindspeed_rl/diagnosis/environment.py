@@ -1,4 +1,4 @@
-"""Environment variables, ports and interfaces against what a run needs (R17, R34)."""
+"""Environment variables, ports and interfaces against what a run needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl.platforms.allocator_settings import without_expandable_segment
 
 AREA = "environment"
 CONNECT_TIMEOUT_S = 600
-"""Ranks that come out of rollouts of unlike length meet this late (R34)."""
+"""Ranks that come out of rollouts of unlike length meet this late."""
 BASE_PORT, BASE_PORTS = 60000, 16
 """Where HCCL listens on the host unless it is told, and on how many ports."""
 _INTERFACES = {

@@ -1,4 +1,4 @@
-"""The installed set against the matrix (R52)."""
+"""The installed set against the matrix."""
 
 from __future__ import annotations
 

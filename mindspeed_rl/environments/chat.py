@@ -15,7 +15,7 @@ def answer_tokens(
 ) -> tuple[int, ...]:
     """What stands between the stop token of one turn of the model and the start of its next.
 
-    The model's own tokens are not rendered again (R13): only what the template puts behind them is
+    The model's own tokens are not rendered again: only what the template puts behind them is
     taken, a message of the first of ``roles`` that the template knows, and the opening of the next
     turn.
 

@@ -1,4 +1,4 @@
-"""Process groups of a rank that move tensors on the device: each has buffers of its own (R24).
+"""Process groups of a rank that move tensors on the device: each has buffers of its own.
 
 NCCL and HCCL make a communicator for every group object that is used, also where two groups have
 the same ranks. megatron-core and the engine build theirs apart, so each counts; groups that no step

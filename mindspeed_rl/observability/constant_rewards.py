@@ -1,4 +1,4 @@
-"""A reward that says the same of everything teaches nothing, and nothing else would tell (R43)."""
+"""A reward that says the same of everything teaches nothing, and nothing else would tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns how much of the device at every border between phases (R16, R18, R25).
+"""Who owns how much of the device at every border between phases.
 
 Owners report the bytes of their storages; what the driver says beyond them is the residue:
 libraries, allocator caches, activations that someone still holds. A residue that grows step by step

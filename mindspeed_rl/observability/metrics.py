@@ -1,4 +1,4 @@
-"""Metrics that carry their own reduction (R39).
+"""Metrics that carry their own reduction.
 
 A number without its denominator cannot be averaged over micro-batches, steps or ranks, so there is
 no plain float here: a loss function returns ``Mean(sum_of_losses, num_tokens)``, and every later

@@ -19,7 +19,7 @@ class RolloutRow:
     Attributes:
         sample_id: as in ``Rollout``: equal on all ranks and in all layouts.
         answer: the reference answer.
-        reward: the total reward; ``None`` when the reward function abstained (R43).
+        reward: the total reward; ``None`` when the reward function abstained.
         parts: each reward function's own score.
         finish_reason: ``"stop"`` or ``"length"``.
         prompt_ids: tokens of the prompt; these four only with ``--log-rollout-tokens``.

@@ -1,4 +1,4 @@
-"""Where the time and the host memory of a step go (R57).
+"""Where the time and the host memory of a step go.
 
 Phases are disjoint: while an inner phase runs the outer one stands still, so that the seconds of
 all phases sum to the step less what no phase covers.

@@ -1,4 +1,4 @@
-"""Host memory for what waits there: pinned where the device has it, allocated once (R25)."""
+"""Host memory for what waits there: pinned where the device has it, allocated once."""
 
 from __future__ import annotations
 

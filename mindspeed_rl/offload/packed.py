@@ -1,4 +1,4 @@
-"""Many small storages that come back as one, so that later copies are one copy (R27)."""
+"""Many small storages that come back as one, so that later copies are one copy."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class Evaluation:
         accuracy: share of greedy responses that end by themselves and equal the answer to the
             letter.
         accuracy_lenient: share that is right (:func:`is_right`).
-        num_prompts: how many were evaluated: all that were asked for (R58).
+        num_prompts: how many were evaluated: all that were asked for.
         reward: mean reward of the greedy responses that were scored; NaN when none was.
-        num_unscored: greedy responses whose rewards abstained or failed (R43).
+        num_unscored: greedy responses whose rewards abstained or failed.
         seconds: wall time on rank 0.
         num_samples: sampled responses per prompt.
         sampled: ``mean@n`` and ``pass@k`` of those, and their mean reward, by name.

@@ -1,4 +1,4 @@
-"""The key-value store of the job's launcher, as what watches the ranks reaches it (R30)."""
+"""The key-value store of the job's launcher, as what watches the ranks reaches it."""
 
 from __future__ import annotations
 

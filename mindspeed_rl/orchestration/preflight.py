@@ -1,4 +1,4 @@
-"""Before a run loads anything: does every process group of its layout answer in time? (R34)
+"""Before a run loads anything: does every process group of its layout answer in time?
 
 Each group does an all-reduce and an uneven all-to-all, whose results are compared. Ranks tell each
 other where they are through torchrun's store, so that a group that hangs is named with the ranks

@@ -338,7 +338,7 @@ def _returns(run: RLJob, micro: PreparedBatch, rewards: torch.Tensor) -> torch.T
 
 
 def select_tokens(run: RLJob, batch: UpdateBatch, first_update: bool) -> UpdateBatch:
-    """Choose tokens over the whole optimizer step by the present policy (R38).
+    """Choose tokens over the whole optimizer step by the present policy.
 
     The old log-probs are those of the present policy before the first update; later ones, and the
     engine's, need a pass. Collective: the training grid.

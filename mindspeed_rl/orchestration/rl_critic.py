@@ -1,7 +1,7 @@
 """The critic's part of an RL step: values, their targets, its updates (PPO).
 
 Shapes: N trained tokens of a micro-batch. The micro-batches are the policy's own: one plan serves
-every pass (R11).
+every pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_values(
 ) -> list[list[PreparedBatch]]:
     """The micro-batches of every optimizer step with the critic's values.
 
-    One pass for each step, since micro-batches are of equal length within a step only (R31).
+    One pass for each step, since micro-batches are of equal length within a step only.
     Collective: the training grid; within TRAIN.
     """
     assert run.critic is not None
@@ -145,7 +145,7 @@ def update(run: RLJob, batches: Sequence[tuple[list[PreparedBatch], Denominators
     with run.phases.resident(*CRITIC_OWNERS):
         for _ in range(run.plan.batch.iterations):
             for micro, denominators in batches:
-                if denominators.tokens == 0:  # as the policy's: nothing to learn from (R37)
+                if denominators.tokens == 0:  # as the policy's: nothing to learn from
                     continue
                 found = run.critic.forward_backward(
                     micro, value_loss_function(settings, denominators)

@@ -184,7 +184,7 @@ def converse(
 ) -> MetricSet:
     """Hold the conversations of all ``prompts``; ``scorer`` gets the samples. Collective: world.
 
-    Every turn of every sample has a seed of its own, which no layout changes (R45).
+    Every turn of every sample has a seed of its own, which no layout changes.
 
     Raises:
         RewardError: too many environments failed.

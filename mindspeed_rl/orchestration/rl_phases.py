@@ -156,7 +156,7 @@ def watched(sharing: Sharing, ledger: MemoryLedger) -> Sharing:
 
 
 def agreed_cache_bytes(requested_gb: float) -> int:
-    """The key/value cache of every rank: the smallest that any was asked for (R21).
+    """The key/value cache of every rank: the smallest that any was asked for.
 
     Nodes may be given different values; engines of different capacity would schedule differently.
     Collective: the world.

@@ -166,7 +166,7 @@ class Report:
         metrics: MetricSet,
         placed: rl_samples.Placed | None = None,
     ) -> None:
-        """Reduce and write the metrics of a step; stop on a mismatch that is too large (R14).
+        """Reduce and write the metrics of a step; stop on a mismatch that is too large.
 
         The time it takes belongs to the next step. ``placed`` is where samples are by now.
         """
@@ -306,7 +306,7 @@ def worse_mismatch(worst: float, mismatch: float) -> float:
 
 
 def check_mismatch(step: int, mismatch: float, limit: float) -> None:
-    """The brake on a trainer and an engine that drift apart (R14).
+    """The brake on a trainer and an engine that drift apart.
 
     Args:
         step: for the message.
@@ -339,7 +339,7 @@ def _checksum(run: RLJob) -> float:
 
 
 def check_computation(step: int, mean: float, limit: float) -> None:
-    """The probe of the first sync, repeated on what a verified step sampled (R4).
+    """The probe of the first sync, repeated on what a verified step sampled.
 
     Bit-equal parameters do not prove that the engine computes with them: packed experts and
     absorbed projections are derived from them after the proof.

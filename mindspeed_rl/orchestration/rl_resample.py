@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts are drawn until enough groups teach something (R44).
+"""Dynamic sampling: prompts are drawn until enough groups teach something.
 
 All ranks know all samples, so all decide alike without a message. Groups are lists of samples of
 one prompt; what is accepted beyond the need of a step starts the next one.

@@ -17,10 +17,10 @@ def start(run: RLJob) -> Report:
     """Restore ``--load`` into the run, if given, and open its report. Collective: the world.
 
     The engine is not touched: it has no weights yet, so the first sync brings the restored ones
-    whatever their version (R48).
+    whatever their version.
 
     Raises:
-        ValueError: the prompts are not those of the checkpoint (R46).
+        ValueError: the prompts are not those of the checkpoint.
     """
     run.phases.require(Phase.TRAIN, "load")
     with run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):

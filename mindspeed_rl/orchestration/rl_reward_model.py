@@ -22,7 +22,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 def add_scores(run: RLJob, collected: Collected, batches: StepBatches) -> Collected:
     """The same rollouts with the model's score as a part of their rewards, weighted.
 
-    A sample whose rewards abstained still has none (R43). Collective: the world; within TRAIN.
+    A sample whose rewards abstained still has none. Collective: the world; within TRAIN.
 
     Args:
         run: the run.
@@ -36,7 +36,7 @@ def add_scores(run: RLJob, collected: Collected, batches: StepBatches) -> Collec
         return collected
     assert batches.placed is not None, "batches that were not made of samples"
     with run.phases.resident(Owner.REWARD_MODEL):
-        # where the policy trains on them (R11)
+        # where the policy trains on them
         packed = pack_placed(run, batches.placed, run.reward_model, at_the_end=True)
         ids = [s.sample_id for s in collected.samples]
         scores = last_token_values(run, run.reward_model, ids, packed)

@@ -233,7 +233,7 @@ def generate(
 
 
 def response_text(run: RLJob, completion: Completion) -> str:
-    """What the model said, special tokens left out; for rewards and people only (R13)."""
+    """What the model said, special tokens left out; for rewards and people only."""
     return str(run.tokenizer.decode(list(completion.sampled_ids), skip_special_tokens=True))
 
 

@@ -44,7 +44,7 @@ from mindspeed_rl.types import Prompt
 
 RATIO = "policy/ratio_max_deviation"
 # Of the first optimizer step of a rollout alone: 0 where old log-probs are those of the weights
-# that sampled, by the same arithmetic (R11).
+# that sampled, by the same arithmetic.
 FIRST_RATIO = "policy/ratio_first_step_max_deviation"
 
 
@@ -236,7 +236,7 @@ def silent_metrics(loss: LossFunction) -> MetricSet:
 def update_once(
     run: RLJob, batch: UpdateBatch, first_update: bool, gaps: list[torch.Tensor]
 ) -> MetricSet:
-    """One optimizer step; a batch without a single trained token is skipped and counted (R37).
+    """One optimizer step; a batch without a single trained token is skipped and counted.
 
     Differences between trainer and engine are appended to ``gaps``.
     """
@@ -310,7 +310,7 @@ PROBE_TOKENS = 24
 
 
 def probe(run: RLJob) -> float:
-    """Compare log-probs of engine and trainer on one prompt per engine (R4).
+    """Compare log-probs of engine and trainer on one prompt per engine.
 
     Bit-equal parameters do not prove that an engine computes with them: derived tensors (rotary
     tables, absorbed projections) may be stale. Collective: the world; within TRAIN, and back.

@@ -1,4 +1,4 @@
-"""``--rl-selftest loss``: loss, metrics and gradients do not depend on the layout (R35, R36, R39).
+"""``--rl-selftest loss``: loss, metrics and gradients do not depend on the layout.
 
 A tiny random model trains on the same few samples in every layout that the world can be factored
 into and with every way of cutting the samples into micro-batches; the results are compared with

@@ -1,4 +1,4 @@
-"""The largest moment of an update, measured beside its prediction (R57)."""
+"""The largest moment of an update, measured beside its prediction."""
 
 from __future__ import annotations
 

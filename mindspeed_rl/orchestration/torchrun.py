@@ -1,7 +1,7 @@
 """How an entry runs: parse, start, watch, end in order; under torchrun, or as a rank of Ray.
 
 A usage error is told once, by one rank, in one line, with exit code 2. A failure on any rank is
-published to all others, which end within seconds with the cause (R30).
+published to all others, which end within seconds with the cause.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _npu_setup(parsed: ParsedArguments[Any]) -> NpuSetup | None:
 
 
 def _check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:
-    """Compare the architecture flags of the script with the model (R51)."""
+    """Compare the architecture flags of the script with the model."""
     implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
     check_foreign_architecture(parsed.checked_arch, implied | hf_config)
 

@@ -1,4 +1,4 @@
-"""Notices that a rank failed, died or hangs, and ends all ranks with the cause (R30).
+"""Notices that a rank failed, died or hangs, and ends all ranks with the cause.
 
 Two threads per rank; nothing here is collective, so it works while ranks are stuck in one.
 

@@ -1,4 +1,4 @@
-"""Who has the shared devices: one state machine that everything goes through (R16, R20).
+"""Who has the shared devices: one state machine that everything goes through.
 
 States and what is on the device in each; ``auto`` is resolved before::
 
@@ -112,7 +112,7 @@ class Phases:
 
     @property
     def sync_metrics(self) -> MetricSet:
-        """Bytes and speed of the latest weight update on this rank (R26)."""
+        """Bytes and speed of the latest weight update on this rank."""
         return self._sync.metrics
 
     def to_rollout(self, version: int) -> None:
@@ -249,7 +249,7 @@ class Phases:
         ]
 
     def _tidy(self, phase: str) -> list[Action]:
-        """The allocator gives back what was freed, at every border where there is one (R25)."""
+        """The allocator gives back what was freed, at every border where there is one."""
         release = self._sharing.release_cached_memory
         return [] if release is nothing else [Action("tidy", phase, release)]
 

@@ -69,7 +69,7 @@ class WeightSync:
         synchronize: waits for the device, so that the time of a sync is its own.
 
     Attributes:
-        metrics: bytes and speed of the latest sync on this rank (R26).
+        metrics: bytes and speed of the latest sync on this rank.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class WeightSync:
 
         Raises:
             RuntimeError: the proof found a difference. As after any other error, the engine refuses
-                to generate until a whole update has succeeded (R5).
+                to generate until a whole update has succeeded.
         """
         if engine.weights_version == version:
             return

@@ -148,7 +148,7 @@ def _patch_tensor_methods() -> None:
     """``t.cuda()`` and ``t.type()`` are methods: callers in megatron.core see another answer.
 
     Raises:
-        RuntimeError: ``t.type()`` says something else than it did in the checked version (R54).
+        RuntimeError: ``t.type()`` says something else than it did in the checked version.
     """
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
     if getattr(real_type, "_mindspeed_rl", False):

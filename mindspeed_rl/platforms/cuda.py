@@ -61,7 +61,7 @@ class CudaPlatform:
         return lambda: int(torch.cuda.max_memory_allocated(self.device) - before)
 
     def release_cached_memory(self) -> None:
-        """Wait, then empty the caching allocator: a block in use by a stream cannot leave (R18)."""
+        """Wait, then empty the caching allocator: a block in use by a stream cannot leave."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

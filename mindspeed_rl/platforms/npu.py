@@ -69,7 +69,7 @@ class NpuPlatform:
         return lambda: int(self._npu.max_memory_allocated(self.device) - before)
 
     def release_cached_memory(self) -> None:
-        """Wait, then empty the caching allocator: a block in use by a stream cannot leave (R18)."""
+        """Wait, then empty the caching allocator: a block in use by a stream cannot leave."""
         gc.collect()
         self._npu.synchronize()
         self._npu.empty_cache()

@@ -2,7 +2,7 @@
 
 Training wants them, against fragmentation. The engine's memory pool cannot be built with them, and
 graphs are captured without. So they are off while the engine is built and while its weights are
-there, and on in between, where the user asked for them (R17).
+there, and on in between, where the user asked for them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def install(setup: NpuSetup) -> None:
 
 
 def _be_deterministic() -> None:
-    """Kernels of torch_npu; HCCL's switch is in the environment since before torch_npu came (R15).
+    """Kernels of torch_npu; HCCL's switch is in the environment since before torch_npu came.
 
     MindSpeed's own switch acts on megatron.training alone.
     """
@@ -86,7 +86,7 @@ def _be_deterministic() -> None:
 
 
 def determinism_line() -> str:
-    """What of determinism is in force now, for the start of a run (R15).
+    """What of determinism is in force now, for the start of a run.
 
     vLLM-Ascend's batch-invariant mode turns errors of torch into warnings when an engine is built.
     """
@@ -109,7 +109,7 @@ def _apply_adaptor(features: Mapping[str, Any]) -> None:
 
 
 def _check_applied() -> None:
-    """MindSpeed's patches are in force (R53).
+    """MindSpeed's patches are in force.
 
     Raises:
         RuntimeError: a part of megatron-core is as it was, so that later errors would mislead.

@@ -1,4 +1,4 @@
-"""The process groups that exist in this process, whoever made them (R24)."""
+"""The process groups that exist in this process, whoever made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout-invariant checksums of HF tensors: the proof that both sides hold the same bits (R5).
+"""Layout-invariant checksums of HF tensors: the proof that both sides hold the same bits.
 
 The checksum of a tensor is the sum over its elements of (bit pattern x odd hash of the element's
 global index) modulo 2^64. It does not depend on how the tensor is cut or ordered, so trainer and

@@ -1,4 +1,4 @@
-"""What a weight sync moved, as metrics of the step (R26)."""
+"""What a weight sync moved, as metrics of the step."""
 
 from __future__ import annotations
 

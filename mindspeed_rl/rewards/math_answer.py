@@ -41,7 +41,7 @@ def math_reward(request: RewardRequest) -> float:
     ``\frac{1}{2}``, ``x^2 + 1``) or contains its own ``$...$`` or ``\boxed{...}``.
 
     math-verify's own time limits are off: they rest on SIGALRM, which fails outside of a main
-    thread and does not interrupt C code. `RewardPool` kills instead (R41, R42).
+    thread and does not interrupt C code. `RewardPool` kills instead.
 
     Raises:
         ValueError: the reference answer holds nothing math-verify can read.

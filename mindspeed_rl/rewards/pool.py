@@ -1,4 +1,4 @@
-"""A pool of reward workers with a hard limit on every sample (R41, R42).
+"""A pool of reward workers with a hard limit on every sample.
 
 One thread, the caller's: `RewardPool.score` hands out chunks, collects results and kills what runs
 too long. Workers answer sample by sample, so the clock of a worker restarts at each answer. A
@@ -40,7 +40,7 @@ class RewardPool(PoolBase):
         num_workers: processes, at least 1.
         timeout_s: wall-clock limit of one sample over all its functions.
         batch_timeout_s: wall-clock limit of one `score` call.
-        timeout_score: reward of a sample that ran out of time; ``None`` leaves it out (R43).
+        timeout_score: reward of a sample that ran out of time; ``None`` leaves it out.
         memory_limit_bytes: memory (address space) a worker may use on top of its imports; ``None``
             for no limit.
         max_error_rate: share of failed samples above which `score` raises, over one call or as many

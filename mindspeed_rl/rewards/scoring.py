@@ -32,7 +32,7 @@ class WeightedReward:
 
 
 def check_reward(label: str, value: object) -> float | None:
-    """Accept a finite real number (bool, int, float, numpy scalar) or ``None`` (R43).
+    """Accept a finite real number (bool, int, float, numpy scalar) or ``None``.
 
     Raises:
         ValueError: anything else, with the function and the value named.
@@ -97,7 +97,7 @@ def score_sample(
 ) -> RewardResult:
     """Score one sample in this process, without limits.
 
-    Whatever a function raises becomes status ``"error"`` and no reward, never a 0 (R41): also a
+    Whatever a function raises becomes status ``"error"`` and no reward, never a 0: also a
     ``BaseException`` such as ``SystemExit`` or the timeout exception of math-verify.
 
     Raises:

@@ -56,7 +56,7 @@ class RewardResult:
     Attributes:
         sample_id: of the request.
         reward: weighted sum of the parts; the configured score on a timeout; ``None`` when every
-            function abstained or on an error. ``None`` is left out of the group's mean (R43).
+            function abstained or on an error. ``None`` is left out of the group's mean.
         parts: unweighted score by label of the function; functions that abstained are missing.
         status: ``"ok"``, ``"error"`` (a function raised or returned nonsense, or its worker died)
             or ``"timeout"``.

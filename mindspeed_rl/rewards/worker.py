@@ -1,7 +1,7 @@
 """The reward worker: ``python -m mindspeed_rl.rewards.worker FD PARENT_PID``, started by the pool.
 
-A process of its own, with its own main thread, so that libraries which need signals work (R41)
-and a stuck function can be killed (R42). Imports nothing that the reward functions do not need.
+A process of its own, with its own main thread, so that libraries which need signals work
+and a stuck function can be killed. Imports nothing that the reward functions do not need.
 """
 
 from __future__ import annotations

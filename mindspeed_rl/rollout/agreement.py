@@ -1,4 +1,4 @@
-"""All ranks of an engine must be about to generate the same thing (R28)."""
+"""All ranks of an engine must be about to generate the same thing."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ TABLE: Mapping[str, Mapping[str, Target]] = {
     ),
 }
 ALWAYS = ("weights stay ND", "no CPU binding", "configuration read anew", "RL defaults")
-# The environment variable counts beside the key: weight updates of 0.23 ask it (R2).
+# The environment variable counts beside the key: weight updates of 0.23 ask it.
 _BOTH_PLACES = {"0.23": ("VLLM_ASCEND_ENABLE_NZ", "0"), "main": ("VLLM_ASCEND_ENABLE_NZ", "0")}
 
 

@@ -28,7 +28,7 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to sample; everything else is fixed to the untruncated distribution (R9, R10).
+    """How to sample; everything else is fixed to the untruncated distribution.
 
     Attributes:
         temperature: 0 is greedy.
@@ -67,7 +67,7 @@ OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int = 0) -> int:
-    """The seed of one sample: a hash of what it is, not of where it runs (R45).
+    """The seed of one sample: a hash of what it is, not of where it runs.
 
     Args:
         run_seed: ``--seed``.
@@ -88,7 +88,7 @@ def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int
 def requests_digest(
     requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
 ) -> bytes:
-    """16 bytes that are equal when two ranks are about to generate the same thing (R28)."""
+    """16 bytes that are equal when two ranks are about to generate the same thing."""
     state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
     for request in requests:
         ids = (*request.token_ids, *request.begun)

@@ -19,7 +19,7 @@ from mindspeed_rl.platforms.base import Platform
 
 @contextmanager
 def preserved_rng(platform: Platform) -> Iterator[None]:
-    """Restore python, numpy, torch and device generators afterwards (R45)."""
+    """Restore python, numpy, torch and device generators afterwards."""
     python, numpy_state = random.getstate(), np.random.get_state()
     torch_state = torch.get_rng_state()
     device_state = platform.rng_state()

@@ -1,4 +1,4 @@
-"""Memory that vLLM's own sleep mode gives away, by tag (R18, R27).
+"""Memory that vLLM's own sleep mode gives away, by tag.
 
 Its pool unmaps physical memory and keeps the addresses, so captured graphs stay valid. Tags are
 discarded without a copy: weights come from the trainer at every update, the cache is empty. What

@@ -1,7 +1,7 @@
 """The step loop of an engine: ours, so that ranks without prompts keep stepping with their peers.
 
 The ranks of an engine with data parallelism exchange tokens in every layer, so all of them run the
-same number of steps; one that has nothing to do runs a batch of one dummy token (R29).
+same number of steps; one that has nothing to do runs a batch of one dummy token.
 """
 
 from __future__ import annotations

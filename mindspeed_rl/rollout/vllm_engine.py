@@ -2,7 +2,7 @@
 
 The engine is built once, with ``external_launcher``, inside the trainer's process group. Its
 weights are parameters like any others: a reshard writes into :meth:`VllmEngine.weight_views`.
-``generate`` refuses unless the weights are those of the trainer's current version (R3).
+``generate`` refuses unless the weights are those of the trainer's current version.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class VllmEngine:
         self._model, self._derived = parts.model, parts.derived
         self._cache, self._weights = parts.cache, parts.weights
         self._stable_addresses = parts.stable_addresses
-        #: what is known of the memory format of the weights, for people; may be empty (R2)
+        #: what is known of the memory format of the weights, for people; may be empty
         self.weight_format = parts.weight_format
         self._check_layout()
         self._pointers = self._addresses()
@@ -205,7 +205,7 @@ class VllmEngine:
         self._updating = True
 
     def finish_update(self, version: int) -> None:
-        """Derive what follows from the weights, forget what was computed with others (R7).
+        """Derive what follows from the weights, forget what was computed with others.
 
         Raises:
             RuntimeError: no update is open, parameters moved, or requests are running.
@@ -351,7 +351,7 @@ class VllmEngine:
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def _require(self, call: str, trainer_version: int) -> None:
-        """Only weights that are known are computed with (R3)."""
+        """Only weights that are known are computed with."""
         if self._state is not EngineState.AWAKE or self._version != trainer_version:
             raise RuntimeError(
                 f"{call}: the engine is {self._state.value} with weights of version "

@@ -1,4 +1,4 @@
-"""The proof that a built model is what its config asks for (R51)."""
+"""The proof that a built model is what its config asks for."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Tensors are stored in megatron-core's distributed format (``torch_dist``) in coordinates of the
 whole model, and the optimizer's state as ``fully_reshardable``: another tensor, pipeline or data
-parallel layout can load them (R49). Random states belong to ranks and are loaded by the same
+parallel layout can load them. Random states belong to ranks and are loaded by the same
 layout only. The folder's bookkeeping is :mod:`mindspeed_rl.checkpoint.resume`.
 """
 
@@ -75,7 +75,7 @@ def save_checkpoint(
     with_rng: bool = True,
     companions: Mapping[str, TrainEngine] = MappingProxyType({}),
 ) -> Path:
-    """Write ``directory/iter_<step>``; it becomes valid when all ranks have written (R50).
+    """Write ``directory/iter_<step>``; it becomes valid when all ranks have written.
 
     Collective: the world. Earlier checkpoints are not touched.
 

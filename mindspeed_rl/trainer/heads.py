@@ -44,7 +44,7 @@ class LogProbHead:
     Args:
         module: the last chunk of the model.
         spec: its architecture.
-        temperature: logits are divided by it (R9).
+        temperature: logits are divided by it.
         chunk: positions whose logits exist at a time.
     """
 

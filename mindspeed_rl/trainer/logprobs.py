@@ -3,7 +3,7 @@
 Shapes: N selected positions, h hidden size, V_t vocabulary rows of this tensor-parallel rank.
 
 Logits of at most ``chunk`` positions exist at a time, in the forward and (recomputed) in the
-backward pass (R23). Statistics of all chunks travel together: one gather over the tensor-parallel
+backward pass. Statistics of all chunks travel together: one gather over the tensor-parallel
 group, whatever N is; every rank then adds them up in the same order.
 """
 

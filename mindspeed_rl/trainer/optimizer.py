@@ -16,7 +16,7 @@ class LearningRateSchedule:
 
     Update ``n`` (from 1) uses ``lr * n / warmup`` during warm-up. After the decay steps the rate
     stays at ``--min-lr``. The state is the number of updates alone, so a resumed run continues the
-    curve of the uninterrupted one (R47).
+    curve of the uninterrupted one.
     """
 
     def __init__(self, train: TrainConfig, num_updates: int) -> None:

@@ -53,7 +53,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 class DispatcherCaches:
-    """What token dispatchers keep of the last micro-batch: routing maps and probabilities (R19).
+    """What token dispatchers keep of the last micro-batch: routing maps and probabilities.
 
     Args:
         modules: chunks of the model, freshly built: what their dispatchers hold now is theirs.

@@ -56,7 +56,7 @@ def group_along(axis: str) -> dist.ProcessGroup | None:
 
 @contextmanager
 def unchanged(what: str) -> Iterator[None]:
-    """Refuse that the block replaces groups or sizes that the trainer works with (R33). Local.
+    """Refuse that the block replaces groups or sizes that the trainer works with. Local.
 
     Raises:
         RuntimeError: afterwards, with the names of what changed.

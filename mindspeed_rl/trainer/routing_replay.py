@@ -1,4 +1,4 @@
-"""Routing replay: later passes over a micro-batch take the experts of its first one (R12).
+"""Routing replay: later passes over a micro-batch take the experts of its first one.
 
 Between the pass that gives the old log-probs and a later update the router's scores move a little,
 some tokens change experts, and their ratios jump although the policy hardly changed. The replayed

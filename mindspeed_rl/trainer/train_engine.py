@@ -76,8 +76,8 @@ class TrainEngine:
         model: model flags.
         parallel: layout flags.
         train: optimizer flags.
-        num_updates: optimizer steps of the whole run: the horizon of the schedule (R47).
-        temperature: logits are divided by it in every log-prob (R9).
+        num_updates: optimizer steps of the whole run: the horizon of the schedule.
+        temperature: logits are divided by it in every log-prob.
         routing: ``"replay"``: later passes over a micro-batch take the experts of the first;
             ``"engine"``: and the first takes those of the engine; ``"compare"``: the metrics say
             how many they share; ``"free"``: none of it.
@@ -157,7 +157,7 @@ class TrainEngine:
         """Drop what the last step left behind, before gradient buffers leave the device. Local.
 
         Raises:
-            RuntimeError: gradients are accumulated that no step has used yet (R19).
+            RuntimeError: gradients are accumulated that no step has used yet.
         """
         if self._accumulating:
             raise RuntimeError(
@@ -362,7 +362,7 @@ class TrainEngine:
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Reduce gradients as sums: our losses carry the global denominator already (R35)."""
+    """Reduce gradients as sums: our losses carry the global denominator already."""
     finalize_model_grads(model, None, *args, **kwargs)
 
 

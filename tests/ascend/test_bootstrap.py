@@ -1,4 +1,4 @@
-"""Order of imports, command lines and environments of an NPU process (R15, R17, R53).
+"""Order of imports, command lines and environments of an NPU process.
 
 Each case is a process of its own. ``mindspeed`` is a small stand-in that does to the process what
 MindSpeed's adaptor does: it reads the command line, replaces functions of torch, makes modules up
@@ -243,7 +243,7 @@ vllm = {"experts": experts.AscendUnquantizedFusedMoEMethod.__name__, "made_up": 
 
 @needs_mindspeed
 def test_vllm_is_imported_behind_the_real_adaptor() -> None:
-    """MindSpeed itself, then vLLM and vLLM-Ascend's experts, in one process (R53)."""
+    """MindSpeed itself, then vLLM and vLLM-Ascend's experts, in one process."""
     found = answer_of(
         start(
             Path(MINDSPEED), argv=ARGV, setup="NpuSetup({'use_fused_rmsnorm': True})",

@@ -1,4 +1,4 @@
-"""Models that vLLM-Ascend 0.23.0 builds itself have the parameters that our tables say (R51)."""
+"""Models that vLLM-Ascend 0.23.0 builds itself have the parameters that our tables say."""
 
 from __future__ import annotations
 

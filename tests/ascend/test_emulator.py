@@ -42,7 +42,7 @@ def test_the_driver_counts_memory() -> None:
 
 
 def test_the_platform_sees_what_torch_does_not_count() -> None:
-    """Communicators and the engine's pool are beside torch's allocator (R16)."""
+    """Communicators and the engine's pool are beside torch's allocator."""
     from mindspeed_rl.platforms.npu import NpuPlatform
 
     platform = NpuPlatform()
@@ -58,7 +58,7 @@ def test_the_platform_sees_what_torch_does_not_count() -> None:
 
 
 def test_expandable_segments_are_switched_in_a_running_process() -> None:
-    """torch_npu maps memory or allocates it, as we last said; all of it goes back (R17)."""
+    """torch_npu maps memory or allocates it, as we last said; all of it goes back."""
     from mindspeed_rl.platforms.npu_allocator import set_expandable_segments
 
     torch.npu.empty_cache()

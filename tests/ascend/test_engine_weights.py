@@ -1,4 +1,4 @@
-"""vLLM-Ascend 0.23.0's own classes through sleep, wake, load and process, driven by us (R2).
+"""vLLM-Ascend 0.23.0's own classes through sleep, wake, load and process, driven by us.
 
 Real: its unquantized experts, its worker's ``wake_up``, its allocator's bookkeeping, vLLM's latent
 attention with Ascend's implementation below it, its processing of a model. Ours: the engine and its

@@ -88,7 +88,7 @@ def test_all_ranks_know_the_same(tmp_path: Path) -> None:
     ]
     assert first.mirrored == [(*f, 0, r) for f, r in zip(facts, single, strict=True)]
     assert first.lost == "rollouts of this step: 3 arrived, 5 expected; missing [1, 2]"
-    assert first.cache_bytes == 1 << 30, "R21: nodes of unlike flags have caches of one size"
+    assert first.cache_bytes == 1 << 30, "nodes of unlike flags have caches of one size"
     assert first.gathered == [b"\x00\xff\x00", b"\x01\xff\x00"]
     assert "(1 ranks on nodes of 4, 1 ranks on nodes of 8)" in first.unequal_nodes
     assert "the same --nproc-per-node on every node" in first.unequal_nodes

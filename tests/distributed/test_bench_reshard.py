@@ -1,4 +1,4 @@
-"""The benchmark's baselines are no straw men: right bits, and exactly the bytes they claim (R5).
+"""The benchmark's baselines are no straw men: right bits, and exactly the bytes they claim.
 
 Tiny models on four real ranks, every way after the other into the same engine weights.
 """
@@ -159,7 +159,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
 def test_every_way_gives_the_same_bits(
     case: str, strategy: str, outcomes: list[dict[tuple[str, str], Outcome]]
 ) -> None:
-    """R5, R22: all of them write the whole engine, bit-equal to slices of the HF tensors."""
+    """All of them write the whole engine, bit-equal to slices of the HF tensors."""
     for rank in outcomes:
         assert rank[case, strategy].untouched, "the check must see weights that nobody wrote"
         assert rank[case, strategy].wrong == []

@@ -1,4 +1,4 @@
-"""A model that was built otherwise than its config says is refused, whatever differs (R51).
+"""A model that was built otherwise than its config says is refused, whatever differs.
 
 What was built is changed, one thing at a time, in real megatron-core models of four families.
 """

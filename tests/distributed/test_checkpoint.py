@@ -1,4 +1,4 @@
-"""Training checkpoints: exact resume, other layouts, killed saves, clear refusals (R46-R50)."""
+"""Training checkpoints: exact resume, other layouts, killed saves, clear refusals."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def resume_and_train(world: World, flags: Sequence[str], model: str, folder: str
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     flags: tuple[str, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """R46, R47: losses, gradient norms, learning rates and parameters, on every rank."""
+    """Losses, gradient norms, learning rates and parameters, on every rank."""
     args = (flags, str(tiny_model), str(tmp_path / "save"))
     before = run_ranks(train_whole_and_half, 2, work_dir=tmp_path, args=args)
     after = run_ranks(resume_and_train, 2, work_dir=tmp_path, args=args)
@@ -222,7 +222,7 @@ def resume_without_random_states(
 
 @pytest.mark.slow
 def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> None:
-    """R49: TP 2 x PP 2 -> one rank, TP 2, DP 2; weights, moments, step, padded vocabulary."""
+    """TP 2 x PP 2 -> one rank, TP 2, DP 2; weights, moments, step, padded vocabulary."""
     folder = str(tmp_path / "save")
     source = (*TP2, *PP2, *SHARDED)
     args = (source, str(tiny_model), folder)
@@ -271,7 +271,6 @@ def go_on(world: World, model: str, folder: str) -> tuple[Trace, str]:
 def test_kill_during_a_save_leaves_the_previous_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """R50."""
     folder = tmp_path / "save"
     args = (str(tiny_model), str(folder))
     with pytest.raises(RankError, match="rank 1: ended by SIGKILL"):
@@ -335,7 +334,7 @@ def test_refusals_name_the_flag_that_helps(
     assert "--load" in messages["no such folder"] and "no such dir" in messages["no such folder"]
     assert "add --no-load-optim" in messages["no optimizer"]
     assert "add --no-load-rng" in messages["no random states"]
-    assert messages["weights and step"] == "step 1, updates 1"  # R47: the schedule goes on
+    assert messages["weights and step"] == "step 1, updates 1"  # The schedule goes on
     assert messages["finetune"] == "step 0, updates 0"
     assert "--use-distributed-optimizer" in messages["other optimizer"]
     assert "tie_embeddings False (model: True)" in messages["other model"]

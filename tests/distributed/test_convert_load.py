@@ -1,4 +1,4 @@
-"""``--load`` takes converted checkpoints and those of MindSpeed-LLM, in other layouts (R49)."""
+"""``--load`` takes converted checkpoints and those of MindSpeed-LLM, in other layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks counts every prompt once, whatever the size of the set (R58)."""
+"""Evaluation on several ranks counts every prompt once, whatever the size of the set."""
 
 from __future__ import annotations
 

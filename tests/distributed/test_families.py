@@ -1,4 +1,4 @@
-"""Every family in every layout: log-probs of transformers, gradients of one rank (R6, R35, R36)."""
+"""Every family in every layout: log-probs of transformers, gradients of one rank."""
 
 from __future__ import annotations
 

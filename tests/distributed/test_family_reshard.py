@@ -1,4 +1,4 @@
-"""Every family on eight ranks: three syncs, bit-equal to slices of the checkpoint (R5, R6, R22).
+"""Every family on eight ranks: three syncs, bit-equal to slices of the checkpoint.
 
 Real megatron-core models and real messages; the engine is its declared layout. With a real engine:
 ``test_family_sync.py``.

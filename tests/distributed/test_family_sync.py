@@ -1,6 +1,6 @@
 """Real engines of every family, updated in place on four ranks: three syncs equal a fresh load.
 
-R1, R5. Qwen2 is in ``test_silent_errors.py``; more layouts without an engine, on eight ranks, in
+Qwen2 is in ``test_silent_errors.py``; more layouts without an engine, on eight ranks, in
 ``test_family_reshard.py``.
 """
 

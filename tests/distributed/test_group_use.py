@@ -1,4 +1,4 @@
-"""The groups that a step uses are those whose buffers are predicted (R24)."""
+"""The groups that a step uses are those whose buffers are predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSeek checkpoint through the trainer and out again: weights, types, config (R50)."""
+"""A DeepSeek checkpoint through the trainer and out again: weights, types, config."""
 
 from __future__ import annotations
 

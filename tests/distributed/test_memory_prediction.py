@@ -1,4 +1,4 @@
-"""Predicted memory of the trainer against what real engines hold (issue 5, R16, R19, R57)."""
+"""Predicted memory of the trainer against what real engines hold ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with its memory taken away between the steps equals training that keeps it (R19)."""
+"""Training with its memory taken away between the steps equals training that keeps it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_memory_is_not_taken_from_open_gradients(
 def test_an_error_anywhere_in_a_switch_leaves_the_trainer_whole(
     name: str, worlds: Callable[[str], list[OffloadFacts]]
 ) -> None:
-    """Of a real trainer's memory, mode all: everything is there again, bit for bit (R19, R20)."""
+    """Of a real trainer's memory, mode all: everything is there again, bit for bit."""
     for facts in worlds(name):
         assert facts.after_faults == ()
         assert facts.num_faults > 12

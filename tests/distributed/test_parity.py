@@ -1,7 +1,4 @@
-"""Log-probs and entropies of the trainer equal those of transformers in every layout.
-
-Requirements R6, R9, R11, R23.
-"""
+"""Log-probs and entropies of the trainer equal those of transformers in every layout."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def test_every_case_equals_transformers(
 def test_pass_without_gradients_gives_the_same_bits(
     layout: str, trained: Callable[[str], WorldResult]
 ) -> None:
-    """R11: one micro-batch plan for both passes, so the ratio of the first step is exactly 1."""
+    """One micro-batch plan for both passes, so the ratio of the first step is exactly 1."""
     for name, case in trained(layout).cases.items():
         assert largest_difference(case.logprobs, case.annotated) == 0.0, name
 
@@ -70,7 +67,7 @@ def test_temperature_and_tied_embeddings_matter(reference: Reference) -> None:
 
 
 # --- selected_logprobs alone: 2 x 160 rows hold 307 ids; of 2 x 128 rows with 100 ids the second
-# rank's are all padding (R23)
+# rank's are all padding
 NUM_TOKENS, HIDDEN, TEMPERATURE = 23, 16, 0.7
 CHUNKS = (1, 7, 1024)
 USES = ("both", "log-probs", "entropies")  # which outputs the loss uses

@@ -1,4 +1,4 @@
-"""The doctor's collectives on gloo ranks: groups that work, and one that hangs (R34)."""
+"""The doctor's collectives on gloo ranks: groups that work, and one that hangs."""
 
 from __future__ import annotations
 

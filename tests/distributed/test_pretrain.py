@@ -1,4 +1,4 @@
-"""Pretraining on Megatron's indexed datasets: rows, losses by layout, resume (R46)."""
+"""Pretraining on Megatron's indexed datasets: rows, losses by layout, resume."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A reshard between real ranks moves every bit to its place, and its proof finds a wrong bit.
 
 Four ranks hold a real megatron-core model as TP2 x PP2. What each engine rank must hold comes from
-``support.layout_oracle``, which slices whole Hugging Face tensors (R5, R6, R22).
+``support.layout_oracle``, which slices whole Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def test_every_engine_rank_holds_the_bits_of_the_oracle(
 def test_staging_stays_within_the_bucket(
     name: str, resharded: tuple[list[dict[str, Report]], Path]
 ) -> None:
-    """R22: every tensor that a reshard makes is counted, transport and comparison included."""
+    """Every tensor that a reshard makes is counted, transport and comparison included."""
     for report in (rank[name] for rank in resharded[0]):
         assert len(report.staging) == len(WAYS)
         for way, (said, peak) in report.staging.items():
@@ -301,7 +301,7 @@ def test_a_reshard_makes_one_collective_per_round(
 def test_proof_names_the_tensor_of_a_flipped_bit(
     name: str, resharded: tuple[list[dict[str, Report]], Path]
 ) -> None:
-    """R5: one bit, on one rank of one side; every rank is told."""
+    """One bit, on one rank of one side; every rank is told."""
     for report in (rank[name] for rank in resharded[0]):
         tensor, where = report.engine_flip
         size = ENGINE_SIZES[NAMES.index(name) // 2 % len(ENGINE_SIZES)]

@@ -1,4 +1,4 @@
-"""Replayed routing in every layout and with recomputed layers: gradients of one rank (R12, R35)."""
+"""Replayed routing in every layout and with recomputed layers: gradients of one rank."""
 
 from __future__ import annotations
 

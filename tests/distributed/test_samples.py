@@ -1,4 +1,4 @@
-"""The engine layout decides nothing about what is sampled (R45)."""
+"""The engine layout decides nothing about what is sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy losses and aggregations in the layouts of four ranks, pairwise (R35, R36, R39).
+"""Policy losses and aggregations in the layouts of four ranks, pairwise.
 
 ``--rl-selftest loss`` tries all combinations; here every pair of choices occurs in one of them.
 """

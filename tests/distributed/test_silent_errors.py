@@ -41,7 +41,7 @@ Facts = Callable[[str], list[EngineFacts]]
 
 @pytest.fixture(scope="module")
 def penalised_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a generation_config.json that would change the sampler (R10)."""
+    """The tiny model with a generation_config.json that would change the sampler."""
     import shutil
 
     folder = tmp_path_factory.mktemp("models") / "penalised"
@@ -126,7 +126,7 @@ def test_pipeline_outputs_are_not_deallocated(
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_engine_leaves_the_process_as_it_was(world: str, facts: Facts) -> None:
-    """R45: generators, environment (LOCAL_WORLD_SIZE, LD_PRELOAD), threads, groups, platform.
+    """Generators, environment (LOCAL_WORLD_SIZE, LD_PRELOAD), threads, groups, platform.
 
     Replicas generate batches of different sizes, which draw different amounts of random numbers.
     """
@@ -139,7 +139,7 @@ def test_engine_leaves_the_process_as_it_was(world: str, facts: Facts) -> None:
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_samples_depend_on_their_seeds_alone(world: str, facts: Facts) -> None:
-    """R45: equal in another batch, on another rank and in another engine layout."""
+    """Equal in another batch, on another rank and in another engine layout."""
     for rank in facts(world):
         assert len(rank.samples) == NUM_REQUESTS
         assert len(set(completed(rank.samples))) > NUM_REQUESTS // 2, "samples must be diverse"
@@ -149,21 +149,21 @@ def test_samples_depend_on_their_seeds_alone(world: str, facts: Facts) -> None:
 
 @pytest.mark.slow
 def test_samples_do_not_depend_on_the_engine_layout(facts: Facts) -> None:
-    """R45: two engines of one rank against one engine of two."""
+    """Two engines of one rank against one engine of two."""
     first, second = (facts(world)[0].samples for world in ("replicas", "tensor-parallel"))
     assert match_share(first, second) >= 0.99
 
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_engine_logprobs_are_those_of_the_tempered_trainer(world: str, facts: Facts) -> None:
-    """R9, R10: at temperature 0.6, with a generation_config.json that asks for a penalty."""
+    """At temperature 0.6, with a generation_config.json that asks for a penalty."""
     for rank in facts(world):
         assert rank.sampled_mismatch <= MISMATCH_TOLERANCE
 
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_three_syncs_equal_a_fresh_load(world: str, facts: Facts) -> None:
-    """R1: with tied embeddings too, where a packed head would keep the first weights."""
+    """With tied embeddings too, where a packed head would keep the first weights."""
     for number, rank in enumerate(facts(world)):
         assert len(rank.syncs) == 3
         for sync in rank.syncs:
@@ -176,7 +176,7 @@ def test_three_syncs_equal_a_fresh_load(world: str, facts: Facts) -> None:
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_cached_prefix_is_not_served_after_an_update(world: str, facts: Facts) -> None:
-    """R7, with its negative control: a cache that is kept answers with old keys and values."""
+    """With its negative control: a cache that is kept answers with old keys and values."""
     for rank in facts(world):
         assert rank.cached_prefix["kept"] > 100 * MISMATCH_TOLERANCE
         assert rank.cached_prefix["reset"] <= MISMATCH_TOLERANCE
@@ -184,7 +184,7 @@ def test_cached_prefix_is_not_served_after_an_update(world: str, facts: Facts) -
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_generating_needs_the_weights_of_the_trainer(world: str, facts: Facts) -> None:
-    """R3: asleep, at another version, or in the middle of an update."""
+    """Asleep, at another version, or in the middle of an update."""
     for rank in facts(world):
         assert "the engine is without its cache" in rank.refusals["asleep"]
         assert "weights of version 0, the trainer is at 1" in rank.refusals["other version"]
@@ -193,14 +193,14 @@ def test_generating_needs_the_weights_of_the_trainer(world: str, facts: Facts) -
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_must_agree(facts: Facts) -> None:
-    """R28: vLLM answers different prompts of one engine with nonsense, without an error."""
+    """VLLM answers different prompts of one engine with nonsense, without an error."""
     for rank in facts("tensor-parallel"):
         assert "ranks [1] of engine 0 were given other prompts" in rank.disagreement
 
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_sleep_gives_the_cache_back_to_the_system(world: str, facts: Facts) -> None:
-    """R18: resident memory of the process, in two cycles of sleep and wake."""
+    """Resident memory of the process, in two cycles of sleep and wake."""
     for rank in facts(world):
         assert min(rank.freed_bytes) > 0.9 * KV_BYTES
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of an engine agree in one reduction per step (R29)."""
+"""Data-parallel ranks of an engine agree in one reduction per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of tokens are those of whole sequences and the whole step on any rank (R36, R38)."""
+"""Advantages of tokens are those of whole sequences and the whole step on any rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients, metrics and updates do not depend on the layout: the norm rule (R35, R36, R39).
+"""Gradients, metrics and updates do not depend on the layout: the norm rule.
 
 For every parameter |g - g_ref| / |g_ref|, with g_ref from one rank and one micro-batch.
 """
@@ -74,7 +74,7 @@ def test_gradients_follow_the_norm_rule(layout: str, trained: Callable[[str], Wo
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_metrics_are_those_of_one_rank(layout: str, trained: Callable[[str], WorldResult]) -> None:
-    """R39: means over all tokens and extremes over all, whatever the split."""
+    """Means over all tokens and extremes over all, whatever the split."""
     base = trained("tp1")
     extreme = EXTREME_TOLERANCE_TP if layout.startswith("tp2") else METRIC_TOLERANCE
     for name, case in comparable(trained(layout)).items():

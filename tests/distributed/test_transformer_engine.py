@@ -89,7 +89,7 @@ def test_models_of_its_modules_compute_what_transformers_does(
     worlds: Callable[[str], TeResult],
     references: Callable[[str], FamilyReference],
 ) -> None:
-    """Names and shapes are compared with the weight table while an engine is built (R51)."""
+    """Names and shapes are compared with the weight table while an engine is built."""
     world = worlds(name)
     assert ("GroupedLinear" in world.made) == ("grouped" in name)
     assert min(world.made[kind] for kind in ("RMSNorm", "Linear", "LayerNormLinear")) >= 8

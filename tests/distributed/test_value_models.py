@@ -1,4 +1,4 @@
-"""Critic and reward model on real ranks: values, scores, memory, checkpoints (R16, R46, R50)."""
+"""Critic and reward model on real ranks: values, scores, memory, checkpoints."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ MOMENTS = {
 
 
 def test_the_largest_moment_of_a_critics_update(tmp_path: Path) -> None:
-    """R16; measured: within 2 %."""
+    """Measured: within 2 %."""
     sizes = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 136}
     case = FAMILY_CASES["qwen2-tied"]
     model = write_family_model(

@@ -1,4 +1,4 @@
-"""A run with every model there is: policy, critic, reference, reward model (R12, R16, R46).
+"""A run with every model there is: policy, critic, reference, reward model.
 
 Real megatron-core and real vLLM on two ranks: Qwen3-MoE with expert parallelism, everything leaves
 for the rollouts, layers are recomputed, routing is replayed, the reference is refreshed; resumed.

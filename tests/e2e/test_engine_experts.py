@@ -1,4 +1,4 @@
-"""The engine's experts in the trainer: real vLLM, real megatron-core, two ranks (R12).
+"""The engine's experts in the trainer: real vLLM, real megatron-core, two ranks.
 
 The engine computes in bf16 and the trainer in fp32, so some tokens go to other experts; with the
 engine's the two agree better on the probabilities of what was sampled.

@@ -1,4 +1,4 @@
-"""An exported model loads in transformers and in vLLM with the tokenizer of the run (issue 9, R50).
+"""An exported model loads in transformers and in vLLM with the tokenizer of the run .
 
 The run reads another tokenizer than the one beside its weights (--tokenizer-name-or-path).
 """

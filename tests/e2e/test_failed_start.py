@@ -1,4 +1,4 @@
-"""A node whose ranks never join the process group ends the others, too (R30)."""
+"""A node whose ranks never join the process group ends the others, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank fails in any phase: all end within a minute with the cause, nothing stays (R30, R56).
+"""A rank fails in any phase: all end within a minute with the cause, nothing stays.
 
 Most faults hit a rehearsal: the real entry, watchdog and reward workers with the phases of a run
 but without its work, and a watchdog of little patience. The last test kills ranks of a real run,
@@ -23,7 +23,7 @@ from mindspeed_rl.data.tiny_model import write_tiny_model
 pytestmark = pytest.mark.e2e
 
 START_S = 120.0  # of a job, on a busy machine
-LIMIT_S = 60.0  # R30
+LIMIT_S = 60.0
 PHASE_TIMEOUT_S = 4
 # Flags of phases that a run may lack.
 NEEDED = {
@@ -210,7 +210,7 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
     ],
 )
 def test_wrong_weights_never_generate(world: Path, port: int, fault: str, where: str) -> None:
-    """R5: a flipped bit, a dropped tensor: all ranks end, with tensor, rank and element."""
+    """A flipped bit, a dropped tensor: all ranks end, with tensor, rank and element."""
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     learning = [*flags(600), "--reward-function", "rewards.py:differing"]
     with TorchrunJob(world, [DRIVER], learning, port=port, environment=real) as job:

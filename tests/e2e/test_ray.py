@@ -1,4 +1,4 @@
-"""A run in Ray: the same as under torchrun, ended by any failure with its cause (R30, R56).
+"""A run in Ray: the same as under torchrun, ended by any failure with its cause.
 
 Needs the extra ray; skipped where it is not installed. A cluster of two nodes on this machine is
 started once; small runs (tests/support/ray_driver.py) join it.

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed gives the numbers of one that was not (R46, R47, R48).
+"""A run that is stopped and resumed gives the numbers of one that was not.
 
 Real megatron-core and real vLLM in torchrun processes.
 """
@@ -87,7 +87,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def check_times(file: Path) -> None:
-    """Phases account for the time of the steps, the first one included (R57).
+    """Phases account for the time of the steps, the first one included.
 
     Summed over the steps, with twice the usual tolerance: they are so short (0.3 s) that a single
     one is at the mercy of the machine.
@@ -107,7 +107,7 @@ def check_times(file: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
-    """With all the state a run can have: an adapted coefficient, groups left over (R44), lengths.
+    """With all the state a run can have: an adapted coefficient, groups left over, lengths.
 
     Responses grow in passes, and requests move between the two engines. A rank is killed while the
     last step is saved.

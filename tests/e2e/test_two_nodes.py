@@ -1,4 +1,4 @@
-"""Two torchrun agents give the numbers of one (R30, R46).
+"""Two torchrun agents give the numbers of one.
 
 Real megatron-core and real vLLM: a pipeline stage per node, so that gradients, samples and weights
 cross. What an agent writes lands in a directory of its own.

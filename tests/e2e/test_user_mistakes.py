@@ -1,4 +1,4 @@
-"""A mistake of the user ends a real job within seconds, told once, with the way out (R55).
+"""A mistake of the user ends a real job within seconds, told once, with the way out.
 
 Every job has two ranks and starts like a user's; none of them gets as far as to start an engine.
 One mistake for each place where a run can find one: unit tests hold the messages of the others.
@@ -91,7 +91,7 @@ def old_versions(folder: Path) -> dict[str, str]:
 
 
 def unknown_engine(folder: Path) -> dict[str, str]:
-    """R1: with experts a guess at where the engine keeps them would give wrong rollouts."""
+    """With experts a guess at where the engine keeps them would give wrong rollouts."""
     installed(folder / "unknown_engine", "vllm", "9.9.0")
     write_tiny_model(folder / "experts", family="qwen3_moe")
     return {"--hf-checkpoint": "experts"}

@@ -1,4 +1,4 @@
-"""HF -> Megatron -> HF: the same bits in any layout, and files that transformers loads (R6, R50).
+"""HF -> Megatron -> HF: the same bits in any layout, and files that transformers loads.
 
 Every rank of a world in one process loads its part; the product's executor puts whole tensors
 together on the writer.

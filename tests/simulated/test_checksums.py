@@ -1,4 +1,4 @@
-"""Layout-invariant checksums: equal for equal bits in any layout, different for any fault (R5)."""
+"""Layout-invariant checksums: equal for equal bits in any layout, different for any fault."""
 
 from __future__ import annotations
 

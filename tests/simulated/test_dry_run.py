@@ -1,4 +1,4 @@
-"""``--rl-dry-run``: recipes, verdicts and suggestions, without torch (issue 5)."""
+"""``--rl-dry-run``: recipes, verdicts and suggestions, without torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bash(
     python: Path, recipe: str, *flags: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A recipe's dry run; in less than ten seconds of a core (issue 9)."""
+    """A recipe's dry run; in less than ten seconds of a core."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         ["bash", str(ROOT / "pretrain_scripts" / recipe), "--rl-dry-run", *flags],

@@ -1,4 +1,4 @@
-"""No rank receives more than it lacks, and nobody sends much more than must be sent (R6, R26).
+"""No rank receives more than it lacks, and nobody sends much more than must be sent.
 
 The floors come from ``support/floor_oracle.py``, which shares no code with the product.
 """
@@ -322,7 +322,7 @@ def test_the_send_load_is_near_the_optimum(case: FloorCase) -> None:
 
 @pytest.mark.slow
 def test_the_send_load_of_any_layouts_is_near_the_optimum() -> None:
-    """R26: against the best that takes from its own node first, all within 1.5; of models without
+    """Against the best that takes from its own node first, all within 1.5; of models without
     tied embeddings nine of ten within 1.25.
 
     One and two layers per chunk, the same layouts in every run. What the rest is due to, and the
@@ -357,7 +357,7 @@ TIED = (
 
 @pytest.mark.parametrize("case", slow_but((*PUBLISHED, *TIED), (QWEN_7B, TIED[-1])), ids=str)
 def test_the_critical_path_is_near_the_busiest_rank(case: FloorCase) -> None:
-    """R26: rounds keep everybody busy. Of large worlds ranks of all stages and positions."""
+    """Rounds keep everybody busy. Of large worlds ranks of all stages and positions."""
     source, target = layouts_of(case)
     bytes_of = element_bytes_of(source, BF16)
     schedule = plan_schedule(

@@ -1,4 +1,4 @@
-"""Reshard plans of all ranks against arrays that were sliced by hand (R5, R6).
+"""Reshard plans of all ranks against arrays that were sliced by hand.
 
 The oracle in ``support/layout_oracle.py`` shares no code with the planner; messages travel through
 ``support/local_transport.py``, so the product's own executor moves real tensors.
@@ -130,7 +130,7 @@ def move(
 @example(LATENT)
 @example(PLAIN_LATENT)
 def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
-    """Names and shapes of every rank; the HF tensors are the checkpoint's (R6)."""
+    """Names and shapes of every rank; the HF tensors are the checkpoint's."""
     hf = hf_arrays(case)
     source, target = layouts_of(case)
     assert dict(source.hf_shapes) == {name: array.shape for name, array in hf.items()}
@@ -155,7 +155,7 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 @example(replace(LATENT, dp=16, ranks_per_node=8), False, False)  # 64 ranks
 @example(replace(MOE, dp=16, ranks_per_node=8), False, True)
 def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, relay: bool) -> None:
-    """All ranks' plans, run by the executor: bit-equal to slicing, padding untouched (R6)."""
+    """All ranks' plans, run by the executor: bit-equal to slicing, padding untouched."""
     source, target = layouts_of(case)
     hf = hf_arrays(case)
     bucket_bytes = smallest_bucket(case, source, target, relay) if tight else 10**9
@@ -172,7 +172,7 @@ def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, rela
 @example(LATENT, False, 8)
 @example(PIPELINED_ENGINE, True, 1)
 def test_every_element_arrives_without_staging(case: Case, relay: bool, alone: int) -> None:
-    """Rectangles that are one run of memory on either side travel from or into it (R6)."""
+    """Rectangles that are one run of memory on either side travel from or into it."""
     source, target = layouts_of(case)
     hf = hf_arrays(case)
     bucket_bytes = smallest_bucket(case, source, target, relay)
@@ -200,7 +200,7 @@ def test_export_puts_whole_tensors_on_the_writer(case: Case) -> None:
 
 @pytest.mark.parametrize("relay", [False, True])
 def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
-    """R6: the second one is a copy within the engine, bit for bit."""
+    """The second one is a copy within the engine, bit for bit."""
     case = replace(REDUNDANT, physical_experts=(1, 1, 0, 2, 3, 7, 6, 5, 4, 1, 0, 2), ep=2, etp=2)
     source, target = layouts_of(case)
     hf = hf_arrays(case)
@@ -330,7 +330,7 @@ def test_the_plan_of_one_rank_of_4096_is_cheap() -> None:
 @example(MOE)
 @example(LATENT)
 def test_shards_that_are_no_mirrors_partition_every_tensor(case: Case) -> None:
-    """The checksum counts each source element once because of this (R5)."""
+    """The checksum counts each source element once because of this."""
     for layout in layouts_of(case):
         for name, shape in layout.hf_shapes.items():
             times = np.zeros(shape, int)

@@ -1,4 +1,4 @@
-"""Every recipe: its dry run, its grade, the environment of its ranks, its exit code (issue 9, R34).
+"""Every recipe: its dry run, its grade, the environment of its ranks, its exit code .
 
 Dry runs run in this process; tests/simulated/test_dry_run.py runs some as a user does.
 """

@@ -1,4 +1,4 @@
-"""Rounds of a reshard: everything once, within the budget, all stages busy (R22, R26)."""
+"""Rounds of a reshard: everything once, within the budget, all stages busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who serves whom: every destination once, near before far, loads as level as they can be (R6)."""
+"""Who serves whom: every destination once, near before far, loads as level as they can be."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def loads_of(
 def test_few_turns_are_made_up_for_by_slices(
     num_holders: int, num_destinations: int, num_rectangles: int, num_turns: int
 ) -> None:
-    """R26: 840 elements have slices of equal size; with all far, nobody sends 1.25 of the mean."""
+    """840 elements have slices of equal size; with all far, nobody sends 1.25 of the mean."""
     first = 100
     wanted = tuple(
         Wanted((range(first + i, first + i + num_destinations),), 840, may_slice=True)

@@ -1,4 +1,4 @@
-"""What a sync may cost: collectives by its rounds, a node's bytes by its floor, staging (R6, R22).
+"""What a sync may cost: collectives by its rounds, a node's bytes by its floor, staging.
 
 All ranks in one process; :mod:`support.local_transport` counts what the product's executor posts.
 """
@@ -186,7 +186,7 @@ def floor_of_node(case: Case, hf: dict[str, Array], ranks: range) -> int:
 @example(REDUNDANT)
 @example(replace(GQA, tp=1, pp=2, dp=4, kv_heads=2, engine_tp=4, ranks_per_node=4))
 def test_with_a_relay_a_node_receives_its_floor(case: Case) -> None:
-    """Counted in the transport: what comes from other nodes, once per node (R6)."""
+    """Counted in the transport: what comes from other nodes, once per node."""
     hf = hf_arrays(case)
 
     def one_rank(rank: int, transport: LocalTransport) -> Mapping[int, int]:
@@ -287,7 +287,7 @@ def moved(case: Case, many_messages: bool) -> list[dict[str, torch.Tensor]]:
 def test_a_view_that_copies_loses_nothing(
     case: Case, many_messages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R2: under MindSpeed's ``torch.Tensor.view``, which copies memory with gaps."""
+    """Under MindSpeed's ``torch.Tensor.view``, which copies memory with gaps."""
     view, copies = torch.Tensor.view, []
 
     def contiguous_first(tensor: torch.Tensor, *args: Any) -> torch.Tensor:

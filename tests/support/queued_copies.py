@@ -1,4 +1,4 @@
-"""A platform whose copies are late, as those of a device are (R19)."""
+"""A platform whose copies are late, as those of a device are."""
 
 from __future__ import annotations
 

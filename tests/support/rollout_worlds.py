@@ -196,7 +196,7 @@ def check_sampling(both: Both, facts: EngineFacts) -> None:
 
 
 def disagreement(both: Both) -> str:
-    """The error of this rank when the second rank of its engine has another prompt (R28)."""
+    """The error of this rank when the second rank of its engine has another prompt."""
     plan, rank = both.job.plan.engine, both.job.world.rank
     if plan.tp == 1:
         return ""
@@ -345,7 +345,7 @@ def transformers_logprobs(
 
 @contextmanager
 def noted_changes(changes: list[str]) -> Iterator[None]:
-    """Note which process-wide states another piece of code leaves changed (R45)."""
+    """Note which process-wide states another piece of code leaves changed."""
     before = _process_state()
     yield
     after = _process_state()

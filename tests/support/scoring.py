@@ -10,7 +10,7 @@ from mindspeed_rl.rewards.scoring import WeightedReward, score_sample
 
 
 def abstains(request: RewardRequest) -> None:
-    """No verdict on anything (R43)."""
+    """No verdict on anything."""
 
 
 class OneByOne:

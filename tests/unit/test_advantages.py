@@ -1,4 +1,4 @@
-"""Advantages against independent formulas; degenerate groups; whitening (R37, R38, R43)."""
+"""Advantages against independent formulas; degenerate groups; whitening."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_remax_subtracts_the_greedy_reward() -> None:
 
 
 def test_many_large_equal_rewards_teach_nothing() -> None:
-    """Whose mean in fp32 is another number (R37)."""
+    """Whose mean in fp32 is another number."""
     rewards = torch.full((1, 16), 12345.7)
     assert not teaches(rewards).any()
     assert not ESTIMATORS["grpo"].of_samples(GroupRewards(rewards, torch.ones(1, 16))).any()
@@ -117,7 +117,7 @@ def test_plain_rewards_and_abstentions() -> None:
 def test_degenerate_groups_teach_nothing(
     name: str, rewards: list[float], dtype: torch.dtype
 ) -> None:
-    """Exactly 0, not rounding divided by rounding (R37)."""
+    """Exactly 0, not rounding divided by rounding."""
     found = ESTIMATORS[name].of_samples(step_of([rewards], [[5, 1, 9]], dtype=dtype))
     assert found.tolist() == [[0.0, 0.0, 0.0]]
 
@@ -204,7 +204,7 @@ def test_generalized_advantages(discount: float, trace: float) -> None:
 
 
 def test_whitening_is_over_all_counted_tokens_of_all_ranks() -> None:
-    """Micro-batches and ranks do not show (R38); an abstained token is in no statistic (R43)."""
+    """Micro-batches and ranks do not show; an abstained token is in no statistic."""
     values = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 5
     counted = torch.arange(20) % 5 != 0
     kept = values[counted].tolist()

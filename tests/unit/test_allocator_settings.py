@@ -1,4 +1,4 @@
-"""Expandable segments leave the environment before torch reads it (R17)."""
+"""Expandable segments leave the environment before torch reads it."""
 
 from __future__ import annotations
 

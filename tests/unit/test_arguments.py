@@ -1,4 +1,4 @@
-"""The command line (R51, R55): help that teaches, errors that name flag, value, allowed and fix."""
+"""The command line: help that teaches, errors that name flag, value, allowed and fix."""
 
 import ast
 import importlib.util
@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import data_flags
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import data_flags
 
 from mindspeed_rl.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig

@@ -1,4 +1,4 @@
-"""Our uses of other packages against a committed snapshot of their interfaces (R52, R54)."""
+"""Our uses of other packages against a committed snapshot of their interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM-Ascend's weights and memory through the product's engine, on fakes keyed by version (R2)."""
+"""vLLM-Ascend's weights and memory through the product's engine, on fakes keyed by version."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_only_the_cache_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_segments_expand_while_the_weights_are_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off while the pool is filled and mapped, on in between, where the user asked (R17)."""
+    """Off while the pool is filled and mapped, on in between, where the user asked."""
     engines: list[AscendDouble] = []
     told: list[tuple[str, set[bool]]] = []
 

@@ -1,4 +1,4 @@
-"""The pool of vLLM-Ascend's sleep mode: what is kept, and errors in the middle (R16, R20)."""
+"""The pool of vLLM-Ascend's sleep mode: what is kept, and errors in the middle."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mindspeed_rl import bootstrap
 asked, found = sys.argv[1:]
 changed = bootstrap.prepare_environment(asked, os.environ)
 assert [c.partition("=")[0] for c in changed] == ["PYTORCH_CUDA_ALLOC_CONF"] * (asked != "cpu")
-assert ("PYTORCH_CUDA_ALLOC_CONF" in os.environ) == (asked == "cpu"), "R17: before torch reads it"
+assert ("PYTORCH_CUDA_ALLOC_CONF" in os.environ) == (asked == "cpu"), "before torch reads it"
 before = os.environ.get("TORCH_COMPILE_DISABLE")
 from mindspeed_rl.platforms import registry
 from mindspeed_rl.platforms.cpu import CpuPlatform
@@ -74,7 +74,7 @@ print(json.dumps([told, [environ.get(name) for name in names]]))
 def test_determinism_is_in_the_environment_before_torch(
     platform: str, asked: str, expected: list[str | None]
 ) -> None:
-    """R15: libraries read it when they are loaded; a user's weaker value is replaced and told."""
+    """Libraries read it when they are loaded; a user's weaker value is replaced and told."""
     done = subprocess.run(
         [sys.executable, "-c", PREPARE, platform, asked],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
@@ -120,7 +120,7 @@ bootstrap.prepare_environment("npu", {})
 
 @pytest.mark.parametrize("name", ["torch", "torch_npu", "vllm", "megatron.core"])
 def test_what_reads_the_environment_is_imported_after_it(name: str, tmp_path: Path) -> None:
-    """R53: empty packages in their place, in a process of its own."""
+    """Empty packages in their place, in a process of its own."""
     folder = tmp_path
     for part in name.split("."):
         folder /= part

@@ -1,4 +1,4 @@
-"""Contradictions between algorithm flags are refused: flag, value, what is allowed, fix (R55)."""
+"""Contradictions between algorithm flags are refused: flag, value, what is allowed, fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint folder: what is complete, and that a kill never costs the last one (R50)."""
+"""The checkpoint folder: what is complete, and that a kill never costs the last one."""
 
 from __future__ import annotations
 

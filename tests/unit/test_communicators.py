@@ -1,4 +1,4 @@
-"""Groups of ranks by arithmetic against their definition, rank by rank (R24, R34)."""
+"""Groups of ranks by arithmetic against their definition, rank by rank."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The disposition of foreign flags (R51, R55): existing pretraining scripts keep working."""
+"""The disposition of foreign flags: existing pretraining scripts keep working."""
 
-import data_flags
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import data_flags
 
 from mindspeed_rl.arguments import ENTRIES, own_flags
 from mindspeed_rl.compat import Disposition, classify, foreign_flags, nearest

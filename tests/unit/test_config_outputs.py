@@ -1,4 +1,4 @@
-"""A run destroys nothing that it did not make, and says so before it starts (R55)."""
+"""A run destroys nothing that it did not make, and says so before it starts."""
 
 from __future__ import annotations
 

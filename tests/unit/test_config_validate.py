@@ -1,6 +1,6 @@
 """Every wrong configuration is refused before anything heavy starts; messages say how to mend it.
 
-A message names the flag, its value, and what is allowed or what to do (R31, R51, R55).
+A message names the flag, its value, and what is allowed or what to do.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_rollouts_stay_within_what_the_engine_knows_of_yarn(build: Build, files:
 
 
 def test_the_batch_arithmetic_in_words(build: Build) -> None:
-    """What a run prints at its start (R55)."""
+    """What a run prints at its start."""
     plan = check_rl(build(), WORLD)
     assert plan.batch.on_policy
     assert plan.batch.lines(plan.parallel.dp, plan.engine.num_replicas) == [
@@ -330,7 +330,7 @@ def test_both_spellings_of_untruncated_sampling(build: Build, top_k: int) -> Non
 def test_a_contradicting_architecture_flag_is_refused(
     build: Build, flags: dict[str, Any], message: str
 ) -> None:
-    """Each field of the architecture, changed alone (R51)."""
+    """Each field of the architecture, changed alone."""
     with pytest.raises(ValueError) as caught:
         check_rl(build(model=flags), WORLD)
     assert message in str(caught.value)

@@ -46,7 +46,7 @@ def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
 @given(SIZES, st.sampled_from([2, 4]), st.integers(0, 2))
 @settings(deadline=None)
 def test_ranks_share_every_token_once(sizes: list[int], cp: int, tail: int) -> None:
-    """Positions, tokens and what belongs to trained tokens; targets never cross a border (R36)."""
+    """Positions, tokens and what belongs to trained tokens; targets never cross a border."""
     row = make_row(sizes, cp, tail)
     shares = [split_context(row, cp, rank) for rank in range(cp)]
     assert {share.num_tokens for share in shares} == {row.num_tokens // cp}

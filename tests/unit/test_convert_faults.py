@@ -1,4 +1,4 @@
-"""Conversions that cannot be done say why (R50, R55)."""
+"""Conversions that cannot be done say why."""
 
 from __future__ import annotations
 

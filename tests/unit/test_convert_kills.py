@@ -1,4 +1,4 @@
-"""Conversions that are cut off go on, and give the same bytes (R50, R55)."""
+"""Conversions that are cut off go on, and give the same bytes."""
 
 from __future__ import annotations
 

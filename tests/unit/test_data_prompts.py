@@ -1,4 +1,4 @@
-"""Loading prompts: formats, templates, the length filter (R32), fingerprints (R46), bad files."""
+"""Loading prompts: formats, templates, the length filter, fingerprints, bad files."""
 
 import copy
 import datetime
@@ -116,7 +116,7 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
 
 @pytest.mark.parametrize(("max_prompt_length", "kept"), [(5, ["123"]), (6, ["123", "1234"])])
 def test_length_filter_at_the_boundary_is_counted(load, max_prompt_length, kept):
-    # R32: a prompt of exactly max_prompt_length tokens (content + 2 roles) stays.
+    # A prompt of exactly max_prompt_length tokens (content + 2 roles) stays.
     dataset = load([row("12345"), row("123"), row("1234")], max_prompt_length=max_prompt_length)
     assert [prompt.text for prompt in dataset] == kept
     assert [prompt.index for prompt in dataset] == list(range(len(kept)))

@@ -1,4 +1,4 @@
-"""PromptSampler: every prompt once per epoch, and a resume that nobody can tell (R46)."""
+"""PromptSampler: every prompt once per epoch, and a resume that nobody can tell."""
 
 import json
 import random

@@ -15,22 +15,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import groupby, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 from support.architecture import ROOT
-from support.pages import ALL, BLOCK, PAGES, ROOMS, Block, Run
+from support.pages import ALL, PAGES, ROOMS, Block, Run
 from support.recipes import RECIPES, SCRIPTS, recipe_flags
 
 from mindspeed_rl.arguments import ENTRIES, own_flags, parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.conversion.options import parse_options
-from mindspeed_rl.versions import mindspeed_branch, read_matrix
+from mindspeed_rl.versions import read_matrix
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from practice_map import PRACTICES, Grade
 
 INLINE = re.compile(r"`((?:[A-Z0-9_]+=\S+ )*(?:python|bash|torchrun|pytest|pip) [^`]+)`")
 # Their commands are not ours to check.
@@ -174,14 +173,6 @@ def test_commands_of_blocks_that_are_not_run_are_accepted(block: Block) -> None:
         check(words, block.name)
 
 
-@pytest.mark.parametrize("path", [*PAGES, *ROOMS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_within_sentences_are_accepted(path: Path) -> None:
-    text = BLOCK.sub("", path.read_text(encoding="utf-8"))
-    for found in INLINE.finditer(text):
-        for words in commands(" ".join(found[1].split())):
-            check(words, f"{path.name}: {found[1]}")
-
-
 def test_data_and_python_in_pages_can_be_read() -> None:
     """Rows of data are JSON, one a line; Python compiles."""
     for path in PAGES:
@@ -199,72 +190,6 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-def tables(text: str) -> Iterator[list[list[str]]]:
-    """The rows of each table as cells, the row of dashes included; blocks of code have none."""
-    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
-    begins = ("| ", "|-", "|:")  # a sentence may begin with |x|
-    for inside, lines in groupby(text.splitlines(), lambda line: line.lstrip().startswith(begins)):
-        if inside:
-            yield [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in lines]
-
-
-@pytest.mark.parametrize("path", [*PAGES, *ROOMS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_rows_of_a_table_have_equally_many_cells(path: Path) -> None:
-    for rows in tables(path.read_text(encoding="utf-8")):
-        where = f"{path.name}: |{'|'.join(rows[0])}|"
-        assert len(rows) > 1 and all(re.fullmatch(r"\s*:?-+:?\s*", c) for c in rows[1]), where
-        assert [len(row) for row in rows] == [len(rows[0])] * len(rows), where
-
-
-def test_a_table_with_a_cell_too_few_is_found() -> None:
-    text = "a | b\n\n| a | b \\| c |\n|---|\n| 1 | 2 |\n\n```bash\n| x |\n```\n"
-    assert [[len(row) for row in rows] for rows in tables(text)] == [[2, 1, 2]]
-
-
-def test_flags_that_pages_name_exist() -> None:
-    """Of the migration tables and the practices: our column only."""
-    from mindspeed_rl.compat import foreign_flags
-
-    spelled = {
-        spelling
-        for run_type in ENTRIES.values()
-        for _, flags in own_flags(run_type)
-        for flag in flags
-        for spelling in flag.spellings
-    } | set(foreign_flags())
-    for page in ("migration.md", "practices.md", "mismatch.md", "logging.md"):
-        text = (ROOT / "docs" / page).read_text()
-        for row in text.splitlines():
-            ours = row.split("|")[-2] if page == "migration.md" and row.startswith("|") else row
-            for flag in re.findall(r"`(--[a-z0-9-]+[a-z0-9])(?=[ `])", ours):
-                if flag.startswith("--vllm-") or flag in ("--doctor", "--dev"):
-                    continue
-                assert flag in spelled, f"{page}: no flag {flag}"
-
-
-# ---- the map of practices
-
-
-def test_every_practice_names_code_and_a_test_that_exist() -> None:
-    for practice in PRACTICES:
-        if practice.grade is not Grade.ABSENT:
-            assert practice.code and practice.test, practice.theirs
-        assert not practice.code or (ROOT / "mindspeed_rl" / practice.code).is_file(), practice.code
-        if practice.test:
-            file, _, name = practice.test.partition("::")
-            tree = ast.parse((ROOT / file).read_text())
-            names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-            assert name in names, practice.test
-
-
-def test_the_page_of_practices_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/practice_map.py", "--check"], cwd=ROOT, capture_output=True,
-        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 # ---- the generator
 
 
@@ -278,24 +203,3 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "quickstart_zh.html").is_file() and (tmp_path / "flags.html").is_file()
-
-
-def test_installation_pages_say_what_the_matrix_says() -> None:
-    text = (ROOT / "docs" / "install.md").read_text()
-    matrix = read_matrix()
-    for section in ("npu", "npu.no-deps", "npu.system"):
-        for name, specifier in matrix[section].items():
-            assert specifier.removeprefix("==") in text, f"{name}{specifier}"
-
-
-def test_all_pages_and_tools_name_one_branch_of_mindspeed() -> None:
-    """It belongs to one version of megatron-core; which, the matrix says (R52)."""
-    folders = ("mindspeed_rl", "docs", "tests", "tools", "pretrain_scripts")
-    files = [ROOT / "README.md", *(p for f in folders for p in (ROOT / f).rglob("*.*"))]
-    texts = {p: p.read_text() for p in files if p.suffix in (".py", ".md", ".sh", ".json")}
-    found = {p: set(re.findall(r"core_r\d+(?:\.\d+)+", text)) for p, text in texts.items()}
-    own = ROOT / "tests/unit/test_doctor.py"  # has others, which are red
-    wrong = {p: names for p, names in found.items() if names - {mindspeed_branch()} and p != own}
-    assert not wrong and any(found.values())
-    sources = [p for p in (ROOT / "mindspeed_rl").rglob("*.py") if found[p]]
-    assert not sources, "versions.cfg has it"

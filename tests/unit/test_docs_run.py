@@ -1,4 +1,4 @@
-"""Every block of bash in the README and the docs is executed, or listed with the reason (issue 9).
+"""Every block of bash in the README and the docs is executed, or listed with the reason.
 
 Those that are marked run as they stand; the others with a reader's own paths and flags filled in,
 their runs predicted instead of started. docs/index.md says how to mark.

@@ -1,4 +1,4 @@
-"""The doctor: every red row from faked facts, with its fix, and none without cause (R34, R52)."""
+"""The doctor: every red row from faked facts, with its fix, and none without cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on the groups of a run: their memory, and what hangs (R34)."""
+"""The doctor on the groups of a run: their memory, and what hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor under a launcher: what keeps ranks from meeting is red, with its fix (R34).
+"""The doctor under a launcher: what keeps ranks from meeting is red, with its fix.
 
 Groups that work and groups that hang: tests/distributed/test_preflight.py.
 """

@@ -1,4 +1,4 @@
-"""Dynamic sampling, overlong filtering and punishment on a run whose model is a table (R44)."""
+"""Dynamic sampling, overlong filtering and punishment on a run whose model is a table."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) ->
 def test_all_wrong_and_all_right_data_end_as_the_flag_says(
     policy: str, reward: float, tmp_path: Path
 ) -> None:
-    """R44: bounded rounds, then the policy: skipped, trained on advantages of 0, or the end."""
+    """Bounded rounds, then the policy: skipped, trained on advantages of 0, or the end."""
     flags = f"{FILTER} --rl-max-resample 1 --rl-resample-exhausted {policy}"
     run = make_run(tmp_path, flags)
     run.rewards = cast(Any, TableRewards({}, reward))

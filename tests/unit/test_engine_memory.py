@@ -1,4 +1,4 @@
-"""An engine's memory leaves as pages on a host and as storages on a device (R18)."""
+"""An engine's memory leaves as pages on a host and as storages on a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_pages_leave_the_process_and_addresses_stay() -> None:
     assert before - resident_bytes() > 0.95 * tensor.nbytes
     memory.bring_back()
     assert before - resident_bytes() > 0.9 * tensor.nbytes, "pages come back when they are touched"
-    assert tensor.data_ptr() == address, "R8: what keeps the address goes on"
+    assert tensor.data_ptr() == address, "what keeps the address goes on"
     assert torch.count_nonzero(tensor) == 0
     tensor.fill_(3)
     assert memory.num_bytes == tensor.nbytes == int(tensor.to(torch.int64).sum()) // 3

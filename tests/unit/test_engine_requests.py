@@ -1,4 +1,4 @@
-"""Seeds and digests of requests: what a sample is, not where it runs (R28, R45)."""
+"""Seeds and digests of requests: what a sample is, not where it runs."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path
         assert asked[1][0][i].token_ids == (*context, *mine, *HEARD)
         assert asked[1][0][i].max_tokens == 8 - len(opening) - 4
     seeds = [r.seed for requests, _ in asked for r in requests]
-    assert len(set(seeds)) == 12, "every turn has a seed of its own (R45)"
+    assert len(set(seeds)) == 12, "every turn has a seed of its own"
     assert rollouts.metrics["environment/turns"] == Mean(12.0, 6.0)
     assert rollouts.metrics["environment/error_rate"] == Mean(0.0, 6.0)
 

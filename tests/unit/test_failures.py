@@ -1,4 +1,4 @@
-"""What ranks tell each other about failures, and the sentences made of it (R30)."""
+"""What ranks tell each other about failures, and the sentences made of it."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class DeafStore:
 def test_a_rank_that_ends_does_not_wait_for_a_store_without_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """R30: its guard no longer watches by then."""
+    """Its guard no longer watches by then."""
     monkeypatch.setattr("mindspeed_rl.orchestration.watchdog._ANSWER_S", 0.05)
     watched = Watchdog.__new__(Watchdog)
     watched._board = DeafStore()  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Architecture flags of a script against the HF config (R51)."""
+"""Architecture flags of a script against the HF config."""
 
-import data_flags
 import pytest
+from support import data_flags
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig

@@ -66,12 +66,12 @@ def _threads(times: int, **env: str) -> int:
     ids=["as torch has it", "shared", "one thread per named interface"],
 )
 def test_groups_share_a_thread(times: int, env: dict[str, str], threads: int) -> None:
-    """R54: without the patch every group has its own; applied twice it is applied once."""
+    """Without the patch every group has its own; applied twice it is applied once."""
     assert _threads(times, **env) == threads
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R54: a target that changed is named, not patched."""
+    """A target that changed is named, not patched."""
     monkeypatch.setattr(gloo_device, "_NEEDED", ("_Options", "create_shared_device"))
     before = vars(dist.ProcessGroupGloo)["__init__"]
     with pytest.raises(RuntimeError, match="no create_shared_device; checked version"):

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints that are broken, of another model, or hold more than the model (R50)."""
+"""Hugging Face checkpoints that are broken, of another model, or hold more than the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags and files of pretraining, checked before anything heavy starts (R55)."""
+"""Flags and files of pretraining, checked before anything heavy starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/inspect_plan.py: figures that can be checked, and errors that say what to change (R26)."""
+"""tools/inspect_plan.py: figures that can be checked, and errors that say what to change."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_ranges_that_interleave_become_one(several: list[range], merged: list[ra
 
 
 def test_a_layout_in_words_names_every_size_that_is_in_use() -> None:
-    """What a run and a dry run print at their start (R55)."""
+    """What a run and a dry run print at their start."""
     dense = ParallelLayout.build(world=16, stages=even_stages(4, 2), tp=2, cp=2)
     assert dense.describe(experts=False, sequence_parallel=False) == "tp 2 x cp 2 x pp 2 x dp 2"
     uneven = ParallelLayout.build(world=8, stages=listed_stages(4, 2, [1, 3]), tp=2, ep=2, etp=1)

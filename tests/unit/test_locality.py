@@ -1,4 +1,4 @@
-"""Among equally balanced placements, the one that moves the fewest bytes (issue 8)."""
+"""Among equally balanced placements, the one that moves the fewest bytes."""
 
 from __future__ import annotations
 

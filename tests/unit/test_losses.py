@@ -1,4 +1,4 @@
-"""The loss as a whole: supervised, and policy loss with KL, entropy and correction (R35)."""
+"""The loss as a whole: supervised, and policy loss with KL, entropy and correction."""
 
 from __future__ import annotations
 

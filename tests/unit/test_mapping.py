@@ -1,4 +1,4 @@
-"""check_mapping: keys and elements exactly once, and every planted fault is found (R6)."""
+"""check_mapping: keys and elements exactly once, and every planted fault is found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec_at(folder: Path) -> ModelSpec:
 
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_every_key_of_every_family_is_in_its_table(case: str, checkpoints: dict[str, Path]) -> None:
-    """Names and shapes of what transformers saves (R6)."""
+    """Names and shapes of what transformers saves."""
     folder = checkpoints[case]
     spec, shapes = spec_at(folder), tensor_shapes(folder)
     assert check_tensors(spec, shapes) == []

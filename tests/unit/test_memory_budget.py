@@ -1,4 +1,4 @@
-"""One budget and one choice of ``--rl-offload auto`` for dry runs and runs (issue 5)."""
+"""One budget and one choice of ``--rl-offload auto`` for dry runs and runs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_reserved_is_taken_from_any_device() -> None:
 
 
 def test_what_others_hold_is_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the driver said when the process came; up to the reserve it was expected (R16)."""
+    """As the driver said when the process came; up to the reserve it was expected."""
     machine = read_machine("a3")
     assert usable_bytes(64 * GIB, machine, GIB) == 62 * GIB
     assert usable_bytes(64 * GIB, machine, 20 * GIB) == 44 * GIB
@@ -152,7 +152,7 @@ class Accelerator:
 
 
 def test_accelerators_are_asked_by_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communicators and the engine's unmapped pool are not what torch's counters say (R16)."""
+    """Communicators and the engine's unmapped pool are not what torch's counters say."""
     for name in ("set_device", "mem_get_info", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, getattr(Accelerator(), name))
     npu = object.__new__(NpuPlatform)

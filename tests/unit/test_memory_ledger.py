@@ -1,4 +1,4 @@
-"""The ledger: owners at every border, budget, room, leaks (R16, R18)."""
+"""The ledger: owners at every border, budget, room, leaks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_few_steps_have_no_slope() -> None:
 
 @pytest.mark.parametrize(("growth_mib", "warns"), [(0, 0), (30, 0), (240, 1)])
 def test_a_growing_residue_is_warned_of_once(growth_mib: int, warns: int) -> None:
-    """R18: 240 MB per cycle is what a vllm-ascend issue reports."""
+    """240 MB per cycle is what a vllm-ascend issue reports."""
     device = Device()
     ledger = device.ledger(leak_bytes=64 * 2**20)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""The byte model against hand-computed numbers of small layouts (issue 5, R16, R24)."""
+"""The byte model against hand-computed numbers of small layouts ."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_sequence_parallelism_shards_the_residual_stream() -> None:
 
 
 def test_logits_exist_one_chunk_at_a_time() -> None:
-    """R23: three matrices of a chunk forward, whatever the number of tokens."""
+    """Three matrices of a chunk forward, whatever the number of tokens."""
     base = HeadSizes(4096, 64, 1000, 128, 2, entropy_gradient=False, hidden_states=0)
     short = head_step(base)
     assert short.forward == 3 * 128 * 1000 * 4 + 128 * 1000 * 2
@@ -232,7 +232,7 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
 
 
 def test_groups_of_a_step_have_a_communicator_each() -> None:
-    """R24: eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours beside the tp groups."""
+    """Eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours beside the tp groups."""
     parallel = ParallelLayout.build(world=8, stages=even_stages(2, 2), tp=2)
     everyone = tuple(range(8))
     found = device_groups(5, parallel, EngineLayout(8, 2), GroupUse(tied=True))

@@ -1,4 +1,4 @@
-"""Who is on the device in which phase, by offload mode (R16, R19, R27)."""
+"""Who is on the device in which phase, by offload mode."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_phases_hold_what_the_offload_mode_says() -> None:
     assert rollout[OffloadMode.ALL] == set()
     for mode, table in tables.items():
         assert Owner.PARAMETERS in table[MemoryPhase.SYNC], "weights are about to be read"
-        assert Owner.KV_CACHE not in table[MemoryPhase.SYNC], "the cache comes last (R16)"
+        assert Owner.KV_CACHE not in table[MemoryPhase.SYNC], "the cache comes last"
         keeps = Owner.ENGINE_WEIGHTS in table[MemoryPhase.TRAIN_IDLE]
         assert keeps == (mode is not OffloadMode.ALL)
     # with everything away, the reference comes in for its own pass only

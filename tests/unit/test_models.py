@@ -1,4 +1,4 @@
-"""Reading Hugging Face configs, and weight tables that cover every tensor exactly once (R6)."""
+"""Reading Hugging Face configs, and weight tables that cover every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_read_a_config(tmp_path: Path) -> None:
 def test_tables_name_the_tensors_of_a_checkpoint(
     model: str, request: pytest.FixtureRequest
 ) -> None:
-    """Every tensor of the file, with its shape, on both sides; nothing else (R5, R6)."""
+    """Every tensor of the file, with its shape, on both sides; nothing else."""
     folder: Path = request.getfixturevalue(model)
     spec = spec_from_hf_config(read_hf_config(folder))
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -224,7 +224,7 @@ def test_engines_replicate_key_value_heads() -> None:
 
 
 def test_training_interleaves_heads_by_group() -> None:
-    """Per key/value head: its queries, its key, its value; never thirds of the rows (R6)."""
+    """Per key/value head: its queries, its key, its value; never thirds of the rows."""
     cuts = list(GroupedQKV("qkv", hf="{p}", bias=True).cuts(spec_of(GQA), Share()))
     rows = [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.param_box.size[0]) for c in cuts]
     assert rows == [
@@ -243,7 +243,7 @@ def test_padding_of_the_vocabulary(size: int, multiple: int, padded: int) -> Non
 
 
 def test_no_cut_reaches_into_the_padding() -> None:
-    """67 tokens: the trainer pads to 80 on 2 ranks, the engine to 128 on 4 (R6)."""
+    """67 tokens: the trainer pads to 80 on 2 ranks, the engine to 128 on 4."""
     rows = {}
     for layout in layouts_of(GQA):
         shards = layout.shards("lm_head.weight")

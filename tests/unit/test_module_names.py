@@ -1,4 +1,4 @@
-"""Parameter names under Transformer Engine's modules, which MindSpeed stands in for (R51).
+"""Parameter names under Transformer Engine's modules, which MindSpeed stands in for.
 
 The expected names are written out after megatron-core 0.16.1, ``models/gpt/gpt_layer_specs.py``;
 tests/ascend builds the real modules and compares.

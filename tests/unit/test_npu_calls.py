@@ -1,4 +1,4 @@
-"""Our calls stay within what MindSpeed's wrappers of torch can take (R54)."""
+"""Our calls stay within what MindSpeed's wrappers of torch can take."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_buffers_of_groups() -> None:
 
 
 def test_sizes_of_buffers_are_in_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dry run obeys the flag, HCCL_BUFFSIZE and what vLLM-Ascend asks for itself (R24)."""
+    """The dry run obeys the flag, HCCL_BUFFSIZE and what vLLM-Ascend asks for itself."""
     monkeypatch.setenv("HCCL_BUFFSIZE", "100")
     argv = "--rl-dry-run-machine a3 --hccl-group-buffer tp:64;dp_cp:300"
     config, _ = parsed(*argv.split())

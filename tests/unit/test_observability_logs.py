@@ -1,4 +1,4 @@
-"""What a run writes: whole files, strict JSON, and no step twice after a resume (R46, R57)."""
+"""What a run writes: whole files, strict JSON, and no step twice after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics keep their reduction over micro-batches and ranks (R39)."""
+"""Metrics keep their reduction over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_merge_leaves_its_inputs_alone() -> None:
 def test_mean_does_not_depend_on_the_micro_batch_split(
     values: list[float], data: st.DataObject
 ) -> None:
-    """R39: the mean of micro-batch means is wrong when they differ in size; this is not that."""
+    """The mean of micro-batch means is wrong when they differ in size; this is not that."""
     cut = data.draw(st.integers(0, len(values)))
     both = combine(Mean.of(values[:cut]), Mean.of(values[cut:]))
     assert both.value == math.fsum(values) / len(values)

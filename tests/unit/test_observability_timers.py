@@ -1,4 +1,4 @@
-"""Phases are disjoint and cover the step (R57)."""
+"""Phases are disjoint and cover the step."""
 
 from __future__ import annotations
 

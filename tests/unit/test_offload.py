@@ -1,4 +1,4 @@
-"""Memory that leaves and comes back: by storage, with its content, all of it or nothing (R19)."""
+"""Memory that leaves and comes back: by storage, with its content, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NoHostMemory(CpuPlatform):
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_late_copies_read_and_write_memory_that_is_there(packs: bool) -> None:
-    """R19: what is copied away is given back when the copy is done; what comes is waited for."""
+    """What is copied away is given back when the copy is done; what comes is waited for."""
     platform = QueuedCopies()
     tensors = [torch.arange(6.0), torch.arange(5.0) + 7]
     group = StorageGroup("group", lambda: tensors, platform, HostPool(platform), packs=packs)
@@ -120,7 +120,7 @@ def test_state_that_appears_later_leaves_as_well() -> None:
 
 
 def test_host_memory_is_taken_once() -> None:
-    """R25: the same region at every switch; a group that grew gets a larger one."""
+    """The same region at every switch; a group that grew gets a larger one."""
     pool = HostPool(PLATFORM)
     first = pool.region("optimizer", 100)
     assert pool.region("optimizer", 80).data_ptr() == first.data_ptr()
@@ -186,7 +186,7 @@ def test_a_failing_copy_changes_nothing() -> None:
 def test_packed_tensors_come_back_as_one_storage_without_a_gap(
     kinds: list[tuple[torch.dtype, int]],
 ) -> None:
-    """R27. Shapes, strides, views of a shared storage and bytes stay; elements stay aligned."""
+    """Shapes, strides, views of a shared storage and bytes stay; elements stay aligned."""
     tensors = [torch.arange(2 * n).to(dtype).view(2, n).t() for dtype, n in kinds]
     tensors.append(tensors[0][1:])
     expected = [(t.clone(), t.shape, t.stride(), t.dtype) for t in tensors]
@@ -239,7 +239,7 @@ class CountedCopies(CpuPlatform):
 
 
 def test_what_is_only_read_is_copied_to_the_host_once() -> None:
-    """R27: a reference leaves by being freed, until somebody writes it."""
+    """A reference leaves by being freed, until somebody writes it."""
     platform, tensor, writes = CountedCopies(), torch.arange(6.0), [1]
     pool = HostPool(platform)
     find = lambda: [tensor]  # noqa: E731

@@ -1,4 +1,4 @@
-"""The learning rate of every update, and of a resumed run (R47)."""
+"""The learning rate of every update, and of a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model's scores and a refreshed reference in the steps of a run (R42, R43).
+"""A reward model's scores and a refreshed reference in the steps of a run.
 
 Policy, reference and scorer are tables: see ``test_rl_step``.
 """

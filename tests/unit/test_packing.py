@@ -1,4 +1,4 @@
-"""Plans and packed rows: every token once, targets of the own sequence (R11, R31)."""
+"""Plans and packed rows: every token once, targets of the own sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patch registry refuses targets that are not what a patch was written for (R54)."""
+"""The patch registry refuses targets that are not what a patch was written for."""
 
 from __future__ import annotations
 
@@ -99,7 +99,6 @@ def test_a_missing_module_is_refused(victim: ModuleType) -> None:
 def test_a_patch_that_does_not_say_all_about_itself_cannot_be_made(
     victim: ModuleType, name: str
 ) -> None:
-    """R54."""
     patch = patch_of(victim, "double", "x", "scale")
     with pytest.raises(ValueError, match=rf"patch {patch.target} must say {name}"):
         replace(patch, **{name: " "})

@@ -1,7 +1,7 @@
 """Closed forms of the peers' ways against sets of elements that share no code with them.
 
 Every element of the model has a number of its own in ``support.layout_oracle``; what a rank
-receives is counted as a difference of sets (R22).
+receives is counted as a difference of sets.
 """
 
 from __future__ import annotations

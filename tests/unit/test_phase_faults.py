@@ -1,4 +1,4 @@
-"""A fault in the middle of any action leaves the state before it or the one after (R16, R20)."""
+"""A fault in the middle of any action leaves the state before it or the one after."""
 
 from __future__ import annotations
 

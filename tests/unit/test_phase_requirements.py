@@ -1,4 +1,4 @@
-"""Work whose memory may be away is refused in the wrong state, and does nothing (R16, R20)."""
+"""Work whose memory may be away is refused in the wrong state, and does nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) 
 
 
 def test_an_update_waits_for_its_optimizer_state() -> None:
-    """R19: the switch lets it come beside the first passes."""
+    """The switch lets it come beside the first passes."""
     arrived: list[bool] = []
 
     def step() -> tuple[bool, float, None]:

@@ -167,7 +167,7 @@ def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
 
 
 def test_the_order_with_everything_offloaded() -> None:
-    """R16: parameters stay until they are resharded, the cache comes when they have left."""
+    """Parameters stay until they are resharded, the cache comes when they have left."""
     machine = Machine(mode=OffloadMode.ALL, free_weights=True)
     machine.phases.to_rollout(0)
     assert machine.engine.calls == ["wake weights", "begin", "finish", "wake kv_cache"]
@@ -272,7 +272,7 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("mode", [OffloadMode.OPTIMIZER, OffloadMode.ALL])
 def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode) -> None:
-    """R19: on a device copies run beside the computation; only the optimizer may still be late."""
+    """On a device copies run beside the computation; only the optimizer may still be late."""
     platform = QueuedCopies()
     machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL, platform=platform)
     platform.wait_for_copies()  # as TrainEngine.step
@@ -291,7 +291,7 @@ def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode
 
 
 def test_room_is_asked_for_before_anything_comes() -> None:
-    """R16: what an edge brings is asked for as a whole, while it can still be refused."""
+    """What an edge brings is asked for as a whole, while it can still be refused."""
     machine = Machine(mode=OffloadMode.ALL, free_weights=True)
     nbytes = {owner: tensor.nbytes for owner, tensor in machine.expected.items()}
     machine.asked_for.clear()
@@ -311,7 +311,7 @@ def test_weights_move_only_when_their_version_changed() -> None:
 
 
 def test_freed_weights_move_although_their_version_did_not_change() -> None:
-    """R3: memory that came back as zeros is no version of the weights."""
+    """Memory that came back as zeros is no version of the weights."""
     machine = Machine(free_weights=True)
     for _ in range(2):
         machine.step(4)
@@ -347,7 +347,7 @@ def test_illegal_moves_are_refused_and_change_nothing(call: str) -> None:
 def test_no_order_of_calls_leaves_memory_elsewhere(
     mode: OffloadMode, free_weights: bool, calls: list[str]
 ) -> None:
-    """R20: after any calls, legal or refused, memory is where the state says (R3)."""
+    """After any calls, legal or refused, memory is where the state says."""
     machine = Machine(mode=mode, free_weights=free_weights)
     phases, version = machine.phases, 0
     for call in calls:
@@ -446,7 +446,7 @@ def test_an_undo_that_fails_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_weights_that_differ_are_never_generated_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: the cache stays away, generating is refused, and the next sync is proven again."""
+    """The cache stays away, generating is refused, and the next sync is proven again."""
     machine = Machine(verify_interval=0)
     machine.step(0)
     assert machine.proof.num_calls == 1

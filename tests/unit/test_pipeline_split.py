@@ -1,4 +1,4 @@
-"""Stages that count the embedding or the loss as a layer: as megatron-core splits them (R6)."""
+"""Stages that count the embedding or the loss as a layer: as megatron-core splits them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ def test_only_megatron_core_takes_a_host_tensor_for_one_of_cuda() -> None:
 
 
 def test_a_method_that_says_something_else_is_not_patched(restored: pytest.MonkeyPatch) -> None:
-    """R54."""
     restored.setattr(torch.Tensor, "type", lambda tensor: "float32 on cpu")
     before = torch.Tensor.cuda
     with pytest.raises(RuntimeError, match="says 'float32 on cpu' for fp32, checked was"):

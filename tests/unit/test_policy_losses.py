@@ -1,4 +1,4 @@
-"""Every policy loss and aggregation against closed forms in fp64, in any layout (R35, R37, R38)."""
+"""Every policy loss and aggregation against closed forms in fp64, in any layout."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def split_by_sequence(step: Step) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", flags.AGGREGATIONS)
 @pytest.mark.parametrize("name", flags.POLICY_LOSSES)
 def test_micro_batches_add_up_to_the_batch(name: str, mode: str) -> None:
-    """Denominators are of the step, not of a micro-batch (R35)."""
+    """Denominators are of the step, not of a micro-batch."""
     step, settings = make_step(), replace(BASE, policy_loss=name, aggregation=mode)
     whole, wanted = value_and_gradient(step, settings)
     logprobs = step.flat("now").requires_grad_()
@@ -194,7 +194,7 @@ def test_micro_batches_add_up_to_the_batch(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", flags.POLICY_LOSSES)
 def test_context_parallel_ranks_add_up_to_the_batch(name: str) -> None:
-    """Tokens of a sequence on several ranks, and ranks without any of some sequence (R36)."""
+    """Tokens of a sequence on several ranks, and ranks without any of some sequence."""
     mode = "seq-mean-token-mean"
     step, settings = make_step(), replace(BASE, policy_loss=name, aggregation=mode)
     whole, wanted = value_and_gradient(step, settings)
@@ -219,7 +219,7 @@ def test_context_parallel_ranks_add_up_to_the_batch(name: str) -> None:
 @pytest.mark.parametrize("name", flags.POLICY_LOSSES)
 @pytest.mark.parametrize("mode", flags.AGGREGATIONS)
 def test_nothing_trained_is_nothing_lost(name: str, mode: str, dtype: torch.dtype) -> None:
-    """A micro-batch of fully masked sequences, and a step of them (R37)."""
+    """A micro-batch of fully masked sequences, and a step of them."""
     none = torch.zeros(0, dtype=dtype)
     logprobs = none.clone().requires_grad_()
     owners = Sequences(torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=dtype))

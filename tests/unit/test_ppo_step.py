@@ -1,4 +1,4 @@
-"""A PPO step number by number: values, their targets, updates of the critic (R11, R37, R43).
+"""A PPO step number by number: values, their targets, updates of the critic.
 
 Policy and critic are tables: see ``test_rl_step``.
 """
@@ -87,7 +87,7 @@ def value(metrics: MetricSet, name: str) -> float:
 
 @pytest.mark.parametrize("flags", ["", "--global-batch-size 3", "--max-tokens-per-micro-batch 40"])
 def test_advantages_and_returns_of_every_token(tmp_path: Path, flags: str) -> None:
-    """One pass of the critic per optimizer step, over the policy's own micro-batches (R11, R31)."""
+    """One pass of the critic per optimizer step, over the policy's own micro-batches."""
     run = make(tmp_path, flags)
     batches = prepared(run)
     every, returns = by_hand(REWARDS)
@@ -99,7 +99,7 @@ def test_advantages_and_returns_of_every_token(tmp_path: Path, flags: str) -> No
 
 
 def test_a_sample_without_a_reward_has_no_target(tmp_path: Path) -> None:
-    """R43: neither the policy nor the critic learns from it."""
+    """Neither the policy nor the critic learns from it."""
     rewards = REWARDS | {2: None}
     batches = prepared(make(tmp_path, rewards=rewards))
     every, returns = by_hand(rewards)
@@ -172,7 +172,6 @@ def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
 def test_the_critic_is_saved_and_loaded_with_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R46."""
     run = make(tmp_path, f"--save {tmp_path}/save --save-interval 1")
     seen: list[tuple[str, bool, bool]] = []
 

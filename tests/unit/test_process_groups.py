@@ -1,4 +1,4 @@
-"""Groups are listed with their buffers, and an engine may not replace the trainer's (R24, R33)."""
+"""Groups are listed with their buffers, and an engine may not replace the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiler windows: which steps and ranks, and a trace that opens (issue 9)."""
+"""Profiler windows: which steps and ranks, and a trace that opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs and sizes of published models from their configs alone, in both spellings (R51).
+"""Specs and sizes of published models from their configs alone, in both spellings.
 
 ``support/hf_configs`` holds the numbers of each model's ``config.json`` as it was published, in the
 spelling of transformers 4.

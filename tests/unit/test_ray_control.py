@@ -1,4 +1,4 @@
-"""The driver of ranks in Ray, without Ray: placements, messages, who is blamed (R30)."""
+"""The driver of ranks in Ray, without Ray: placements, messages, who is blamed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_ranks_that_disagree_end_the_run(other: Stage | None) -> None:
 
 
 def test_a_failure_is_told_with_its_traceback_while_others_hang() -> None:
-    """R30: the driver reads what a rank has published; nobody else has to answer."""
+    """The driver reads what a rank has published; nobody else has to answer."""
     store = dist.HashStore()
     rank = Member(1, 0, 77)
     trace = "Traceback ...\nRuntimeError: it broke\n"

@@ -92,7 +92,7 @@ def test_a_quickstart_on_several_nodes_needs_a_common_port():
     ],
 )
 def test_a_wrong_flag_ends_the_quickstart_before_data_and_warm_start(tmp_path, wrong, words):
-    """With this interpreter instead of the one that setup_env.sh would install (R55)."""
+    """With this interpreter instead of the one that setup_env.sh would install."""
     scripts = tmp_path / "pretrain_scripts"
     scripts.mkdir()
     shutil.copy(ROOT / "pretrain_scripts" / "quickstart.sh", scripts)

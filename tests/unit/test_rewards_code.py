@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rewards_support import children, wait_for
+from support.rewards_support import children, wait_for
 
 from mindspeed_rl.rewards import CodeSettings, RewardRequest, RewardSpec, WeightedReward
 from mindspeed_rl.rewards.code import CodeReward, extract_program, parse_tests

@@ -1,4 +1,4 @@
-"""The reward pool against functions that hang, eat memory and die (R42, R56)."""
+"""The reward pool against functions that hang, eat memory and die."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rewards_support import USER_FILE, children, is_running, make_requests, wait_for
+from support.rewards_support import USER_FILE, children, is_running, make_requests, wait_for
 
 from mindspeed_rl.rewards import RewardPool, RewardRequest
 from mindspeed_rl.rewards.worker_process import worker_environment
@@ -35,7 +35,7 @@ def no_child_left() -> Iterator[None]:
 def test_a_stuck_sample_costs_its_limit_only(
     function: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R42: killed at its limit, the others scored, order kept, pool back to size, logged."""
+    """Killed at its limit, the others scored, order kept, pool back to size, logged."""
     responses = ["good"] * 40
     responses[0] = responses[17] = "bad" + "!" * 5000
     with RewardPool(
@@ -62,14 +62,14 @@ def test_a_stuck_sample_costs_its_limit_only(
 
 
 def test_the_limit_is_per_sample() -> None:
-    """R42: a chunk may take longer than the limit of a sample."""
+    """A chunk may take longer than the limit of a sample."""
     with RewardPool([f"{USER_FILE}:sleeps"], num_workers=1, timeout_s=0.8) as pool:
         results = pool.score(make_requests(*["0.2"] * 10))  # the first chunk holds 5
     assert {r.status for r in results} == {"ok"}
 
 
 def test_loading_the_functions_does_not_count(tmp_path: Path) -> None:
-    """R42: neither at the start nor when a worker was replaced."""
+    """Neither at the start nor when a worker was replaced."""
     file = tmp_path / "slow.py"
     file.write_text(
         "import time\n"
@@ -113,7 +113,7 @@ def test_a_killed_worker_leaves_no_temporary_files(tmp_path: Path) -> None:
 
 
 def test_batch_limit_times_out_what_is_open(caplog: pytest.LogCaptureFixture) -> None:
-    """R42: the limit of the batch."""
+    """The limit of the batch."""
     with RewardPool(
         [f"{USER_FILE}:sleeps"], num_workers=2, timeout_s=1.0, batch_timeout_s=1.0
     ) as pool:
@@ -131,7 +131,7 @@ def test_batch_limit_times_out_what_is_open(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
 def test_an_allocation_above_the_limit_is_an_error() -> None:
-    """R42: 10 GB against a limit of 1 GiB; the worker is replaced, its other samples scored."""
+    """10 GB against a limit of 1 GiB; the worker is replaced, its other samples scored."""
     responses = ["good"] * 5 + ["bad"] + ["good"] * 24
     with RewardPool(
         [f"{USER_FILE}:allocates_on_bad"], num_workers=1, memory_limit_bytes=GIB
@@ -155,7 +155,7 @@ def test_a_worker_that_dies_costs_one_sample() -> None:
 
 
 def test_a_segfault_costs_one_sample() -> None:
-    """R42: the others are scored, the pool has its size back, and it is never a 0."""
+    """The others are scored, the pool has its size back, and it is never a 0."""
     with RewardPool([f"{USER_FILE}:segfaults_on_bad"], num_workers=2) as pool:
         results = pool.score(make_requests(*["good"] * 12, "bad", *["good"] * 12))
         assert len(pool.worker_pids) == 2 and all(map(is_running, pool.worker_pids))
@@ -164,7 +164,7 @@ def test_a_segfault_costs_one_sample() -> None:
 
 
 def test_a_worker_killed_from_outside() -> None:
-    """R42: as the kernel's out-of-memory killer does it, at work and at rest."""
+    """As the kernel's out-of-memory killer does it, at work and at rest."""
     with RewardPool([f"{USER_FILE}:sleeps"], num_workers=2, max_error_rate=0.5) as pool:
         victim = pool.worker_pids[0]
         killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
@@ -182,7 +182,7 @@ def test_a_worker_killed_from_outside() -> None:
 
 
 def test_a_worker_that_does_not_read_blocks_nobody() -> None:
-    """R42: a stopped worker leaves the request in the socket; writing must not wait for it."""
+    """A stopped worker leaves the request in the socket; writing must not wait for it."""
     with RewardPool([f"{USER_FILE}:length"], num_workers=1, timeout_s=0.3) as pool:
         os.kill(pool.worker_pids[0], signal.SIGSTOP)
         results = pool.score(make_requests("x" * 5_000_000, "y"))
@@ -191,7 +191,7 @@ def test_a_worker_that_does_not_read_blocks_nobody() -> None:
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_timeouts_leak_nothing(count: int) -> None:
-    """R42: memory, file descriptors and processes are flat over 200 timeouts.
+    """Memory, file descriptors and processes are flat over 200 timeouts.
 
     A leak is a slope: the second half of the timeouts must not add to what the first half left.
     """
@@ -251,7 +251,7 @@ if sys.argv[2] == "kill":
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_workers_end_with_their_parent(end: str) -> None:
-    """R56: SIGKILL of the parent mid-work, and an exit without close, leave no worker."""
+    """SIGKILL of the parent mid-work, and an exit without close, leave no worker."""
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT), str(USER_FILE), end],
         stdout=subprocess.PIPE,

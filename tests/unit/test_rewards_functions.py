@@ -77,7 +77,7 @@ def test_math_reward(answer: str, response: str, expected: float) -> None:
 
 
 def test_math_reward_in_a_thread_scores_as_in_the_main_thread() -> None:
-    """R41: math-verify's time limits need signals; in a thread they used to give 0 for all."""
+    """Math-verify's time limits need signals; in a thread they used to give 0 for all."""
     scores: list[float | None] = []
     thread = threading.Thread(
         target=lambda: scores.extend(
@@ -291,14 +291,14 @@ def test_accepted_values(value: float) -> None:
     "value", [math.nan, math.inf, -math.inf, "1", [1.0], (1.0,), {}, 1j, Decimal(1), object()]
 )
 def test_refused_values(value: object) -> None:
-    """R43: what is not a finite number is an error that names the function and the value."""
+    """What is not a finite number is an error that names the function and the value."""
     result = score_sample([constant(0.5, "good"), constant(value, "bad")], request())
     assert (result.status, result.reward) == ("error", None)
     assert "reward 'bad' returned" in result.detail and repr(value) in result.detail
 
 
 def test_weighted_sum_and_abstention() -> None:
-    """R43: ``None`` abstains; the total is ``None`` only when all abstain."""
+    """``None`` abstains; the total is ``None`` only when all abstain."""
     rewards = [constant(1.0, "a", 0.5), constant(None, "b", 9.0), constant(2, "c", -1.0)]
     result = score_sample(rewards, request())
     assert (result.reward, result.parts) == (-1.5, {"a": 1.0, "c": 2.0})
@@ -308,7 +308,7 @@ def test_weighted_sum_and_abstention() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3), GeneratorExit()])
 def test_what_a_function_raises_is_an_error_with_its_traceback(error: BaseException) -> None:
-    """R41: an exception is not a 0, whatever its base class."""
+    """An exception is not a 0, whatever its base class."""
 
     def fails(sample: RewardRequest) -> float:
         raise error

@@ -1,4 +1,4 @@
-"""The reward pool: scores, order, environment, error rates, arguments (R41, R43)."""
+"""The reward pool: scores, order, environment, error rates, arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from rewards_support import USER_FILE, make_requests, wait_for
+from support.rewards_support import USER_FILE, make_requests, wait_for
 
 from mindspeed_rl.rewards import RewardError, RewardPool, RewardRequest, Scoring, resolve_reward
 from mindspeed_rl.rewards.wire import FrameBuffer, Kind, encode
@@ -15,7 +15,7 @@ from mindspeed_rl.rewards.worker_process import worker_environment
 
 
 def test_same_scores_from_main_thread_and_pool() -> None:
-    """R41: the process, a pool, and a pool driven by a thread agree."""
+    """The process, a pool, and a pool driven by a thread agree."""
     requests = [
         RewardRequest(i, "", rf"so \boxed{{{i % 3}}}", "1", "stop" if i % 2 else "length", 4)
         for i in range(24)
@@ -38,7 +38,7 @@ def test_same_scores_from_main_thread_and_pool() -> None:
 
 
 def test_workers_are_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R41: own processes, without the parent's rank, preloads or imports."""
+    """Own processes, without the parent's rank, preloads or imports."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "3")
     with RewardPool([f"{USER_FILE}:process"], num_workers=2, max_error_rate=0.0) as pool:
@@ -75,7 +75,7 @@ def test_empty_batch_and_closed_pool() -> None:
 
 
 def test_raising_reward_is_counted_and_above_the_limit_raises() -> None:
-    """R41: an exception is not a 0."""
+    """An exception is not a 0."""
     requests = make_requests(*["good"] * 9, "bad one", *["good"] * 10)
     with RewardPool([f"{USER_FILE}:raises_on_bad"], num_workers=2) as pool:
         results = pool.score(requests)  # 1 of 20 = 5% is not above 5%
@@ -89,7 +89,7 @@ def test_raising_reward_is_counted_and_above_the_limit_raises() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), "1.0", [1.0]])
 def test_nonsense_values_are_errors(value: object) -> None:
-    """R43, through the pool."""
+    """the pool."""
     sample = RewardRequest(1, "", "", "", "stop", 1, {"value": value})
     with (
         RewardPool([f"{USER_FILE}:returns"], num_workers=1, max_error_rate=0.0) as pool,
@@ -209,7 +209,7 @@ def test_samples_are_scored_as_they_come() -> None:
 
 
 def test_polling_enforces_the_limit_of_a_sample() -> None:
-    """R42: also while nobody waits for the results."""
+    """Also while nobody waits for the results."""
     with (
         RewardPool([f"{USER_FILE}:hangs_on_bad"], num_workers=1, timeout_s=0.3) as pool,
         pool.scoring() as scoring,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewards_support import USER_FILE, make_requests
+from support.rewards_support import USER_FILE, make_requests
 
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rewards.ray_pool import RayRewardPool
@@ -31,7 +31,7 @@ def cluster() -> Iterator[Any]:
 
 
 def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
-    """R41-R43: as `RewardPool`; a lost actor costs no sample."""
+    """As `RewardPool`; a lost actor costs no sample."""
     responses = ["good"] * 24
     responses[3] = responses[17] = "bad"
     with RayRewardPool(

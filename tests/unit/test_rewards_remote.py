@@ -100,7 +100,7 @@ def test_nonsense_is_an_error(body: str) -> None:
 
 
 def test_values_are_checked_like_those_of_any_reward() -> None:
-    """R43: NaN, texts and missing servers are errors and no zeros; null abstains."""
+    """NaN, texts and missing servers are errors and no zeros; null abstains."""
     rewards: dict[int, object] = {0: None, 1: "1.0", 2: float("nan"), 3: 0.5}
     with server(lambda s, _: (200, json.dumps({"reward": rewards[s["sample_id"]]}))) as (url, _):
         weighted = [WeightedReward("remote", 2.0, RemoteReward(settings(url)))]

@@ -1,7 +1,7 @@
 """Every algorithm through the step of a run whose model is a table, number by number.
 
 Sample ``i`` answers with 1 + i % 3 times token 4 + i, the odd ones with the stop token behind it;
-two prompts, three samples each (R11, R37, R38, R39).
+two prompts, three samples each.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def by_hand(name: str) -> list[float]:
 @pytest.mark.parametrize("per_update", [6, 3])
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_update: int) -> None:
-    """Statistics are of the whole step, however many optimizer steps it has (R38)."""
+    """Statistics are of the whole step, however many optimizer steps it has."""
     flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
     run = make_run(tmp_path, flags, REWARDS)
     assert advantages(step_of(run)) == same_in_each(by_hand(name))

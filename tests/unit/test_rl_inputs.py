@@ -1,4 +1,4 @@
-"""What a run refuses in its model and data once they are read (R55)."""
+"""What a run refuses in its model and data once they are read."""
 
 from __future__ import annotations
 

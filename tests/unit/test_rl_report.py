@@ -1,4 +1,4 @@
-"""Evaluation and the report of a run: scores, steps, times, the brake on drift (R14, R43, R57).
+"""Evaluation and the report of a run: scores, steps, times, the brake on drift.
 
 A run of one rank with the product's own report, timer, logger, scoring and exchange; the engine
 answers from a table.
@@ -78,7 +78,7 @@ def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) -> None:
-    """R58; greedy and three samples per prompt, with seeds of their own."""
+    """Greedy and three samples per prompt, with seeds of their own."""
     flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
     run = make_run(tmp_path, ROWS, ["math"], flags)
     run.eval_sets = {"": run.prompts, "hard": cast(Any, run.prompts[2:])}
@@ -166,7 +166,6 @@ def test_the_brake_on_drift() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_drift_beyond_the_flag_ends_the_run_after_its_step_is_logged(tmp_path: Path) -> None:
-    """R14."""
     run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", "0.5"])
     report = Report(run)
     log(run, report, 1, 0.5)
@@ -177,7 +176,7 @@ def test_drift_beyond_the_flag_ends_the_run_after_its_step_is_logged(tmp_path: P
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
-    """R43: by the flag, in the run."""
+    """By the flag, in the run."""
     run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
     said: list[str] = []
     cast(Any, run.job).say = said.append
@@ -189,7 +188,7 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
-    """R4: weights derived wrongly after a proof show in what the engine computes."""
+    """Weights derived wrongly after a proof show in what the engine computes."""
     run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
     report = Report(run)
     mismatch = {"mismatch/max_abs_logprob": Max(0.1), "mismatch/mean_abs_logprob": Mean(0.1, 1.0)}
@@ -241,7 +240,7 @@ def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path)
 
 
 def test_rewards_that_never_differ_are_told_once() -> None:
-    """R43: all one number, or none at all, for some steps in a row."""
+    """All one number, or none at all, for some steps in a row."""
     watch = ConstantRewards(3)
     steps = [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
     told = [watch.see(*step) for step in steps]

@@ -356,7 +356,7 @@ def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_pat
     stop = -(ADVANTAGES[3] + ADVANTAGES[5]) * ratio / 8 + slope
     torch.testing.assert_close(second, entries(own_gradient(range(3, 6), 8) | {STOP: stop}))
     assert value(metrics[rl_step.RATIO]) == pytest.approx(1 - ratio)
-    assert value(metrics[rl_step.FIRST_RATIO]) == 0.0, "R11: the weights are those that sampled"
+    assert value(metrics[rl_step.FIRST_RATIO]) == 0.0, "the weights are those that sampled"
     assert value(metrics["loss/kl"]) == pytest.approx(2 * kl / NUM_TOKENS, rel=1e-4)
     assert run.version == 2
 
@@ -388,7 +388,7 @@ def test_clipped_tokens_have_no_gradient(tmp_path: Path) -> None:
 def test_mismatch_is_taken_at_the_weights_that_sampled(
     tmp_path: Path, choice: str, per_update: int
 ) -> None:
-    """Learning between the updates is not counted as a difference of engine and trainer (R14)."""
+    """Learning between the updates is not counted as a difference of engine and trainer."""
     run = make_run(tmp_path, f"--old-logprob {choice} --global-batch-size {per_update}", REWARDS)
     engine_of(run).stale = 0.125
     metrics = whole_step(run)
@@ -402,7 +402,7 @@ def test_mismatch_is_taken_at_the_weights_that_sampled(
 
 
 def test_a_batch_without_a_trained_token_is_skipped_and_counted(tmp_path: Path) -> None:
-    """R37: a group that answered nothing has no gradient, not NaN."""
+    """A group that answered nothing has no gradient, not NaN."""
     run = make_run(tmp_path)
     empty = hold(run, [sample(i, ids=()) for i in range(6)])
     metrics = rl_step.update(run, prepared(run, empty))
@@ -438,7 +438,7 @@ def test_the_probe_compares_engine_and_trainer_and_goes_back_to_training(tmp_pat
 
 @pytest.mark.parametrize("stale", [0.5, -0.002, math.nan])
 def test_an_engine_that_computes_with_stale_tensors_is_found(tmp_path: Path, stale: float) -> None:
-    """R4: its parameters are bit-equal, its log-probs are not."""
+    """Its parameters are bit-equal, its log-probs are not."""
     run = make_run(tmp_path)
     engine_of(run).stale = stale
     told = rf"mean \|log p.* is {abs(stale):g}, above --rl-sync-check-tol 0\.001, although"

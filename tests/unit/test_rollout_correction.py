@@ -1,4 +1,4 @@
-"""Importance weights, masks and rejection against per-sequence loops in numpy (R14, R36)."""
+"""Importance weights, masks and rejection against per-sequence loops in numpy."""
 
 from __future__ import annotations
 

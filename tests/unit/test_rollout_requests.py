@@ -1,4 +1,4 @@
-"""Which engine generates what: the same requests in every layout (R45)."""
+"""Which engine generates what: the same requests in every layout."""
 
 from __future__ import annotations
 

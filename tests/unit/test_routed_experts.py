@@ -1,4 +1,4 @@
-"""The experts of a response: which rows of which steps of the engine they were (R12)."""
+"""The experts of a response: which rows of which steps of the engine they were."""
 
 from __future__ import annotations
 

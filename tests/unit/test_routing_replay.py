@@ -1,4 +1,4 @@
-"""Replayed routing in megatron-core's own top-k: first experts, weights of now (R12)."""
+"""Replayed routing in megatron-core's own top-k: first experts, weights of now."""
 
 from __future__ import annotations
 

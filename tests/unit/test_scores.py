@@ -1,4 +1,4 @@
-"""Files of sequences: what is refused, and how (R55)."""
+"""Files of sequences: what is refused, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens selected over the whole optimizer step do not depend on how it is cut (R38)."""
+"""Tokens selected over the whole optimizer step do not depend on how it is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--rl-selftest loss``: the flag reaches the check; a finding that fails ends the job (R35)."""
+"""``--rl-selftest loss``: the flag reaches the check; a finding that fails ends the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""setup_env.sh: what it asks of pip, what it refuses, when it does nothing (R52).
+"""setup_env.sh: what it asks of pip, what it refuses, when it does nothing.
 
 An interpreter that writes down what pip is asked for stands in for the one on the machine.
 """

@@ -1,4 +1,4 @@
-"""An engine with a sleep mode of its own gives its memory away through it (R8, R18, R27)."""
+"""An engine with a sleep mode of its own gives its memory away through it."""
 
 from __future__ import annotations
 

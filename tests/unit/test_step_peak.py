@@ -1,4 +1,4 @@
-"""The largest moment of an update is measured and predicted where it is asked for (R57)."""
+"""The largest moment of an update is measured and predicted where it is asked for."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FakeRuntime:
 
 
 def test_pinned_memory_is_as_large_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R25: torch rounds up to 8192 here; it is given back when nobody holds it any more."""
+    """Torch rounds up to 8192 here; it is given back when nobody holds it any more."""
     from mindspeed_rl.platforms.cuda import CudaPlatform
 
     runtime, codes = FakeRuntime(), []

@@ -1,4 +1,4 @@
-"""What a sync moved, in the metrics of the step (R26)."""
+"""What a sync moved, in the metrics of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live bytes and peak of tensors, where the allocator does not count (R57)."""
+"""Live bytes and peak of tensors, where the allocator does not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases and SwanLab: what reaches them, and what a missing package says (R57).
+"""Weights & Biases and SwanLab: what reaches them, and what a missing package says.
 
 The packages are replaced by a module of the same calls; the real ones were run by hand.
 """

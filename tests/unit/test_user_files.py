@@ -1,4 +1,4 @@
-"""The user's own files and environments, looked at before anything is loaded (R55)."""
+"""The user's own files and environments, looked at before anything is loaded."""
 
 from __future__ import annotations
 

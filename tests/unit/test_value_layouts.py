@@ -1,4 +1,4 @@
-"""Critic and reward model in a configuration: accepted, or refused with the reason (R51, R55)."""
+"""Critic and reward model in a configuration: accepted, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ OTHERS = (*CRITIC_OWNERS, Owner.REWARD_MODEL)
 
 
 def test_memory_of_the_other_models(tmp_path: Path) -> None:
-    """R16: what stays in each mode, and that an update of the critic is a moment of its own."""
+    """What stays in each mode, and that an update of the critic is a moment of its own."""
     flags = "--rl-advantage-estimator gae --reward-model-hf-checkpoint DIR/scorer"
     config, plan = plan_of(tmp_path, flags)
     stays = {

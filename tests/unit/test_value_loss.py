@@ -1,4 +1,4 @@
-"""The loss of a critic against closed forms in fp64, and how well it foretells returns (R35)."""
+"""The loss of a critic against closed forms in fp64, and how well it foretells returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lifecycle around vLLM with a toy in its place: version gate, caches, sleep (R3, R7, R10)."""
+"""The lifecycle around vLLM with a toy in its place: version gate, caches, sleep."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_sample_that_vllm_gave_up_is_named(reason: str | None) -> None:
 
 
 def test_no_cached_prefix_survives_an_update() -> None:
-    """The answer to a prompt seen before an update is that of a fresh engine (R7)."""
+    """The answer to a prompt seen before an update is that of a fresh engine."""
     engine, fresh = EngineDouble(), EngineDouble()
     update(engine, 0)
     before = answers(engine, 0)
@@ -119,7 +119,7 @@ def test_the_cache_is_given_back_and_wake_clears_it() -> None:
 def test_no_order_of_calls_generates_with_wrong_weights(
     calls: list[str], data: st.DataObject
 ) -> None:
-    """Against a model of the state: generate works when awake and synced, else it raises (R3)."""
+    """Against a model of the state: generate works when awake and synced, else it raises."""
     engine = EngineDouble()
     weights, cache, version, begun = True, True, -1, False
     for call in calls:
@@ -172,7 +172,7 @@ def test_a_model_with_other_parameters_is_refused() -> None:
 
 
 def test_a_parameter_that_moved_in_memory_is_found() -> None:
-    """R8: a captured graph would go on reading the old memory."""
+    """A captured graph would go on reading the old memory."""
     engine = EngineDouble()
     engine.begin_update()
     name, param = next(iter(engine._model.named_parameters()))
@@ -182,7 +182,7 @@ def test_a_parameter_that_moved_in_memory_is_found() -> None:
 
 
 def test_an_engine_without_proof_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1: no version is guessed at, least of all with experts."""
+    """No version is guessed at, least of all with experts."""
     monkeypatch.setattr(vllm_versions, "installed_version", lambda: "9.9.0")
     _, layout = layouts_of(MOE)
     told = r"vLLM 9\.9\.0 on cpu is not in the capability table; known: 0\.32\.x on cpu"

@@ -166,7 +166,7 @@ class AscendBackend:
         return process
 
     def _refuse_nz(self, model: torch.nn.Module) -> str:
-        """Fail when the engine keeps weights in the NZ format, whatever we asked for (R2).
+        """Fail when the engine keeps weights in the NZ format, whatever we asked for.
 
         Returns:
             Formats and switches, for the start of a run.

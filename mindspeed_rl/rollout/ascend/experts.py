@@ -1,4 +1,4 @@
-"""Which way round the experts of vLLM-Ascend are, and the only code that turns them (R2).
+"""Which way round the experts of vLLM-Ascend are, and the only code that turns them.
 
 Its kernels want ``w13 [experts, hidden, 2 x ffn]`` and ``w2 [experts, ffn, hidden]`` (kernel
 layout), its loaders the transposes of both (loader layout). Loading turns them once; waking turns
