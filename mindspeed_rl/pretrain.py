@@ -35,7 +35,8 @@ def main(job: SftJob) -> None:
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.observability.trackers import make_trackers
-    from mindspeed_rl.orchestration import checkpoints, results, training
+    from mindspeed_rl.rl import checkpoints, training
+    from mindspeed_rl.rl import output_folder as results
 
     train, logs = job.config.train, job.config.logging
     if job.config.sft.stage == "pretrain":
@@ -90,7 +91,7 @@ def train_step(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     with timer("train"), job.watchdog.phase("train"):
         batches = training.local_batches(job, engine, chosen.samples, chosen.lengths)
@@ -142,7 +143,7 @@ def load_source(job: SftJob) -> SampleSource:
 def load_examples(job: SftJob) -> SupervisedDataset:
     """The data set, tokenised. Local."""
     from mindspeed_rl.data.supervised import load_supervised
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     sft = job.config.sft
     return load_supervised(

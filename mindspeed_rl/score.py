@@ -23,7 +23,7 @@ TokenScore = tuple[int, int, float, float]
 def main(job: ScoreJob) -> None:
     """Score the sequences and write the result on rank 0."""
     from mindspeed_rl.data.scores import read_sequences
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     score = job.config.score
     spec = job.plan.spec
@@ -47,8 +47,8 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by the training engine. Collective: the training grid."""
     import torch
 
-    from mindspeed_rl.data.packing import TrainSample
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.samples.packing import TrainSample
 
     engine = training.build_engine(job, "reference", 0, job.config.score.temperature)
     samples = [
@@ -71,8 +71,8 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
 
 def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
-    from mindspeed_rl.orchestration import training
-    from mindspeed_rl.orchestration.rl_phases import rollout_dtype
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 

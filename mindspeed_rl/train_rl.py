@@ -14,7 +14,7 @@ from mindspeed_rl.orchestration.stages import SampleIds, Stage, run_through
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.rl_job import RLJob
+    from mindspeed_rl.rl.build import RLJob
 
 
 def train(run: RLJob) -> Iterator[Stage]:
@@ -22,7 +22,10 @@ def train(run: RLJob) -> Iterator[Stage]:
 
     Yields before every stage; going on is its driver's decision.
     """
-    from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_reward_model, rl_step
+    from mindspeed_rl.rl import advantages as rl_batch
+    from mindspeed_rl.rl import resume as rl_resume
+    from mindspeed_rl.rl import reward_model as rl_reward_model
+    from mindspeed_rl.rl import update as rl_step
 
     report = rl_resume.start(run)
     rl_step.probe(run)
@@ -55,8 +58,9 @@ def train(run: RLJob) -> Iterator[Stage]:
 
 def stages(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
     """Build the run, train, evaluate, write the results; the first stage follows the building."""
-    from mindspeed_rl.orchestration import rl_report, selftest
-    from mindspeed_rl.orchestration.rl_job import build_rl_job
+    from mindspeed_rl.rl import report as rl_report
+    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.rl.build import build_rl_job
 
     if job.config.rl.rl_selftest == "loss":
         selftest.check(job)

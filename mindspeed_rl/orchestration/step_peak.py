@@ -10,7 +10,7 @@ from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.memory.training import Workload
 from mindspeed_rl.observability.metrics import Max, MetricSet
 from mindspeed_rl.observability.tensor_tracker import TensorTracker
-from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.trainer.prepared import PreparedBatch
 
 MEASURED, PREDICTED = "memory/in_step_peak_bytes", "memory/in_step_predicted_bytes"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.experience.continuations import all_gather_pairs
+from mindspeed_rl.parallel.conversations import all_gather_pairs
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, Progress
 from mindspeed_rl.rollout.rebalance_plan import (

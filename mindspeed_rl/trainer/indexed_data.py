@@ -22,7 +22,7 @@ import torch.distributed as dist
 from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
 from mindspeed_rl.config.sft import IndexedDataConfig
 from mindspeed_rl.data.batches import StepSamples
-from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.samples.packing import TrainSample
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _ORDER_CHUNK = 1 << 20

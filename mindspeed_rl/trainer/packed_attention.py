@@ -8,7 +8,7 @@ under a causal mask a token never sees what stands right of it, so the padding n
 no T x T mask and no loop over sequences exist.
 
 Under context parallelism a rank holds two of ``2 cp`` chunks of every sequence (zigzag, see
-:func:`~mindspeed_rl.data.packing.context_index`); keys and values are gathered, and each chunk
+:func:`~mindspeed_rl.samples.packing.context_index`); keys and values are gathered, and each chunk
 attends to the part of its sequence that ends with it.
 """
 
@@ -27,7 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 
-from mindspeed_rl.data.packing import context_index
+from mindspeed_rl.samples.packing import context_index
 
 # Sequences share a dense batch while the shortest is at least this share of the longest.
 MIN_LENGTH_RATIO = 0.75

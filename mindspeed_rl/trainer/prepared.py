@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mindspeed_rl.algorithms.types import LossInputs, Sequences, ValueInputs
-from mindspeed_rl.data.packing import MicroBatch
+from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.packed_attention import PackedRow
 from mindspeed_rl.trainer.routing_replay import Routes
 

@@ -24,10 +24,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
-from mindspeed_rl.data.packing import MicroBatch, split_context
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout, chunk_prefix
+from mindspeed_rl.samples.packing import MicroBatch, split_context
 from mindspeed_rl.trainer.built_check import check_weights
 from mindspeed_rl.trainer.heads import Outputs, make_head
 from mindspeed_rl.trainer.model import build_model, mixed_precision

@@ -20,8 +20,8 @@ from support.training_worlds import (
 )
 
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.samples.packing import TrainSample
 
 ROUTER_BIAS = "e_score_correction_bias"
 SMALL = ("--micro-batch-size", "3", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3")
@@ -69,7 +69,7 @@ def family_world(
     With ``given_experts`` routers take those of :func:`with_experts`, so that no rounding sends a
     token elsewhere.
     """
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     facts: dict[str, FamilyFacts] = {}
     for name, folder in models.items():
@@ -118,8 +118,8 @@ class MemoryFacts:
 def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     """The same steps with everything resident, and with everything away in between."""
     from mindspeed_rl.memory.owners import OffloadMode
-    from mindspeed_rl.orchestration import training
     from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     facts = MemoryFacts({}, {}, 0, 0)
@@ -170,7 +170,7 @@ def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int
 
     from mindspeed_rl.observability.profiler import StepProfiler
     from mindspeed_rl.observability.timers import PhaseTimer
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     job = make_job(world, model, [*SMALL, *flags])
     training.initialize_parallel(job)
@@ -205,13 +205,13 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     """Ragged rollouts of every rank on its device; each goes to the next rank and is read there."""
     import torch
 
-    from mindspeed_rl.data.routes import Holders, plan_legs
-    from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
-    from mindspeed_rl.experience.samples import SampleKey, exchange_table
-    from mindspeed_rl.experience.tensor_cache import Column, TensorCache
-    from mindspeed_rl.orchestration.rl_samples import COLUMNS, responses_in, store
     from mindspeed_rl.parallel.layout import ParallelLayout
     from mindspeed_rl.parallel.stages import even_stages
+    from mindspeed_rl.rl.batches import COLUMNS, responses_in, store
+    from mindspeed_rl.samples.device_cache import Column, TensorCache
+    from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
+    from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
+    from mindspeed_rl.samples.routes import Holders, plan_legs
     from mindspeed_rl.types import Completion, Prompt
     from mindspeed_rl.types import Rollout as Finished
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from support.training_worlds import Reference, WorldResult
 
-    from mindspeed_rl.data.packing import TrainSample
+    from mindspeed_rl.samples.packing import TrainSample
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def rollout(i: int) -> Rollout:
 
 
 def rows(samples: object) -> list[Row]:
-    from mindspeed_rl.experience.samples import Sample, SampleKey
+    from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 
     assert isinstance(samples, list)
     result = []
@@ -55,10 +55,10 @@ def agreement_world(world: World) -> Facts:
     """Rank 0 has the samples 0 and 3, rank 1 the others; then rank 0 has all; then one is lost."""
     import torch
 
-    from mindspeed_rl.experience.samples import SampleKey, exchange_table
-    from mindspeed_rl.orchestration.rl_phases import agreed_cache_bytes
     from mindspeed_rl.parallel.groups import check_equal_nodes
     from mindspeed_rl.resharding.transports import AllToAllTransport
+    from mindspeed_rl.rl.build_engine import agreed_cache_bytes
+    from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
 
     facts, first, key = Facts(), world.rank == 0, SampleKey(2, 4)
     mine = [rollout(i) for i in ((3, 0) if first else (4, 1, 2))]

@@ -74,7 +74,7 @@ def build(
     from support.training_worlds import make_job
 
     from mindspeed_rl.bootstrap import seed_everything
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     job = make_job(world, model, [*FLAGS, *flags])
     training.initialize_parallel(job)
@@ -87,7 +87,7 @@ def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed_rl.bootstrap import seed_everything
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     model_parallel_cuda_manual_seed(job.config.train.seed)
     seed_everything(job.config.train.seed)
@@ -107,7 +107,7 @@ def train(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.optimizer import torch_optimizers
 
     steps = []

@@ -35,7 +35,7 @@ def load_all(
     """Rank function: whole weights, step and notes after each load into zeros; then a save."""
     from support.training_worlds import in_hf_coordinates, make_job
 
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 
     job = make_job(world, model, FLAGS)

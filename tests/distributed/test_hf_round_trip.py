@@ -31,7 +31,7 @@ LAYOUT = (
 
 def export_world(world: World, model: str, exports: Sequence[tuple[str, list[str]]]) -> None:
     """Rank function: load the model and export it, once for each (directory, flags)."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     for number, (target, flags) in enumerate(exports):
         job = make_job(world, model, [*LAYOUT, *flags])

@@ -20,8 +20,8 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.rl_job import RLJob
-    from mindspeed_rl.orchestration.rl_samples import Placed, Response
+    from mindspeed_rl.rl.batches import Placed, Response
+    from mindspeed_rl.rl.build import RLJob
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def compare_fetched(run: RLJob, placed: Placed, said: Sequence[Response]) -> Non
     import torch
     import torch.distributed as dist
 
-    from mindspeed_rl.orchestration.rl_samples import fetch
+    from mindspeed_rl.rl.batches import fetch
 
     lone = run.plan.parallel.dp == 1
     for known, collectives in ((None, 1), (placed, int(not lone))):
@@ -55,13 +55,14 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.data.packing import pack
-    from mindspeed_rl.experience.samples import Sample, SampleKey
-    from mindspeed_rl.experience.tensor_cache import TensorCache
     from mindspeed_rl.observability.metrics import Max
-    from mindspeed_rl.orchestration import rl_samples, selftest
-    from mindspeed_rl.orchestration.selftest_cases import Case, Layout, relative_errors
     from mindspeed_rl.parallel.layout import EngineLayout
+    from mindspeed_rl.rl import batches as rl_samples
+    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.rl.selftest_cases import Case, Layout, relative_errors
+    from mindspeed_rl.samples.device_cache import TensorCache
+    from mindspeed_rl.samples.packing import pack
+    from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 
     generator = torch.Generator().manual_seed(0)
     said = [
@@ -152,7 +153,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
 def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
     from mindspeed_rl.data.tiny_model import write_tiny_model
-    from mindspeed_rl.orchestration import selftest
+    from mindspeed_rl.rl import selftest
 
     model = write_tiny_model(
         tmp_path / "model" / "any",

@@ -23,8 +23,8 @@ def exchange_world(world: World) -> tuple[int, int]:
     import torch.distributed as dist
     from support.sample_world import COLUMNS, Case, layout_of
 
-    from mindspeed_rl.data.routes import AXES
-    from mindspeed_rl.experience.redistribute import GroupWire, Redistribution
+    from mindspeed_rl.samples.exchange import GroupWire, Redistribution
+    from mindspeed_rl.samples.routes import AXES
 
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     draw = random.Random(world.size)

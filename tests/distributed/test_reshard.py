@@ -77,7 +77,7 @@ class Report:
 
 def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, Report]:
     """Reshard both models to every engine size, then export the first, doubled."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     reports: dict[str, Report] = {}
     for model, folder in models.items():

@@ -41,7 +41,7 @@ def replayed(
     """Rank function: the gradient of an update after the routers drifted, and the agreement."""
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.routing_replay import AGREEMENT
 
     samples = make_samples(VOCAB)

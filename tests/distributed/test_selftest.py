@@ -19,7 +19,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.selftest_cases import Case, Cut, Finding, Layout
+    from mindspeed_rl.rl.selftest_cases import Case, Cut, Finding, Layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
 
@@ -31,8 +31,8 @@ def findings(world: World, model: str) -> list[Finding]:
     """Rank function: a covering array of layouts, cuts, losses and aggregations."""
     from support.training_worlds import make_job
 
-    from mindspeed_rl.orchestration import selftest
-    from mindspeed_rl.orchestration.selftest_cases import CASES
+    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.rl.selftest_cases import CASES
 
     chosen = chosen_rows(world.size)
     cases = [c for c in CASES if any(case == c for _, _, case in chosen)]
@@ -51,8 +51,8 @@ def sizes(at: Layout, world: int) -> tuple[int | bool, ...]:
 
 def chosen_rows(world: int) -> list[tuple[Layout, Cut, Case]]:
     """Every pair of tp, pp, cp, dp, sequence parallelism, cut, loss and aggregation."""
-    from mindspeed_rl.orchestration.selftest import layouts_of
-    from mindspeed_rl.orchestration.selftest_cases import CASES, CUTS
+    from mindspeed_rl.rl.selftest import layouts_of
+    from mindspeed_rl.rl.selftest_cases import CASES, CUTS
 
     rows = {
         (*sizes(at, world), cut.name, case.loss, case.aggregation): (at, cut, case)
@@ -67,8 +67,8 @@ def faulty(world: World, model: str) -> dict[str, list[Finding]]:
     """Rank function: one case, with our own code broken in a way that it must show."""
     from support.training_worlds import make_job
 
-    from mindspeed_rl.orchestration import selftest
-    from mindspeed_rl.orchestration.selftest_cases import CUTS, Case, Layout
+    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.rl.selftest_cases import CUTS, Case, Layout
 
     job = make_job(world, model, ())
     result = {}
@@ -143,8 +143,8 @@ def test_no_layout_shows(tmp_path: Path) -> None:
 
 def test_the_array_covers_every_pair() -> None:
     """Against all pairs of all allowed rows, counted apart."""
-    from mindspeed_rl.orchestration.selftest import layouts_of
-    from mindspeed_rl.orchestration.selftest_cases import CASES, CUTS
+    from mindspeed_rl.rl.selftest import layouts_of
+    from mindspeed_rl.rl.selftest_cases import CASES, CUTS
 
     def values(at: Layout, cut: Cut, case: Case) -> tuple[Any, ...]:
         return (*sizes(at, 4), cut, case.loss, case.aggregation)

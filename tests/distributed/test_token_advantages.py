@@ -13,8 +13,8 @@ import torch
 from support.spawn import run_ranks
 
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.data.packing import TrainSample
-from mindspeed_rl.experience.samples import Sample
+from mindspeed_rl.samples.packing import TrainSample
+from mindspeed_rl.samples.rollout_info import Sample
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -50,9 +50,9 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.orchestration import selftest, training
-    from mindspeed_rl.orchestration.rl_batch import StepBatches, UpdateBatch, with_advantages
-    from mindspeed_rl.orchestration.selftest_cases import Layout
+    from mindspeed_rl.rl import selftest, training
+    from mindspeed_rl.rl.advantages import StepBatches, UpdateBatch, with_advantages
+    from mindspeed_rl.rl.selftest_cases import Layout
 
     samples, rows = make_samples()
     result: dict[str, dict[str, Advantages]] = {}

@@ -17,7 +17,7 @@ from support.training_worlds import make_job, make_samples
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.packing import TrainSample
+    from mindspeed_rl.samples.packing import TrainSample
     from mindspeed_rl.trainer.prepared import PreparedBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -65,13 +65,13 @@ class Facts:
 
 def value_world(world: World, flags: Sequence[str], model: str, scorer: str, save: str) -> Facts:
     """Rank function."""
-    from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
     from mindspeed_rl.memory.prediction import predict
-    from mindspeed_rl.orchestration import checkpoints, training
-    from mindspeed_rl.orchestration.rl_reward_model import last_token_values
-    from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
     from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.rl import checkpoints, training
+    from mindspeed_rl.rl.build_models import build_critic, build_reward_model
+    from mindspeed_rl.rl.reward_model import last_token_values
+    from mindspeed_rl.samples.packing import TrainSample
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     own = ("--rl-advantage-estimator", "gae", "--critic-hf-checkpoint", scorer)
@@ -169,7 +169,7 @@ def _train(
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.algorithms.value_loss import ValueLossSettings
-    from mindspeed_rl.orchestration.rl_critic import value_loss_function
+    from mindspeed_rl.rl.critic import value_loss_function
 
     counts = Denominators.of(s.num_trained for s in samples)
     given = []
@@ -242,12 +242,12 @@ def critic_moments(world: World, model: str, cases: Sequence[Sequence[str]]) -> 
 
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.algorithms.value_loss import ValueLossSettings
-    from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.memory.prediction import predict
     from mindspeed_rl.observability.tensor_tracker import TensorTracker
-    from mindspeed_rl.orchestration import training
-    from mindspeed_rl.orchestration.rl_critic import value_loss_function
-    from mindspeed_rl.orchestration.value_models import build_critic
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_critic
+    from mindspeed_rl.rl.critic import value_loss_function
+    from mindspeed_rl.samples.packing import TrainSample
 
     result: list[Moment] = []
     for flags in cases:

@@ -14,16 +14,16 @@ from support.scoring import InlinePool
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.data.lengths import LengthHistory
-from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.types import Completion, Prompt
 
 END = 0
@@ -139,7 +139,7 @@ def evaluation_world(
     Returns:
         Per size the result, and the prompts that this rank answered greedily.
     """
-    from mindspeed_rl.orchestration.evaluation import evaluate
+    from mindspeed_rl.rl.evaluate import evaluate
 
     found = []
     for size in sizes:

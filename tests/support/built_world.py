@@ -49,7 +49,7 @@ def built_world(
 
     The last one of a model is of a chunk that has a layer less than it should.
     """
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     found: dict[str, list[str]] = {}
     for name, folder in models.items():

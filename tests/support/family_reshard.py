@@ -72,7 +72,7 @@ def family_reshard_world(
     world: World, models: Mapping[str, str], flags: Sequence[str], rollouts: Sequence[Rollout]
 ) -> dict[str, list[Moved]]:
     """Rank function: build every trainer, reshard it three times to every engine layout."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     reports: dict[str, list[Moved]] = {}
     for name, folder in models.items():

@@ -40,7 +40,7 @@ def family_sync_world(
     world: World, model: str, flags: Sequence[str], work_dir: str
 ) -> list[FamilySync]:
     """Rank function: build trainer and engine, update three times."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]

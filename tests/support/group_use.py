@@ -50,8 +50,8 @@ def used_groups_world(
 
     from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
     from mindspeed_rl.memory.prediction import predict
-    from mindspeed_rl.orchestration import training
     from mindspeed_rl.platforms.process_groups import existing_groups
+    from mindspeed_rl.rl import training
 
     job = make_job(world, model, [*layout, "--lr", "1e-3"])
     with watched_groups() as used:

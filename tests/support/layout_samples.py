@@ -29,7 +29,7 @@ def asked() -> list[GenerationRequest]:
 
 def sampling_world(world: World, model: str, engine_tp: int) -> list[tuple[int, ...]]:
     """Rank function: the tokens of all requests, dealt out to the engines in turns."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     job = engine_job(world, model, 2, engine_tp)
     training.initialize_parallel(job)

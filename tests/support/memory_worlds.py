@@ -15,7 +15,6 @@ from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.model_state import registration_key
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
@@ -25,6 +24,7 @@ from mindspeed_rl.observability.tensor_tracker import TensorTracker
 from mindspeed_rl.offload.storages import num_bytes, storages_of
 from mindspeed_rl.phases.machine import Phases, Sharing
 from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
@@ -74,7 +74,7 @@ def measure_world(
     world: World, layout: Sequence[str], cases: Sequence[MemoryCase]
 ) -> dict[str, Measured]:
     """Rank function: build every case, measure, predict."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     results: dict[str, Measured] = {}
     for case in cases:
@@ -91,7 +91,7 @@ def measure_world(
 
 
 def _measure(job: Any, engine: TrainEngine) -> Measured:
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     vocab = job.plan.spec.vocab_size
     generator = torch.Generator().manual_seed(0)

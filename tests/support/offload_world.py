@@ -63,7 +63,7 @@ def tensor_bytes(device_only: set[int]) -> int:
 
 def offload_world(world: World, model: str, flags: Sequence[str]) -> OffloadFacts:
     """Rank function: the same ten steps in every mode."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     facts = OffloadFacts({}, {}, {}, {}, {}, 0, "")
     started = False
@@ -77,7 +77,7 @@ def offload_world(world: World, model: str, flags: Sequence[str]) -> OffloadFact
 
 
 def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type: ignore[no-untyped-def]
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     policy = training.build_engine(job, "policy", NUM_STEPS)

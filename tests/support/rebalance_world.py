@@ -79,8 +79,8 @@ def requests_of(group: int) -> list[GenerationRequest]:
 
 def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str, Run]:
     """Rank function: the same requests in every mode."""
-    from mindspeed_rl.orchestration import training
-    from mindspeed_rl.orchestration.rl_phases import build_rollout_engine
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_engine import build_rollout_engine
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 
     job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])

@@ -22,24 +22,24 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import check_rl
-from mindspeed_rl.data.packing import MicroBatch
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.experience.samples import Sample
-from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
 from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_samples import Response, fetch
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
+from mindspeed_rl.rl.batches import Response, fetch
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.packing import MicroBatch
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import UpdateStats

@@ -22,10 +22,10 @@ from support.training_worlds import make_job
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.offload.storages import as_bytes
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.types import Completion
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def engine_world(
     world: World, model: str, trainer_tp: int, engine_tp: int, work_dir: str
 ) -> EngineFacts:
     """Rank function: every check, in an order in which each leaves the engine awake."""
-    from mindspeed_rl.orchestration import training
     from mindspeed_rl.platforms.cpu_install import unshimmed_modules
+    from mindspeed_rl.rl import training
 
     facts = EngineFacts()
     job = engine_job(world, model, trainer_tp, engine_tp)
@@ -128,7 +128,7 @@ def engine_world(
 
 def killed_world(world: World, model: str, work_dir: str) -> None:
     """Rank function: build an engine of all ranks, say its nonce, die of SIGKILL."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     job = engine_job(world, model, 1, world.size)
     training.initialize_parallel(job)
@@ -152,11 +152,7 @@ def engine_job(world: World, model: str, trainer_tp: int, engine_tp: int) -> Job
 
 def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     """The engine and the state machine, by the functions of the entry."""
-    from mindspeed_rl.orchestration.rl_phases import (
-        build_phases,
-        build_rollout_engine,
-        share_memory,
-    )
+    from mindspeed_rl.rl.build_engine import build_phases, build_rollout_engine, share_memory
 
     sharing = share_memory(job, policy, None)
     sharing.leave_all()
@@ -244,7 +240,7 @@ def check_prefix_cache(both: Both, facts: EngineFacts) -> None:
 
 def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     """Change the weights, hand over, generate greedily, compare. Collective: the world."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     probe = requests()[:6]
     old = both.engine.generate(probe, GREEDY, both.engine.weights_version)
@@ -295,7 +291,7 @@ def trainer_logprobs(
     temperature: float,
 ) -> list[torch.Tensor]:
     """Log-probs of the trainer at ``temperature``, per request. Collective: the world."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.heads import LogProbHead
 
     samples = [

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.data.routes import AXES, Holders, Leg, plan_legs
-from mindspeed_rl.experience.redistribute import Parcel, Redistribution, num_words
-from mindspeed_rl.experience.samples import SampleKey
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
 from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, Column, TensorCache
+from mindspeed_rl.samples.exchange import Parcel, Redistribution, num_words
+from mindspeed_rl.samples.rollout_info import SampleKey
+from mindspeed_rl.samples.routes import AXES, Holders, Leg, plan_legs
 
 EXPERTS = Column("experts", torch.uint8, 3)
 COLUMNS = (TOKENS, LOGPROBS, EXPERTS)

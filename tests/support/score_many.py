@@ -32,7 +32,7 @@ def main(commands: list[list[str]]) -> None:
     job = start_job(PROG, first, world)
     try:
         score.main(job)
-        from mindspeed_rl.orchestration import training
+        from mindspeed_rl.rl import training
 
         with mock.patch.object(training, "initialize_parallel"):
             for checked in others:

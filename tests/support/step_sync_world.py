@@ -52,8 +52,8 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
 
     Every rank has as many requests as :data:`LOADS` says, so that one of them only keeps pace.
     """
-    from mindspeed_rl.orchestration import training
-    from mindspeed_rl.orchestration.rl_phases import build_rollout_engine
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_engine import build_rollout_engine
     from mindspeed_rl.rollout.patches import step_sync
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 

@@ -13,7 +13,7 @@ from support.training_worlds import Case, WorldResult, train_world
 from support.warm_ranks import Server
 
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.data.packing import TrainSample
+from mindspeed_rl.samples.packing import TrainSample
 
 _DOUBLE = str(Path(__file__).with_name("te_double"))
 _PATH = os.pathsep.join([_DOUBLE, *(entry for entry in sys.path if entry)])

@@ -27,13 +27,13 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
     from mindspeed_rl.trainer.prepared import PreparedBatch
@@ -170,7 +170,7 @@ def train_world(
     samples: Sequence[TrainSample],
 ) -> WorldResult | None:
     """Rank function: run all cases in one layout; the result is on rank 0."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     results: dict[str, CaseResult] = {}
     deallocates = False
@@ -203,7 +203,7 @@ def run_case(
     samples: Sequence[TrainSample],
 ) -> CaseResult:
     """Collective: the world. Every rank gets the gathered result; tensors are on rank 0 only."""
-    from mindspeed_rl.orchestration import training
+    from mindspeed_rl.rl import training
 
     batches = training.local_batches(job, engine, samples)
     if case.loss == "grpo":

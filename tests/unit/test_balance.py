@@ -11,13 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.data.balance import (
-    SequenceCost,
-    fill_rows,
-    partition,
-    rows_for_ranks,
-)
-from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.samples.balance import SequenceCost, fill_rows, partition, rows_for_ranks
+from mindspeed_rl.samples.placement import plan_micro_batches
 
 COSTS = st.lists(st.integers(0, 1000), max_size=40)
 

@@ -21,7 +21,7 @@ from mindspeed_rl.config import (
     TrainConfig,
 )
 from mindspeed_rl.config.outputs import check_paths, earlier_results, export_record, export_target
-from mindspeed_rl.orchestration import results
+from mindspeed_rl.rl import output_folder as results
 
 DIRECTORIES = ("model", "out", "save", "load")
 

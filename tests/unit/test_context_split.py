@@ -8,14 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.data.packing import (
-    MicroBatch,
-    TrainSample,
-    context_index,
-    pack,
-    split_context,
-)
-from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.samples.packing import MicroBatch, TrainSample, context_index, pack, split_context
+from mindspeed_rl.samples.placement import plan_micro_batches
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 

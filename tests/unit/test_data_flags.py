@@ -13,10 +13,11 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.data import PromptSampler, write_jsonl, write_tiny_model
 from mindspeed_rl.data.tiny_families import TinySizes
-from mindspeed_rl.orchestration import checkpoints, rl_resume
-from mindspeed_rl.orchestration.rl_job import load_data
-from mindspeed_rl.orchestration.training import load_tokenizer
 from mindspeed_rl.pretrain import load_examples
+from mindspeed_rl.rl import checkpoints
+from mindspeed_rl.rl import resume as rl_resume
+from mindspeed_rl.rl.build import load_data
+from mindspeed_rl.rl.training import load_tokenizer
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)

@@ -17,11 +17,13 @@ from support.rl_run import TablePolicy, TableRewards, make_run, said
 from support.table_engine import TableEngine, response_of, single_rank
 
 from mindspeed_rl.algorithms.overlong import overlong_penalty
-from mindspeed_rl.experience.samples import Sample, SampleKey
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
-from mindspeed_rl.orchestration import rl_batch, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_resample import (
+from mindspeed_rl.rewards.types import RewardRequest, RewardResult
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.batches import Response
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.dynamic_sampling import (
     Filled,
     Group,
     fill,
@@ -29,8 +31,7 @@ from mindspeed_rl.orchestration.rl_resample import (
     restored_surplus,
     surplus_state,
 )
-from mindspeed_rl.orchestration.rl_samples import Response
-from mindspeed_rl.rewards.types import RewardRequest, RewardResult
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 
 FILTER = "--grpo-filter-groups-with-same-reward"
 NAN = math.nan

@@ -12,16 +12,18 @@ import torch
 from support.rl_run import PROMPTS, make_run, said
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
-from mindspeed_rl.data.packing import TrainSample, pack
 from mindspeed_rl.data.tiny_model import build_tokenizer
 from mindspeed_rl.environments import Calculator, Observation, answer_tokens, resolve_environment
 from mindspeed_rl.environments.calculator import calculate
-from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean
-from mindspeed_rl.orchestration import rl_batch, rl_episodes, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_resample import restored_surplus, surplus_state
+from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import multi_turn as rl_episodes
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.dynamic_sampling import restored_surplus, surplus_state
+from mindspeed_rl.samples.packing import TrainSample, pack
 from mindspeed_rl.types import Completion, Prompt
 
 HEARD = (60, 61)

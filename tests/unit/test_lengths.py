@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.data.lengths import LengthHistory, deal_samples
+from mindspeed_rl.samples.lengths import LengthHistory, deal_samples
 
 LIMIT = 100
 

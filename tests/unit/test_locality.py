@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from support.rl_run import make_run
 from support.sample_world import layout_of
 
-from mindspeed_rl.data.locality import best_assignment, bytes_moved, keep_near
-from mindspeed_rl.data.placement import MicroBatchPlan, plan_micro_batches
-from mindspeed_rl.data.routes import Holders, copies_moved
-from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.orchestration import rl_samples
 from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.rl import batches as rl_samples
+from mindspeed_rl.samples.locality import best_assignment, bytes_moved, keep_near
+from mindspeed_rl.samples.placement import MicroBatchPlan, plan_micro_batches
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.routes import Holders, copies_moved
 
 
 def placed(lengths: list[int], dp: int, max_tokens: int = 12) -> MicroBatchPlan:

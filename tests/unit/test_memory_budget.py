@@ -17,20 +17,21 @@ from mindspeed_rl.dryrun.findings import find_out
 from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.experience.samples import SampleKey
-from mindspeed_rl.experience.tensor_cache import TOKENS, TensorCache
 from mindspeed_rl.memory.engine import EngineMemory
 from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.observability.metrics import Max
-from mindspeed_rl.orchestration import rl_phases, torchrun
+from mindspeed_rl.orchestration import torchrun
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.platforms.npu import NpuPlatform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rl import build_engine as rl_phases
 from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.samples.device_cache import TOKENS, TensorCache
+from mindspeed_rl.samples.rollout_info import SampleKey
 
 WORLD, GIB = 32, 2**30
 FLAGS = f"""

@@ -17,8 +17,11 @@ from support.rl_run import TableScorer, make_run
 from support.table_engine import VOCAB, first_table, response_of, single_rank
 
 from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_reward_model, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import resume as rl_resume
+from mindspeed_rl.rl import reward_model as rl_reward_model
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
 
 REWARDS: dict[int, float | None] = {0: 1.0, 1: 0.0, 2: None, 3: 1.0, 4: 0.5, 5: 0.0}
 TABLE = torch.linspace(-1.0, 2.0, VOCAB)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.data.packing import TrainSample, pack
-from mindspeed_rl.data.placement import plan_micro_batches
+from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.samples.placement import plan_micro_batches
 
 lengths_lists = st.lists(st.integers(2, 30), max_size=20)
 

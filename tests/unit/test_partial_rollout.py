@@ -16,12 +16,14 @@ import torch
 from support.rl_run import TableRewards, make_run
 from support.table_engine import STOP, TableEngine, single_rank
 
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration import rl_batch, rl_samples, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_resample import keep_surplus, restored_surplus, surplus_state
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import batches as rl_samples
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.dynamic_sampling import keep_surplus, restored_surplus, surplus_state
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Completion
 
 TOKENS = 3

@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 from support.rl_run import make_run
 
-from mindspeed_rl.orchestration import rl_resume, rl_step
-from mindspeed_rl.orchestration.evaluation import evaluate
-from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rl import resume as rl_resume
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.evaluate import evaluate
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 ABSENT = cast(Any, None)  # what is refused looks at nothing

@@ -18,8 +18,11 @@ from support.table_engine import VOCAB, response_of, single_rank
 
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, OffloadMode, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
-from mindspeed_rl.orchestration import checkpoints, rl_batch, rl_resume, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import checkpoints
+from mindspeed_rl.rl import resume as rl_resume
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))

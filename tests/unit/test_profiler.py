@@ -23,9 +23,10 @@ from mindspeed_rl.config import ProfilerConfig, RLRunConfig
 from mindspeed_rl.config.diagnostics import check_profiler
 from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.orchestration import rl_batch, rl_step
 from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import update as rl_step
 
 WINDOW = ProfilerConfig(profile=True, profile_step_start=2, profile_step_end=4)
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
-from mindspeed_rl.data.routes import AXES, Holders, copies_moved, plan_gather, plan_legs
-from mindspeed_rl.experience.redistribute import Parcel, Redistribution
-from mindspeed_rl.experience.samples import SampleKey
-from mindspeed_rl.experience.tensor_cache import TOKENS
+from mindspeed_rl.samples.device_cache import TOKENS
+from mindspeed_rl.samples.exchange import Parcel, Redistribution
+from mindspeed_rl.samples.rollout_info import SampleKey
+from mindspeed_rl.samples.routes import AXES, Holders, copies_moved, plan_gather, plan_legs
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 

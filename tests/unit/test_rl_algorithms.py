@@ -20,8 +20,9 @@ from support.table_engine import VOCAB, TableEngine, first_table, response_of, s
 
 from mindspeed_rl.config.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration import rl_batch, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
 COUNTS = [len(response_of(i)) for i in range(6)]

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 from support.rl_run import make_run
 
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability.metrics import Max, Total
-from mindspeed_rl.orchestration import rl_balance
-from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.rl import assignment as rl_balance
+from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.samples.rollout_info import Sample
 
 
 def spread(run: RLJob, world: int, rank: int) -> RLJob:

@@ -19,15 +19,10 @@ from support.answering_run import Answers, make_run
 
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration.evaluation import evaluate, is_right
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_report import (
-    Report,
-    check_computation,
-    check_mismatch,
-    worse_mismatch,
-)
-from mindspeed_rl.orchestration.rl_step import collect
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.evaluate import evaluate, is_right
+from mindspeed_rl.rl.report import Report, check_computation, check_mismatch, worse_mismatch
+from mindspeed_rl.rl.update import collect
 
 
 @pytest.fixture

@@ -19,13 +19,15 @@ from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run, said
 from support.table_engine import STOP, VOCAB, TableEngine, first_table, response_of, single_rank
 
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
-from mindspeed_rl.orchestration import rl_batch, rl_rollout, rl_step
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_samples import Response, store_responses
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.rl import rollouts as rl_rollout
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.batches import Response, store_responses
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
 # (1/3) / (standard deviation of (1, 0, 0) + 1e-4)

@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 
 from mindspeed_rl.config import RolloutBalanceConfig, RolloutConfig, TrainConfig
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import generate
 from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.rollouts import generate
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from mindspeed_rl.config import RLConfig, RLRunConfig
-from mindspeed_rl.experience.redistribute import Parcel as SampleParcel
-from mindspeed_rl.experience.redistribute import Redistribution
-from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.experience.tensor_cache import Column, TensorCache
-from mindspeed_rl.orchestration import rl_phases
-from mindspeed_rl.orchestration.rl_phases import check_expert_replay
-from mindspeed_rl.orchestration.rl_samples import COLUMNS, as_train_samples, responses_in, store
+from mindspeed_rl.rl import build_engine as rl_phases
+from mindspeed_rl.rl.batches import COLUMNS, as_train_samples, responses_in, store
+from mindspeed_rl.rl.build_engine import check_expert_replay
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.samples.device_cache import Column, TensorCache
+from mindspeed_rl.samples.exchange import Parcel as SampleParcel
+from mindspeed_rl.samples.exchange import Redistribution
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 LAYERS, TOP_K = 4, 2

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.table_engine import single_rank
 
-from mindspeed_rl.experience.redistribute import Parcel, Redistribution
-from mindspeed_rl.experience.samples import Sample, SampleKey, exchange_table
-from mindspeed_rl.experience.tensor_cache import TensorCache
-from mindspeed_rl.orchestration.rl_samples import COLUMNS, responses_in, store
+from mindspeed_rl.rl.batches import COLUMNS, responses_in, store
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.exchange import Parcel, Redistribution
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey, exchange_table
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 PARTS = ("math", "format")

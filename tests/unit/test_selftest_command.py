@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl import train_rl
-from mindspeed_rl.orchestration import selftest
-from mindspeed_rl.orchestration.selftest_cases import Finding
+from mindspeed_rl.rl import selftest
+from mindspeed_rl.rl.selftest_cases import Finding
 
 WITHIN, BEYOND = (0.5, "loss/policy"), (1.5, "decoder.weight")
 

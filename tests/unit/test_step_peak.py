@@ -11,13 +11,13 @@ import pytest
 import torch
 from support.rl_run import make_run
 
-from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.memory.training import Workload
 from mindspeed_rl.observability.metrics import MetricSet
-from mindspeed_rl.orchestration import training
-from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.step_peak import MEASURED, PREDICTED, watch_update
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.trainer.prepared import PreparedBatch
 
 KEPT = 4096

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_rl.experience.samples import SampleKey
-from mindspeed_rl.experience.tensor_cache import (
-    LOGPROBS,
-    TOKENS,
-    Column,
-    Part,
-    TensorCache,
-    as_words,
-)
+from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, Column, Part, TensorCache, as_words
+from mindspeed_rl.samples.rollout_info import SampleKey
 
 KEYS = [SampleKey(1, n) for n in range(3)]
 LENGTHS = (2, 0, 3)

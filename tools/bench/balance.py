@@ -3,7 +3,7 @@
     python tools/bench/balance.py
     python tools/bench/balance.py --lengths lengths.txt --dp 16 --max-tokens 32768
 
-ours         rows packed over all samples, dealt to ranks of equal work (data/placement.py)
+ours         rows packed over all samples, dealt to ranks of equal work (samples/placement.py)
 first-fit    samples dealt round-robin, each rank packs its own in order, first row that has room
 in order     samples dealt round-robin, each rank packs its own in order, a row is closed when the
              next sample does not fit
@@ -15,7 +15,7 @@ floor of imbalance is 0, of efficiency 1. The last line is RESULT and a JSON obj
 
 A second table says which share of the samples' bytes leaves the rank that sampled it, where engines
 and data-parallel ranks are the same ranks and have sampled equally many: placed without a look at
-who has what, with it (data/locality.py), and with it under context parallelism of 8, where lengths
+who has what, with it (samples/locality.py), and with it under context parallelism of 8, where lengths
 are placed as multiples of 16. The balance of the first two is the same.
 
 ``--lengths`` is a file with one length per line; without it three drawn sets of 8192 samples with
@@ -37,9 +37,9 @@ if __name__ == "__main__":
     # the folder of the package `bench` instead of that of this file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from mindspeed_rl.data.balance import SequenceCost
-from mindspeed_rl.data.locality import bytes_moved, keep_near
-from mindspeed_rl.data.placement import padded, plan_micro_batches
+from mindspeed_rl.samples.balance import SequenceCost
+from mindspeed_rl.samples.locality import bytes_moved, keep_near
+from mindspeed_rl.samples.placement import padded, plan_micro_batches
 
 NUM_SAMPLES = 8192
 DRAWN = {"mean 1.5K, max 3K": (1500, 3072), "mean 7K, max 32K": (7000, 32768)}

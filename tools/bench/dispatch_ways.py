@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mindspeed_rl.data.routes import Holders, plan_legs
-from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
-from mindspeed_rl.experience.samples import SampleKey
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
 from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
+from mindspeed_rl.samples.rollout_info import SampleKey
+from mindspeed_rl.samples.routes import Holders, plan_legs
 
 NUM_SAMPLES = 1024
 TOKEN_BYTES = 8  # an id and a log-prob

@@ -17,9 +17,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rl.data.lengths import LengthHistory, deal_samples
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.rebalance_sim import Outcome, Policy, Response, simulate
+from mindspeed_rl.samples.lengths import LengthHistory, deal_samples
 
 # Published shapes: mean and limit of the responses (research of peers: DeepSeek-R1 on 128 A3 cards,
 # Qwen3-235B on 64), and the tokens of context whose keys and values weigh as much as the weights

@@ -99,8 +99,9 @@ def start(args: argparse.Namespace) -> Any:
 def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
     """The product's trainer (after one update), engine and state machine, in TRAIN."""
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.data.packing import TrainSample
-    from mindspeed_rl.orchestration import rl_phases, training
+    from mindspeed_rl.rl import build_engine as rl_phases
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.samples.packing import TrainSample
 
     training.initialize_parallel(job)
     policy = training.build_engine(job, "policy", 1)

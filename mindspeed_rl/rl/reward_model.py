@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.memory.owners import Owner
-from mindspeed_rl.orchestration.rl_batch import StepBatches
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_samples import pack_placed
-from mindspeed_rl.orchestration.rl_step import Collected
+from mindspeed_rl.rl.advantages import StepBatches
+from mindspeed_rl.rl.batches import pack_placed
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.update import Collected
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine
 

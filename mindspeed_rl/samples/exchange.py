@@ -12,16 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.data.routes import Leg
-from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.experience.tensor_cache import (
-    WORD_BYTES,
-    Column,
-    Part,
-    TensorCache,
-    as_words,
-    join,
-)
+from mindspeed_rl.samples.device_cache import WORD_BYTES, Column, Part, TensorCache, as_words, join
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.routes import Leg
 
 
 class Parcel(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from mindspeed_rl.experience.samples import SampleKey
+from mindspeed_rl.samples.rollout_info import SampleKey
 
 WORD_BYTES = 4
 

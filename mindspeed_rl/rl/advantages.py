@@ -28,11 +28,12 @@ from mindspeed_rl.algorithms.token_advantages import (
     whitened,
 )
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration import rl_critic, rl_samples
-from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rl import batches as rl_samples
+from mindspeed_rl.rl import critic as rl_critic
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import torch
 
-from mindspeed_rl.data.placement import padded
+from mindspeed_rl.samples.placement import padded
 
 
 @dataclass(frozen=True, slots=True)

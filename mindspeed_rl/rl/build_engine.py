@@ -21,11 +21,9 @@ from mindspeed_rl.dryrun.budget import (
     swaps_optimizer,
     usable_bytes,
 )
-from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger
-from mindspeed_rl.orchestration.engine_stats import graph_sizes
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
 from mindspeed_rl.phases.transition import nothing
@@ -34,10 +32,12 @@ from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.rl.engine_stats import graph_sizes
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.rollout.vllm_versions import engine_capabilities, installed_version
+from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine

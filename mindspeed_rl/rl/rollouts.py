@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.data.lengths import LengthHistory
-from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.observability.metrics import Mean, MetricSet
-from mindspeed_rl.orchestration.engine_stats import record_history, step_metrics, take_stats
-from mindspeed_rl.orchestration.rl_balance import balance_metrics, make_rebalancer, my_share
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_partial import continued
 from mindspeed_rl.rewards import RewardRequest, Scoring
 from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
+from mindspeed_rl.rl.assignment import balance_metrics, make_rebalancer, my_share
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.engine_stats import record_history, step_metrics, take_stats
+from mindspeed_rl.rl.partial_rollouts import continued
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.samples.lengths import LengthHistory
+from mindspeed_rl.samples.rollout_info import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 #: numbers that a judge of samples gives
@@ -117,7 +117,7 @@ def _speak(
 ) -> tuple[list[Rollout], MetricSet]:
     """The samples that every rank of this engine has, and metrics."""
     if run.environment is not None:
-        from mindspeed_rl.orchestration.rl_episodes import converse
+        from mindspeed_rl.rl.multi_turn import converse
 
         return [], converse(run, prompts, step, settings, attempt, scorer)
     rollouts = generate(run, prompts, step, settings, attempt, scorer, lengths, begun)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mindspeed_rl.data.packing import TrainSample
-from mindspeed_rl.data.placement import MicroBatchPlan
-from mindspeed_rl.data.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
-from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution, num_words
-from mindspeed_rl.experience.samples import Sample, SampleKey
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, Column, TensorCache
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
-from mindspeed_rl.orchestration import training
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import num_copies
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.rollouts import num_copies
+from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, Column, TensorCache
+from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution, num_words
+from mindspeed_rl.samples.packing import TrainSample
+from mindspeed_rl.samples.placement import MicroBatchPlan
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine

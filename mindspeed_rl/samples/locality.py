@@ -13,8 +13,8 @@ from itertools import islice
 
 import numpy as np
 
-from mindspeed_rl.data.placement import MicroBatchPlan
-from mindspeed_rl.data.routes import Ints
+from mindspeed_rl.samples.placement import MicroBatchPlan
+from mindspeed_rl.samples.routes import Ints
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 

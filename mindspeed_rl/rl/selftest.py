@@ -24,14 +24,18 @@ from mindspeed_rl.algorithms.value_loss import ValueLossSettings
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.config.architecture import value_layout
 from mindspeed_rl.config.validate import RLPlan, check_layout
-from mindspeed_rl.data.packing import TrainSample, pack
 from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.observability.metrics import reduce_metrics
-from mindspeed_rl.orchestration import rl_critic, training
-from mindspeed_rl.orchestration.rl_batch import selected_tokens
-from mindspeed_rl.orchestration.rl_critic import value_loss_function, value_targets
-from mindspeed_rl.orchestration.rl_step import silent_metrics
-from mindspeed_rl.orchestration.selftest_cases import (
+from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.rl import critic as rl_critic
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl.advantages import selected_tokens
+from mindspeed_rl.rl.build_models import load_value_model, value_engine
+from mindspeed_rl.rl.critic import value_loss_function, value_targets
+from mindspeed_rl.rl.selftest_cases import (
     CASES,
     CUTS,
     LONGEST,
@@ -45,11 +49,8 @@ from mindspeed_rl.orchestration.selftest_cases import (
     Outcome,
     compare,
 )
-from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.orchestration.value_models import load_value_model, value_engine
-from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
-from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.rl.update import silent_metrics
+from mindspeed_rl.samples.packing import TrainSample, pack
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine

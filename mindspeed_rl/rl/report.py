@@ -23,7 +23,6 @@ from mindspeed_rl.config.outputs import (
     export_target,
 )
 from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
@@ -31,11 +30,16 @@ from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headli
 from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
-from mindspeed_rl.orchestration import results, rl_critic, rl_samples, rl_step, training
-from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
-from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
+from mindspeed_rl.rl import batches as rl_samples
+from mindspeed_rl.rl import critic as rl_critic
+from mindspeed_rl.rl import output_folder as results
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl import update as rl_step
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.evaluate import Evaluation, evaluate
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Prompt
 
 

@@ -11,13 +11,13 @@ from functools import partial
 
 from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability import names
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import response_text, rollouts_of
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rewards import lenient_match
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.rollouts import response_text, rollouts_of
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Prompt, Rollout
 
 # Rewards whose verdict on a response is taken over, the first that scored it.

@@ -20,24 +20,20 @@ from mindspeed_rl.algorithms.types import (
     MaxTerm,
     Sequences,
 )
-from mindspeed_rl.experience.samples import UNCACHED, Sample, SampleKey, exchange_table
-from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.orchestration import rl_critic, rl_samples
-from mindspeed_rl.orchestration.rl_balance import observe_lengths
-from mindspeed_rl.orchestration.rl_batch import (
-    StepBatches,
-    UpdateBatch,
-    length_penalty,
-    select_tokens,
-)
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_partial import draw_complete
-from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered, take_complete
-from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
 from mindspeed_rl.orchestration.step_peak import watch_update
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rl import batches as rl_samples
+from mindspeed_rl.rl import critic as rl_critic
+from mindspeed_rl.rl.advantages import StepBatches, UpdateBatch, length_penalty, select_tokens
+from mindspeed_rl.rl.assignment import observe_lengths
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
+from mindspeed_rl.rl.partial_rollouts import draw_complete
+from mindspeed_rl.rl.rollouts import generate, rollouts_of
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.rollout_info import UNCACHED, Sample, SampleKey, exchange_table
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
 from mindspeed_rl.types import Prompt

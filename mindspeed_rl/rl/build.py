@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.data.lengths import LengthHistory
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import (
@@ -23,8 +22,6 @@ from mindspeed_rl.environments import (
     RayHost,
     resolve_environment,
 )
-from mindspeed_rl.experience.samples import Sample
-from mindspeed_rl.experience.tensor_cache import TensorCache
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
@@ -33,9 +30,12 @@ from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.orchestration import training
-from mindspeed_rl.orchestration.rl_balance import check_rebalance
-from mindspeed_rl.orchestration.rl_phases import (
+from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.phases.machine import Phases
+from mindspeed_rl.rewards import PoolBase, RewardSpec
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl.assignment import check_rebalance
+from mindspeed_rl.rl.build_engine import (
     build_phases,
     build_rollout_engine,
     check_expert_replay,
@@ -43,14 +43,14 @@ from mindspeed_rl.orchestration.rl_phases import (
     share_memory,
     watched,
 )
-from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward_pool
-from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
-from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.rewards import PoolBase, RewardSpec
+from mindspeed_rl.rl.build_models import build_critic, build_reward_model
+from mindspeed_rl.rl.build_rewards import check_row_rewards, make_reward_pool
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.rollout.vllm_versions import installed_layout
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.lengths import LengthHistory
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:

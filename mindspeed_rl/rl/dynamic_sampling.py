@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.advantages import teaches
-from mindspeed_rl.experience.samples import Sample, SampleKey
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_samples import Response, holders_of, store_responses
+from mindspeed_rl.rl.batches import Response, holders_of, store_responses
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 
 Group = Sequence[Sample]
 Draw = Callable[[int, int, int], list[Group]]

@@ -16,7 +16,7 @@ from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history, wri
 from mindspeed_rl.rollout.step_loop import StepStats
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.rl_job import RLJob
+    from mindspeed_rl.rl.build import RLJob
 
 
 def take_stats(run: RLJob) -> StepStats:

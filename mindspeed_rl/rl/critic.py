@@ -18,8 +18,8 @@ from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, 
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration import training
-from mindspeed_rl.orchestration.rl_job import RLJob
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import ValueLossFunction
 

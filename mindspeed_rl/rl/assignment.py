@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.data.lengths import LengthHistory, deal_samples
-from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
-from mindspeed_rl.orchestration.rl_partial import most_tokens
-from mindspeed_rl.orchestration.rl_phases import rollout_dtype
+from mindspeed_rl.rl.build_engine import rollout_dtype
+from mindspeed_rl.rl.partial_rollouts import most_tokens
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.rollout.vllm_versions import engine_capabilities, installed_version
+from mindspeed_rl.samples.lengths import LengthHistory, deal_samples
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.rl_job import RLJob
+    from mindspeed_rl.rl.build import RLJob
 
 
 def my_share(

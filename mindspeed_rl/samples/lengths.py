@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from mindspeed_rl.data.balance import partition
+from mindspeed_rl.samples.balance import partition
 
 # Weight of the newest step in the relative length of a prompt.
 _NEWEST = 0.5
@@ -125,7 +125,7 @@ def deal_samples(
 ) -> list[list[int]]:
     """The samples of a step for each group of ranks that generates: equal numbers, equal work.
 
-    With a history they are dealt by expected length (:func:`~mindspeed_rl.data.balance.partition`),
+    With a history they are dealt by expected length (:func:`.balance.partition`),
     so that the siblings of a hard prompt are spread; without one, in order: neighbours share the
     prefix of their prompt in the cache.
 

@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.environments import Failed, Observation
-from mindspeed_rl.experience.continuations import Continuation, exchange_continuations
 from mindspeed_rl.observability.metrics import Mean, MetricSet
-from mindspeed_rl.orchestration.rl_balance import my_share
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_rollout import Scorer
+from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
+from mindspeed_rl.rl.assignment import my_share
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.rollouts import Scorer
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.types import Completion, Prompt, Rollout
 

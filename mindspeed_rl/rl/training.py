@@ -14,11 +14,6 @@ from mindspeed_rl.checkpoint.hf import load_hf, read_tensor, weight_files
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
-from mindspeed_rl.data.balance import SequenceCost
-from mindspeed_rl.data.locality import keep_near
-from mindspeed_rl.data.packing import TrainSample, pack
-from mindspeed_rl.data.placement import MicroBatchPlan, padded, plan_micro_batches
-from mindspeed_rl.data.routes import Ints
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -26,6 +21,11 @@ from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.resharding.layouts.base import TableLayout
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import AllToAllTransport
+from mindspeed_rl.samples.balance import SequenceCost
+from mindspeed_rl.samples.locality import keep_near
+from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.samples.placement import MicroBatchPlan, padded, plan_micro_batches
+from mindspeed_rl.samples.routes import Ints
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine

@@ -1,7 +1,7 @@
 """The sample table: what every rank knows of every sample of a step, but not its tokens.
 
 Advantages, filters and placement are computed from it, alike on every rank and without a further
-message. The tokens stay in the :class:`~mindspeed_rl.experience.tensor_cache.TensorCache` of the
+message. The tokens stay in the :class:`~mindspeed_rl.samples.device_cache.TensorCache` of the
 ranks that made them until a plan moves them. Prompt tokens never travel: every rank has the data.
 """
 

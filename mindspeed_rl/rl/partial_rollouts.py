@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.experience.samples import Sample
-from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
 from mindspeed_rl.rollout.engine import GenerationRequest
+from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS
+from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.rl_job import RLJob
+    from mindspeed_rl.rl.build import RLJob
 
 Pass = Callable[[Sequence[Prompt], Sequence[Sample | None]], list[Sample]]
 """(prompts, what there is of each response) -> all of each after one more pass, in order."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
-from mindspeed_rl.orchestration import checkpoints, rl_samples
-from mindspeed_rl.orchestration.rl_job import RLJob
-from mindspeed_rl.orchestration.rl_report import Report
-from mindspeed_rl.orchestration.rl_resample import keep_surplus, restored_surplus, surplus_state
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rl import batches as rl_samples
+from mindspeed_rl.rl import checkpoints
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.dynamic_sampling import keep_surplus, restored_surplus, surplus_state
+from mindspeed_rl.rl.report import Report
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
