@@ -35,22 +35,23 @@ def main(job: SftJob) -> None:
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.observability.trackers import make_trackers
-    from mindspeed_rl.rl import checkpoints, training
-    from mindspeed_rl.rl import output_folder as results
+    from mindspeed_rl.rl import checkpoints, output_folder
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.export import export_policy
 
     train, logs = job.config.train, job.config.logging
     if job.config.sft.stage == "pretrain":
         refuse_other_data(job.ignored)
-    training.initialize_parallel(job)
+    initialize_parallel(job)
     source = load_source(job)
-    engine = training.build_engine(job, "policy", train.train_iters)
+    engine = build_engine(job, "policy", train.train_iters)
     describe(job, source)
     loaded = checkpoints.load(job, engine)
     if loaded.extra:
         source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
         )
-    results.claim(job, loaded.step)
+    output_folder.claim(job, loaded.step)
     writer = job.world.rank == 0
     backends = ("jsonl", "tensorboard")
     others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))
@@ -72,14 +73,14 @@ def main(job: SftJob) -> None:
             with timer("log"):
                 logger.log(step, values)
                 progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
-            if checkpoints.save_is_due(job, step):
+            if checkpoints.save_is_due(job.config.checkpoint, train.train_iters, step):
                 with timer("save"), job.watchdog.phase("save"):
                     checkpoints.save(job, engine, step, {"sampler": source.state_dict()})
         profiler.close()
         progress.close()
     if target := job.config.checkpoint.export_hf:
         with job.watchdog.phase("export"):
-            training.export_hf(job, engine, target, train.train_iters)
+            export_policy(job, engine, target, train.train_iters)
         job.say(f"HF checkpoint: {target}")
 
 
@@ -91,10 +92,10 @@ def train_step(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import batch_rules
 
     with timer("train"), job.watchdog.phase("train"):
-        batches = training.local_batches(job, engine, chosen.samples, chosen.lengths)
+        batches = engine.prepare(batch_rules(job).pack_own(chosen.samples, chosen.lengths))
         loss = partial(supervised_loss, num_tokens=chosen.num_trained)
         found = engine.forward_backward(batches, loss)
         stats = engine.step()
@@ -143,12 +144,12 @@ def load_source(job: SftJob) -> SampleSource:
 def load_examples(job: SftJob) -> SupervisedDataset:
     """The data set, tokenised. Local."""
     from mindspeed_rl.data.supervised import load_supervised
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import load_tokenizer
 
     sft = job.config.sft
     return load_supervised(
         sft.sft_data,
-        training.load_tokenizer(job.config),
+        load_tokenizer(job.config),
         job.config.train.seq_length or job.plan.spec.max_position_embeddings,
         vocab_size=job.plan.spec.vocab_size,
         prompt_key=sft.prompt_key,

@@ -23,7 +23,7 @@ TokenScore = tuple[int, int, float, float]
 def main(job: ScoreJob) -> None:
     """Score the sequences and write the result on rank 0."""
     from mindspeed_rl.data.scores import read_sequences
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import initialize_parallel
 
     score = job.config.score
     spec = job.plan.spec
@@ -31,7 +31,7 @@ def main(job: ScoreJob) -> None:
     if score.backend == "engine":
         limit = spec.engine_positions - 1  # vLLM wants room for one more token
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
-    training.initialize_parallel(job)
+    initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
     result = gather(job, sequences, compute(job, sequences))
     if result is not None:
@@ -47,21 +47,20 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by the training engine. Collective: the training grid."""
     import torch
 
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import batch_rules, build_engine
     from mindspeed_rl.samples.packing import TrainSample
 
-    engine = training.build_engine(job, "reference", 0, job.config.score.temperature)
+    engine = build_engine(job, "reference", 0, job.config.score.temperature)
     samples = [
         TrainSample(i, torch.tensor(sequences.ids(i)), 1) for i in range(len(sequences.length))
     ]
-    batches = training.local_batches(job, engine, samples)
+    batches = engine.prepare(batch_rules(job).pack_own(samples))
     results = engine.logprobs_and_entropy(batches)
     found: list[TokenScore] = []
     if not engine.is_last or job.plan.parallel.coords(job.world.rank).tp:
         return found
-    for prepared, result in zip(batches, results, strict=True):
+    for batch, result in zip(batches, results, strict=True):
         assert result is not None
-        batch = prepared.batch
         owners = [batch.sample_ids[i] for i in batch.sequence_of.tolist()]
         positions = (batch.positions[batch.loss_mask] + 1).tolist()
         logp, entropy = (values.tolist() for values in result)
@@ -71,8 +70,8 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
 
 def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
-    from mindspeed_rl.rl import training
     from mindspeed_rl.rl.build_engine import rollout_dtype
+    from mindspeed_rl.rl.build_models import load_weights
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 
@@ -92,7 +91,7 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     )
     _ENGINES.append(engine)
     engine.begin_update()
-    training.load_weights(job, layout, engine.weight_views())
+    load_weights(job, layout, engine.weight_views())
     engine.finish_update(0)
     mine = range(layout.engine.group_of(rank), len(sequences.length), layout.engine.num_groups)
     scores = engine.score(

@@ -5,77 +5,70 @@ With ``--orchestrator ray`` it is ``python -m mindspeed_rl.train_rl``, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.orchestration.stages import SampleIds, Stage, run_through
 from mindspeed_rl.orchestration.torchrun import Job, run_entry
 
 if TYPE_CHECKING:
-    from mindspeed_rl.rl.build import RLJob
+    from mindspeed_rl.rl.components import Components
 
 
-def train(run: RLJob) -> Iterator[Stage]:
-    """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout.
+def train(run: Components) -> None:
+    """prompts -> rollouts -> rewards -> advantages -> update -> weight sync -> rollouts."""
+    from mindspeed_rl.rl import resume
+    from mindspeed_rl.rl.advantages import compute_advantages
+    from mindspeed_rl.rl.batches import build_batches
+    from mindspeed_rl.rl.logprobs import compute_logprobs
+    from mindspeed_rl.rl.reward_model import add_model_scores
+    from mindspeed_rl.rl.rollouts import generate_rollouts
+    from mindspeed_rl.rl.sync import check_engine, sync_weights
+    from mindspeed_rl.rl.update import refresh_reference, update
 
-    Yields before every stage; going on is its driver's decision.
-    """
-    from mindspeed_rl.rl import advantages as rl_batch
-    from mindspeed_rl.rl import resume as rl_resume
-    from mindspeed_rl.rl import reward_model as rl_reward_model
-    from mindspeed_rl.rl import update as rl_step
-
-    report = rl_resume.start(run)
-    rl_step.probe(run)
-    run.timer.restart()
+    state, report = resume.start(run)
+    check_engine(run, state)
+    run.telemetry.timer.restart()
     for step in range(report.start + 1, run.config.train.train_iters + 1):
-        yield Stage("rollout", step)
-        run.profiler.begin_step(step)
-        run.phases.to_rollout(run.version)
+        run.telemetry.profiler.begin_step(step)
+        run.scheduler.to_sync()
+        synced = sync_weights(run, state.version)
+        run.scheduler.to_rollout()
         report.evaluate_if_due(step - 1)
-        rollouts = rl_step.collect(run, step)
-        yield Stage("train", step, SampleIds.of(s.sample_id for s in rollouts.samples))
-        run.phases.to_train()
+        rollouts = generate_rollouts(run, state, step)
+        run.scheduler.to_train()
         with run.phase("train"):
-            batches = rl_batch.build_batches(run, rollouts.samples)
-            rollouts = rl_reward_model.add_scores(run, rollouts, batches)
-            batches = rl_batch.annotate(run, batches, rollouts.samples)
-            batches = rl_batch.with_advantages(
-                run, batches, rollouts.samples, step, rollouts.greedy
+            batches = build_batches(run, rollouts.samples)
+            rollouts = add_model_scores(run, rollouts, batches.placed)
+            batches = compute_logprobs(run, state, batches, rollouts.samples)
+            batches = compute_advantages(
+                run, state, batches, rollouts.samples, step, rollouts.greedy_rewards
             )
-            warmup = step <= run.config.critic.critic_warmup_steps
-            metrics = rl_step.update(run, batches, critic_only=warmup)
-            rl_step.refresh_reference(run, step)
-        metrics = metrics.merge(rollouts.metrics)
-        report.log_step(step, rollouts.drawn, metrics, batches.placed)
-        rl_resume.save_if_due(run, report, step)
-    yield Stage("finish", run.config.train.train_iters)
-    run.phases.to_rollout(run.version)
+            metrics = update(run, state, batches, step)
+            refresh_reference(run, step)
+        report.log_step(step, rollouts, metrics.merge(synced), batches.placed)
+        resume.save_if_due(run, state, report, step)
+    run.scheduler.to_sync()
+    sync_weights(run, state.version)
+    run.scheduler.to_rollout()
     report.finish()
 
 
-def stages(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
-    """Build the run, train, evaluate, write the results; the first stage follows the building."""
-    from mindspeed_rl.rl import report as rl_report
+def main(job: Job[RLRunConfig, RLPlan]) -> None:
+    """Build the run, train, evaluate, write the results."""
     from mindspeed_rl.rl import selftest
-    from mindspeed_rl.rl.build import build_rl_job
+    from mindspeed_rl.rl.build import build_components
+    from mindspeed_rl.rl.report import describe
 
     if job.config.rl.rl_selftest == "loss":
         selftest.check(job)
         return
-    run = build_rl_job(job)
+    run = build_components(job)
     try:
-        rl_report.describe(run)
-        yield from train(run)
+        describe(run)
+        train(run)
     finally:
         run.close()
-
-
-def main(job: Job[RLRunConfig, RLPlan]) -> None:
-    """All stages, without a pause."""
-    run_through(stages(job))
 
 
 if __name__ == "__main__":

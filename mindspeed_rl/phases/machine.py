@@ -31,10 +31,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mindspeed_rl.memory.owners import LEAVING, UPDATE_STATE, OffloadMode, Owner
-from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.offload.group import StorageGroup
 from mindspeed_rl.phases.transition import Action, UndoFailed, nothing, perform
-from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.rollout.engine import InferenceEngine
 
 
@@ -91,7 +89,6 @@ class Phases:
 
     Args:
         engine: the inference engine of this rank, awake.
-        sync: how weights get into it.
         phase: context manager that names a phase for timers and the watchdog.
         sharing: what leaves the device; what of it leaves in ROLLOUT is away already.
     """
@@ -99,32 +96,35 @@ class Phases:
     def __init__(
         self,
         engine: InferenceEngine,
-        sync: WeightSync,
         phase: Callable[[str], AbstractContextManager[None]],
         sharing: Sharing | None = None,
     ) -> None:
         self._engine = engine
-        self._sync = sync
         self._phase = phase
         self._sharing = sharing or Sharing()
-        self._version = -1
         self.state = Phase.ROLLOUT
 
-    @property
-    def sync_metrics(self) -> MetricSet:
-        """Bytes and speed of the latest weight update on this rank."""
-        return self._sync.metrics
+    def to_sync(self) -> None:
+        """Make room for the engine's weights beside the trainer's. Local.
 
-    def to_rollout(self, version: int) -> None:
-        """Hand the devices to the engine with weights of ``version``. Collective: the world.
-
-        Before: TRAIN, IDLE or SYNC. After: ROLLOUT, the engine's weights bit-equal to the
-        trainer's.
+        Before: TRAIN, IDLE or SYNC. After: SYNC, in which the weights are brought over.
 
         Raises:
-            RuntimeError: called in another state, or the proof found a difference.
+            RuntimeError: called in another state.
         """
-        self._version = version
+        self._go(Phase.SYNC, self._onward)
+
+    def to_rollout(self) -> None:
+        """Hand the devices to the engine, whose weights are complete. Local.
+
+        Before: SYNC. After: ROLLOUT.
+
+        Raises:
+            RuntimeError: called in another state, or the engine has no complete weights.
+        """
+        self.require(Phase.SYNC, "to_rollout")
+        if self._engine.weights_version < 0:
+            raise RuntimeError("the engine has no complete weights; synchronise them first")
         self._go(Phase.ROLLOUT, self._onward)
 
     def to_train(self) -> None:
@@ -169,7 +169,7 @@ class Phases:
             raise RuntimeError(
                 f"phase {target.value} is entered from {allowed} only, not from {self.state.value}"
             )
-        step = 1 if target is CHAIN[-1] else -1
+        step = 1 if CHAIN.index(target) > CHAIN.index(self.state) else -1
         while self.state is not target:
             try:
                 perform(actions_after[self.state](), self._phase)
@@ -223,10 +223,9 @@ class Phases:
         return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
-        """Weights, then parameters away, then the cache."""
+        """Parameters away, then the cache."""
         need = self._engine.cache_bytes
         return [
-            Action("reshard", "reshard", lambda: self._sync.run(self._engine, self._version)),
             *self._offload(Owner.PARAMETERS),
             *self._tidy("offload"),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),

@@ -1,11 +1,11 @@
-"""Everything an RL run holds on one rank, and how it is built."""
+"""How the parts of an RL run are built, in the order in which mistakes are cheapest."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,43 +15,43 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import (
-    EnvironmentFactory,
-    Host,
-    LocalHost,
-    RayHost,
-    resolve_environment,
-)
+from mindspeed_rl.environments import LocalHost, RayHost, resolve_environment
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.rewards import PoolBase, RewardSpec
-from mindspeed_rl.rl import training
-from mindspeed_rl.rl.assignment import check_rebalance
+from mindspeed_rl.rewards import RewardSpec
+from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import (
-    build_phases,
     build_rollout_engine,
-    check_expert_replay,
+    build_weight_sync,
     open_ledger,
+    rollout_dtype,
     share_memory,
     watched,
+    with_installed_engine,
 )
-from mindspeed_rl.rl.build_models import build_critic, build_reward_model
+from mindspeed_rl.rl.build_models import (
+    batch_rules,
+    build_models,
+    initialize_parallel,
+    load_tokenizer,
+)
 from mindspeed_rl.rl.build_rewards import check_row_rewards, make_reward_pool
-from mindspeed_rl.rollout.engine import SamplingSettings
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_versions import installed_layout
+from mindspeed_rl.rl.components import Components, PromptData, Telemetry
+from mindspeed_rl.rl.multi_turn import Environments
+from mindspeed_rl.rl.rollout_worker import PhaseContext, RolloutWorker
+from mindspeed_rl.rl.scoring import RewardFunctions
+from mindspeed_rl.rollout.engine import InferenceEngine
+from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.lengths import LengthHistory
-from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.samples.store import SampleStore
+from mindspeed_rl.trainer import parallel_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,106 +60,183 @@ if TYPE_CHECKING:
 _YOUNG_OBJECTS = 20_000
 
 
-@dataclass
-class RLJob:
-    """The parts of an RL run on this rank.
+def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
+    """Build the run on this rank; it is in TRAIN afterwards. Collective: the world."""
+    job = with_installed_engine(job)
+    config, rank = job.config, job.world.rank
+    output = Path(config.logging.output_dir)
+    tokenizer = load_tokenizer(config)
+    stop_token_ids(tokenizer, job.plan)
+    rewards = _reward_functions(job, tokenizer)
+    environments = _environments(job, tokenizer)
+    data = _prompt_data(job, tokenizer)
+    check_row_rewards(config, _reward_specs(config), [data.train, *data.held_out.values()])
+    initialize_parallel(job)
+    models = build_models(job)
+    profiler = StepProfiler(config.profiler, job.platform, rank, output)
+    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
+    sharing = share_memory(job, models)
+    sharing.leave_all()  # the engine is built into the room that it will have
+    engine = build_rollout_engine(job)
+    cache = TensorCache(job.platform.device)
+    trained = {Owner.OPTIMIZER: models.policy, Owner.CRITIC_OPTIMIZER: models.critic}
+    ledger = open_ledger(job, sharing, engine, cache, trained)
+    scheduler = Phases(engine, _phases_of(job, timer), watched(sharing, ledger))
+    run = Components(
+        job=job,
+        data=data,
+        models=models,
+        rollouts=build_rollout_worker(job, engine, rewards, environments, cache, tokenizer),
+        samples=build_sample_store(job, data.train, cache),
+        scheduler=scheduler,
+        weight_sync=build_weight_sync(job, models.policy),
+        telemetry=Telemetry(
+            timer=timer,
+            profiler=profiler,
+            ledger=ledger,
+            logger=open_logger(config, rank),
+            dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
+        ),
+    )
+    scheduler.to_train()
+    _freeze_objects()
+    return run
 
-    ``version`` counts optimizer updates: it names the weights that sampled a token.
-    ``num_steps`` counts the RL steps that this process has begun to train on.
-    ``kl_beta`` is the present coefficient of the KL to the reference.
-    ``surplus`` are groups of samples that dynamic sampling left for the next step.
-    ``pending`` are groups with responses that go on in the next step.
-    ``lengths`` of earlier responses, by prompt; equal on all ranks.
-    ``eval_sets`` are held-out prompts by name; that of ``--eval-prompt-data`` is empty.
-    ``cache`` keeps the tokens of samples that this rank's engine made.
-    ``rewards`` exists on the first rank of each engine only.
-    ``environment`` makes the other side of a conversation; ``None``: responses have one turn.
-    ``remote_environments`` are those that run elsewhere; on the first rank of each engine only.
-    """
 
-    job: Job[RLRunConfig, RLPlan]
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptDataset
-    eval_sets: dict[str, PromptDataset]
-    sampler: PromptSampler
-    policy: TrainEngine
-    reference: TrainEngine | None
-    engine: VllmEngine
-    phases: Phases
-    ledger: MemoryLedger
-    rewards: PoolBase | None
-    reward_names: tuple[str, ...]
-    timer: PhaseTimer
-    logger: RunLogger
-    dump: RolloutDump
-    profiler: StepProfiler
-    cache: TensorCache
-    kl_beta: float
-    version: int = 0
-    num_steps: int = 0
-    surplus: list[Sequence[Sample]] = field(default_factory=list)
-    pending: list[Sequence[Sample]] = field(default_factory=list)
-    lengths: LengthHistory = field(default_factory=LengthHistory)
-    critic: TrainEngine | None = None
-    reward_model: TrainEngine | None = None
-    environment: EnvironmentFactory | None = None
-    remote_environments: RayHost | None = None
-
-    @property
-    def config(self) -> RLRunConfig:
-        """The configuration."""
-        return self.job.config
-
-    @property
-    def plan(self) -> RLPlan:
-        """Layouts and batch arithmetic."""
-        return self.job.plan
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Names of the parts of a reward: the functions', and the reward model's."""
-        return (*self.reward_names, *(() if self.reward_model is None else ("reward_model",)))
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-        return self.job.world.rank
-
-    @property
-    def leads_engine(self) -> bool:
-        """Whether this rank speaks for its engine."""
-        return self.plan.engine.tp_rank(self.rank) == 0
-
+def _phases_of(job: Job[RLRunConfig, RLPlan], timer: PhaseTimer) -> PhaseContext:
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name a phase for the timer and the watchdog."""
-        with self.timer(name), self.job.watchdog.phase(name):
+    def phase(name: str) -> Iterator[None]:
+        with timer(name), job.watchdog.phase(name):
             yield
 
-    def sampling(self, temperature: float) -> SamplingSettings:
-        """Sampling settings at a temperature; 0 is greedy."""
-        return SamplingSettings(
-            temperature,
-            self.config.rollout.rollout_max_response_length,
-            stop_token_ids(self.tokenizer, self.plan),
-        )
+    return phase
 
-    def environments(self) -> Host:
-        """Where the environments of new conversations live."""
-        if self.remote_environments is not None:
-            return self.remote_environments
-        assert self.environment is not None
-        return LocalHost(self.environment, self.tokenizer)
 
-    def close(self) -> None:
-        """Stop reward workers and environments, and close files."""
-        self.profiler.close()
-        if self.remote_environments is not None:
-            self.remote_environments.close()
-        if self.rewards is not None:
-            self.rewards.close()
-        self.logger.close()
-        self.dump.close()
+def _freeze_objects() -> None:
+    """Keep the garbage collector from what stays for the run, and from every few samples."""
+    gc.collect()
+    gc.freeze()  # not looked through at every release of device memory
+    gc.set_threshold(_YOUNG_OBJECTS)  # tables of samples would begin a collection every few ms
+
+
+def build_sample_store(
+    job: Job[RLRunConfig, RLPlan], prompts: PromptDataset, cache: TensorCache
+) -> SampleStore:
+    """Where the tokens of samples are kept, and how they move. Local."""
+    config, plan = job.config, job.plan
+    has_environment = bool(config.environment.rl_environment)
+    # where there are experts, how far their choices agree is counted on every stage
+    stages = range(plan.parallel.pp) if plan.spec.moe else sorted({0, plan.parallel.pp - 1})
+    return SampleStore(
+        rank=job.world.rank,
+        parallel=plan.parallel,
+        engine=plan.engine,
+        prompts=prompts,
+        rules=batch_rules(job),
+        samples_per_update=plan.batch.samples_per_update,
+        cache=cache,
+        num_copies=num_copies(config, plan),
+        stages=tuple(stages),
+        one_node=job.world.local_size == job.world.size,
+        columns=response_columns(has_environment=has_environment, experts=_experts(job)),
+        drop_truncated=config.sampling.rl_overlong_filtering,
+        group_along=parallel_state.group_along,
+    )
+
+
+def _experts(job: Job[RLRunConfig, RLPlan]) -> Column | None:
+    """The column of the engine's experts, where they are replayed."""
+    if job.config.rl.rl_routing_replay != "rollout":
+        return None
+    spec = job.plan.spec
+    assert spec.moe is not None, "refused before the run"
+    return experts_column(spec.num_experts, len(spec.expert_layers) * spec.moe.top_k)
+
+
+def num_copies(config: RLRunConfig, plan: RLPlan) -> int:
+    """Ranks of an engine that have each sample: a conversation is known to its first rank alone."""
+    return 1 if config.environment.rl_environment else plan.engine.tp
+
+
+def build_rollout_worker(
+    job: Job[RLRunConfig, RLPlan],
+    engine: InferenceEngine,
+    rewards: RewardFunctions,
+    environments: Environments | None,
+    cache: TensorCache,
+    tokenizer: PreTrainedTokenizerBase,
+) -> RolloutWorker:
+    """What generates and scores on this rank. Local."""
+    config, plan = job.config, job.plan
+    item = rollout_dtype(config.rollout, config.train).itemsize
+    return RolloutWorker(
+        engine=engine,
+        assignment=Assignment(
+            engine=plan.engine,
+            rank=job.world.rank,
+            limit=config.rollout.rollout_max_response_length,
+            partial_tokens=config.balance.partial_rollout_tokens,
+            by_length=config.balance.rollout_balance == "history",
+            rules=rebalance_rules(config, plan, engine.max_num_seqs, item),
+        ),
+        rewards=rewards,
+        cache=cache,
+        seed=config.train.seed,
+        stop_token_ids=stop_token_ids(tokenizer, plan),
+        num_copies=num_copies(config, plan),
+        history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,
+        environments=environments,
+    )
+
+
+def _reward_specs(config: RLRunConfig) -> list[RewardSpec]:
+    return [RewardSpec.parse(text) for text in config.rewards.reward_function]
+
+
+def _reward_functions(
+    job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase
+) -> RewardFunctions:
+    """The reward workers, on the first rank of each engine. Local."""
+    specs = _reward_specs(job.config)
+    leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    return RewardFunctions(
+        names=tuple(spec.label for spec in specs),
+        pool=make_reward_pool(job.config, specs) if leads else None,
+        tokenizer=tokenizer,
+        in_conversation=bool(job.config.environment.rl_environment),
+    )
+
+
+def _environments(
+    job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase
+) -> Environments | None:
+    """The other side of conversations; ``None`` where responses have one turn. Local.
+
+    On ranks that do not lead their engine it is never asked.
+    """
+    flags = job.config.environment
+    if not flags.rl_environment:
+        return None
+    factory = resolve_environment(flags.rl_environment)
+    make = partial(
+        Environments,
+        name=flags.rl_environment,
+        max_turns=flags.rl_environment_max_turns,
+        max_error_rate=job.config.rewards.reward_max_error_rate,
+    )
+    leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    if leads and flags.rl_environment_ray_workers:
+        host = RayHost(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
+        return make(host, stop=host.close)
+    return make(LocalHost(factory, tokenizer))
+
+
+def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
+    """Where metrics go; on rank 0."""
+    logs = config.logging
+    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
+    places = ("jsonl", "tensorboard")
+    return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:
@@ -185,114 +262,14 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
     return tuple(sorted(ids))
 
 
-def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
-    """Build the parts in the order in which mistakes are cheapest. Collective: the world."""
-    job = _with_installed_engine(job)
-    config, plan, rank = job.config, job.plan, job.world.rank
-    specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
-    leads = plan.engine.tp_rank(rank) == 0
-    environment = _environment(config)
-    rewards = make_reward_pool(config, specs) if leads else None
-    tokenizer = training.load_tokenizer(config)
-    stop_token_ids(tokenizer, plan)
-    prompts, eval_sets = load_data(config.prompts, tokenizer, plan.spec, progress=rank == 0)
-    check_row_rewards(config, specs, [prompts, *eval_sets.values()])
-    training.initialize_parallel(job)
-    updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
-    temperature = config.rl.rl_default_temperature
-    policy = training.build_engine(job, "policy", updates, temperature, routing=routing_of(job))
-    reference = _build_reference(job)
-    critic, reward_model = build_critic(job), build_reward_model(job)
-    output = Path(config.logging.output_dir)
-    profiler = StepProfiler(config.profiler, job.platform, rank, output)
-    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
-    sharing = share_memory(job, policy, reference, critic, reward_model)
-    sharing.leave_all()  # the engine is built into the room that it will have
-    engine = build_rollout_engine(job)
-    cache = TensorCache(job.platform.device)
-    trained = {Owner.OPTIMIZER: policy, Owner.CRITIC_OPTIMIZER: critic}
-    ledger = open_ledger(job, sharing, engine, cache, trained)
-    holder: list[RLJob] = []
-    phases = build_phases(
-        job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)
+def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
+    """The data sets and the order of prompts. Local."""
+    config = job.config
+    prompts, held_out = load_data(
+        config.prompts, tokenizer, job.plan.spec, progress=job.world.rank == 0
     )
-    result = RLJob(
-        job=job,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        eval_sets=eval_sets,
-        sampler=PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint),
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        reward_model=reward_model,
-        engine=engine,
-        phases=phases,
-        ledger=ledger,
-        environment=environment,
-        remote_environments=_remote_environments(config, tokenizer) if leads else None,
-        rewards=rewards,
-        reward_names=tuple(spec.label for spec in specs),
-        cache=cache,
-        kl_beta=config.rl.grpo_kl_beta,
-        timer=timer,
-        logger=open_logger(config, rank),
-        profiler=profiler,
-        dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
-    )
-    holder.append(result)
-    phases.to_train()
-    _settle_objects()
-    return result
-
-
-def _settle_objects() -> None:
-    """Keep the garbage collector from what stays for the run, and from every few samples."""
-    gc.collect()
-    gc.freeze()  # not looked through at every release of device memory
-    gc.set_threshold(_YOUNG_OBJECTS)  # tables of samples would begin a collection every few ms
-
-
-def _with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
-    """The plan as the installed engine keeps experts, after what it cannot do is refused."""
-    check_rebalance(job.config, job.platform.name)
-    check_expert_replay(job.config, job.platform.name)
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    return replace(job, plan=replace(job.plan, vllm=vllm))
-
-
-def _environment(config: RLRunConfig) -> EnvironmentFactory | None:
-    name = config.environment.rl_environment
-    return resolve_environment(name) if name else None
-
-
-def _build_reference(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
-    """What the KL is to, where the loss or the reward has one. Collective: the world."""
-    if not job.config.rl.grpo_kl_beta:
-        return None
-    return training.build_engine(job, "reference", 0, job.config.rl.rl_default_temperature)
-
-
-def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
-    """Where metrics go; on rank 0."""
-    logs = config.logging
-    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
-    places = ("jsonl", "tensorboard")
-    return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
-
-
-def _remote_environments(config: RLRunConfig, tokenizer: PreTrainedTokenizerBase) -> RayHost | None:
-    flags = config.environment
-    workers = flags.rl_environment_ray_workers
-    return RayHost(flags.rl_environment, tokenizer, workers) if workers else None
-
-
-def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:
-    """What the policy does about the experts of later passes: see ``TrainEngine``."""
-    if not job.plan.spec.moe:
-        return "free"
-    choice = job.config.rl.rl_routing_replay
-    return {"none": "compare", "trainer": "replay", "rollout": "engine"}[choice]
+    sampler = PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint)
+    return PromptData(tokenizer, prompts, held_out, sampler)
 
 
 def load_data(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,18 +24,23 @@ from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger
 from mindspeed_rl.orchestration.torchrun import Job
-from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
+from mindspeed_rl.phases.machine import CHAIN, Sharing
 from mindspeed_rl.phases.transition import nothing
 from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync
 from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rl.engine_stats import graph_sizes
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_versions import engine_capabilities, installed_version
+from mindspeed_rl.rollout.vllm_versions import (
+    engine_capabilities,
+    installed_layout,
+    installed_version,
+)
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
@@ -73,10 +77,7 @@ def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
 
 def share_memory(
     job: Job[RLRunConfig, RLPlan],
-    policy: TrainEngine,
-    reference: TrainEngine | None,
-    critic: TrainEngine | None = None,
-    reward_model: TrainEngine | None = None,
+    models: Models,
 ) -> Sharing:
     """What leaves the device for the engine, and what of the engine leaves for it.
 
@@ -91,7 +92,7 @@ def share_memory(
         f"{'freed' if free_weights else 'kept'} while the trainer trains"
     )
     platform = job.platform
-    groups = trainer_memory(policy, reference, critic, reward_model)
+    groups = trainer_memory(models.policy, models.reference, models.critic, models.reward_model)
     if swaps_optimizer(job.config, machine_on(job.config, platform.name)):
         for owner in (Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER):
             groups.pop(owner, None)  # MindSpeed moves it
@@ -199,20 +200,27 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
         )
 
 
-def check_expert_replay(config: RLRunConfig, platform: str) -> None:
-    """Refuse to replay experts that the installed engine does not tell. Local.
+def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
+    """The job whose plan is as the installed engine keeps weights. Local; vLLM is not imported.
 
     Raises:
-        ValueError: naming the flag and what to use.
+        ValueError: the flags ask for what the installed engine cannot do; names the flag and what
+            to use.
     """
-    if config.rl.rl_routing_replay != "rollout":
-        return
+    config, platform = job.config, job.platform.name
     row = engine_capabilities(installed_version(), platform)
-    if not row.routed_experts:
+    if config.balance.rollout_rebalance == "all" and not row.streams:
+        raise ValueError(
+            f"--rollout-rebalance all: vLLM {row.version}x on {platform} cannot let the random "
+            "stream of a request go on in another engine; use waiting"
+        )
+    if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
         raise ValueError(
             f"--rl-routing-replay rollout: the experts that vLLM {row.version}x on {platform} "
             "chooses cannot be had from it; use trainer, or none"
         )
+    vllm = installed_layout(job.plan.vllm, platform)
+    return replace(job, plan=replace(job.plan, vllm=vllm))
 
 
 def _recorder_of(job: Job[RLRunConfig, RLPlan]) -> ExpertRecorder | None:
@@ -221,23 +229,17 @@ def _recorder_of(job: Job[RLRunConfig, RLPlan]) -> ExpertRecorder | None:
     return ExpertRecorder(job.plan.spec.expert_layers)
 
 
-def build_phases(
-    job: Job[RLRunConfig, RLPlan],
-    policy: TrainEngine,
-    engine: VllmEngine,
-    sharing: Sharing,
-    phase: Callable[[str], AbstractContextManager[None]],
-) -> Phases:
-    """The state machine with its weight path. Collective: plans are compared."""
+def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> WeightSync:
+    """How weights get from the policy into the engine. Collective: plans are compared."""
     config, plan, world = job.config, job.plan, job.world
     dtype = rollout_dtype(config.rollout, config.train)
-    read: Callable[[], Mapping[str, torch.Tensor]] = policy.named_parameters
-    proof = WeightProof(plan.megatron, plan.vllm, world.rank, dtype)
-    path = build_weight_path(job, dtype)
-    sync = WeightSync(
-        path, proof, read, config.rollout.reshard_verify_interval, job.platform.synchronize
+    return WeightSync(
+        build_weight_path(job, dtype),
+        WeightProof(plan.megatron, plan.vllm, world.rank, dtype),
+        policy.named_parameters,
+        config.rollout.reshard_verify_interval,
+        job.platform.synchronize,
     )
-    return Phases(engine, sync, phase, sharing)
 
 
 def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:

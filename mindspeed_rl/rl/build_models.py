@@ -1,17 +1,143 @@
-"""Models with a value head beside the policy: how they are built."""
+"""The models of a run: process groups, weights, optimizers, and how batches are cut for them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.models.blocks import VALUE_HEAD
+from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.parallel.groups import check_equal_nodes
+from mindspeed_rl.resharding.layouts.base import TableLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.rl.components import Models
+from mindspeed_rl.rl.export import kept_mtp
+from mindspeed_rl.samples.balance import SequenceCost
+from mindspeed_rl.samples.batching import BatchRules
+from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mindspeed_rl.config import PretrainRunConfig
+    from mindspeed_rl.config.validate import RunPlan
+
+
+def build_models(job: Job[RLRunConfig, RLPlan]) -> Models:
+    """All models of an RL run with their first weights. Collective: the training grid."""
+    config, plan = job.config, job.plan
+    updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
+    temperature = config.rl.rl_default_temperature
+    policy = build_engine(job, "policy", updates, temperature, routing=_routing(job))
+    reference = None
+    if config.rl.grpo_kl_beta:  # what the KL is to
+        reference = build_engine(job, "reference", 0, temperature)
+    return Models(policy, reference, build_critic(job), build_reward_model(job))
+
+
+def _routing(job: Job[RLRunConfig, RLPlan]) -> str:
+    """What the policy does about the experts of later passes: see ``TrainEngine``."""
+    if not job.plan.spec.moe:
+        return "free"
+    choice = job.config.rl.rl_routing_replay
+    return {"none": "compare", "trainer": "replay", "rollout": "engine"}[choice]
+
+
+def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run; an export, whose ``config.json`` is the model's, reads the same."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = config.model
+    how: dict[str, Any] = {}
+    if model.tokenizer_name_or_path:
+        # transformers chooses the class, and with it rules and added tokens, by the model's type
+        how["config"] = AutoConfig.from_pretrained(model.hf_checkpoint)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        model.tokenizer_directory, **how
+    )
+    return tokenizer
+
+
+def build_engine(
+    job: Job[Any, RunPlan],
+    role: str,
+    num_updates: int,
+    temperature: float = 1.0,
+    *,
+    routing: str = "free",
+) -> TrainEngine:
+    """A TrainEngine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
+    config = job.config
+    engine = TrainEngine(
+        role,
+        layout=job.plan.megatron,
+        platform=job.platform,
+        model=config.model,
+        parallel=config.parallel,
+        train=config.train,
+        num_updates=num_updates,
+        temperature=temperature,
+        routing=routing,
+    )
+    if role == "policy":
+        kept_mtp(job)  # what an export would lack is told before the run, not after it
+    load_weights(job, job.plan.megatron, engine.named_parameters(), tell=role == "policy")
+    engine.weights_changed()
+    return engine
+
+
+def load_weights(
+    job: Job[Any, RunPlan],
+    layout: TableLayout,
+    params: Mapping[str, torch.Tensor],
+    tell: bool = True,
+) -> None:
+    """Fill ``params`` from ``--hf-checkpoint``; ``tell`` on rank 0 what is left out. Local.
+
+    Raises:
+        ValueError: weights that do not fit the model.
+    """
+    checkpoint = job.config.model.hf_checkpoint
+    mtp = mtp_tensors(layout.spec, weight_files(checkpoint))
+    if mtp and tell:
+        job.say(
+            f"--hf-checkpoint {checkpoint}: left out are {len(mtp)} tensors of multi-token "
+            f"prediction (layers: {layout.spec.num_mtp_layers})"
+        )
+    load_hf(checkpoint, layout, job.world.rank, params, left_out=mtp)
+
+
+def initialize_parallel(job: Job[Any, RunPlan]) -> None:
+    """Create the training grid's process groups. Collective: the world."""
+    check_equal_nodes(job.world.local_size)
+    parallel_state.initialize(job.plan.parallel, job.config.train.seed)
+
+
+def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:
+    """How samples become the micro-batches of this rank. Local."""
+    parallel, train = job.plan.parallel, job.config.train
+    # context parallelism cuts every sequence into so many pieces
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    shards = parallel.tp if job.config.parallel.shards_sequence else 1
+    return BatchRules(
+        dp=parallel.dp,
+        dp_rank=parallel.coords(job.world.rank).dp,
+        micro_batch_size=train.micro_batch_size,
+        max_tokens=train.max_tokens_per_micro_batch,
+        row_multiple=chunks * shards,
+        sequence_multiple=chunks,
+        count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
+        cost=SequenceCost(*sequence_flops(job.plan.spec)),
+    )
 
 
 def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:

@@ -47,13 +47,12 @@ def load(
     return loaded
 
 
-def save_is_due(job: Job[Any, RunPlan], step: int) -> bool:
+def save_is_due(options: CheckpointConfig, train_iters: int, step: int) -> bool:
     """Whether ``--save`` wants the state after ``step``: every interval, and at the end."""
-    options: CheckpointConfig = job.config.checkpoint
     if not options.save:
         return False
     at_interval = options.save_interval > 0 and step % options.save_interval == 0
-    return at_interval or step == int(job.config.train.train_iters)
+    return at_interval or step == train_iters
 
 
 def save(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -12,16 +11,14 @@ from mindspeed_rl.config.check_engine import AUTO
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history, write_history
 from mindspeed_rl.rollout.step_loop import StepStats
 
-if TYPE_CHECKING:
-    from mindspeed_rl.rl.build import RLJob
 
-
-def take_stats(run: RLJob) -> StepStats:
-    """What the engine ran since the last call; it starts anew. Local."""
-    stats, run.engine.stats = run.engine.stats, StepStats()
+def take_stats(engine: InferenceEngine) -> StepStats:
+    """What the engine ran since the last call; counting begins again. Local."""
+    stats, engine.stats = engine.stats, StepStats()
     return stats
 
 
@@ -47,16 +44,20 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
     return metrics
 
 
-def record_history(run: RLJob, stats: StepStats) -> None:
+def record_history(folder: Path, stats: StepStats, data_parallel: int) -> None:
     """Add the decode steps of this rank's engine to the file of the run.
 
     Data-parallel ranks of an engine run the batch of their fullest rank, which only our reduction
     tells: without it nothing is recorded.
+
+    Args:
+        folder: ``--output-dir``.
+        stats: of one pass.
+        data_parallel: ranks with requests of their own in an engine.
     """
-    if run.plan.engine.dp > 1 and not stats.reductions:
+    if data_parallel > 1 and not stats.reductions:
         return
-    output = Path(run.config.logging.output_dir)
-    write_history(output, read_history(output) + stats.running)
+    write_history(folder, read_history(folder) + stats.running)
 
 
 def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:

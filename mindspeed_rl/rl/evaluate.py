@@ -15,8 +15,9 @@ from mindspeed_rl.observability import names
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rewards import lenient_match
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.rollouts import response_text, rollouts_of
+from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.rollout_worker import RolloutWorker
+from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Prompt, Rollout
 
@@ -74,23 +75,25 @@ class Evaluation:
         return {names.of_set(key, name): value for key, value in values.items()}
 
 
-def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
+def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int) -> Evaluation:
     """Answer every prompt of a set and score it. Collective: the world; within ROLLOUT.
 
     Once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``. Its time belongs to
     no training step.
     """
-    run.phases.require(Phase.ROLLOUT, "evaluate")
+    run.scheduler.require(Phase.ROLLOUT, "evaluate")
     flags = run.config.prompts
     limit = flags.rl_prompts_per_eval or len(dataset)
     prompts = dataset[: min(limit, len(dataset))]
     start = time.perf_counter()
-    with run.timer.excluded(), run.job.watchdog.phase("evaluate"):
-        samples, found = _answers(run, prompts, step, 0.0)
+    with run.telemetry.timer.excluded(), run.job.watchdog.phase("evaluate"):
+        samples, found = _answers(run.rollouts, prompts, step, 0.0, state.version)
         several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
-        drawn: list[Sample] = []
+        sampled: list[Sample] = []
         if several:
-            drawn, more = _answers(run, several, step, flags.rl_eval_temperature)
+            sampled, more = _answers(
+                run.rollouts, several, step, flags.rl_eval_temperature, state.version
+            )
             found = found.merge(more)
         failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
@@ -102,31 +105,31 @@ def evaluate(run: RLJob, dataset: PromptDataset, step: int) -> Evaluation:
         num_unscored=len(samples) - len(rewards),
         seconds=time.perf_counter() - start,
         num_samples=flags.rl_eval_samples,
-        sampled=sampled_metrics(_right(drawn), drawn, flags.rl_eval_samples),
+        sampled=sampled_metrics(_right(sampled), sampled, flags.rl_eval_samples),
         error_rate=failed[_FAILED[0]],
         timeout_rate=failed[_FAILED[1]],
     )
 
 
 def _answers(
-    run: RLJob, prompts: Sequence[Prompt], step: int, temperature: float
+    worker: RolloutWorker, prompts: Sequence[Prompt], step: int, temperature: float, version: int
 ) -> tuple[list[Sample], MetricSet]:
-    found = rollouts_of(
-        run,
+    found = worker.run(
         prompts,
         step,
-        run.sampling(temperature),
-        _ATTEMPT,
-        judge=partial(judged, run),
-        phase=lambda _: nullcontext(),
+        worker.settings(temperature),
+        version,
+        lambda _: nullcontext(),
+        attempt=_ATTEMPT,
+        judge=partial(judged, worker.rewards),
     )
     return found.samples, found.metrics
 
 
-def judged(run: RLJob, rollout: Rollout) -> tuple[float, float]:
+def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
     """Whether a response is the answer to the letter, and whether it is right. Local."""
     completion, answer = rollout.completion, rollout.prompt.answer
-    text = response_text(run, completion)
+    text = rewards.response_text(completion)
     exact = not completion.truncated and text.strip() == answer.strip()
     return float(exact), float(is_right(rollout.reward_parts, text, answer))
 

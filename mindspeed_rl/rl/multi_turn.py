@@ -9,25 +9,51 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.environments import Failed, Observation
+from mindspeed_rl.environments import Failed, Host, Observation
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
-from mindspeed_rl.rl.assignment import my_share
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.rollouts import Scorer
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.rl.scoring import Scorer
+from mindspeed_rl.rollout.engine import GenerationRequest, InferenceEngine, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Environments:
+    """The environments of a run, as the rank that leads an engine reaches them.
+
+    Attributes:
+        host: where they live.
+        name: ``--rl-environment``.
+        max_turns: of the model in one conversation.
+        max_error_rate: share of conversations whose environment may fail.
+        stop: releases what the host holds.
+    """
+
+    host: Host
+    name: str
+    max_turns: int
+    max_error_rate: float
+    stop: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        """Stop them."""
+        self.stop()
+
+
 @dataclass
 class Episode:
-    """The conversation of one sample: all tokens behind the prompt, and whose they are."""
+    """The conversation of one sample: all tokens behind the prompt, and who wrote them.
+
+    Attributes:
+        loss_mask: true at tokens of the model.
+        num_shared: tokens that the ranks of the engine know already.
+    """
 
     sample_id: int
     prompt: Prompt
@@ -36,22 +62,22 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     turns: int = 0
     reward: float | None = None
-    num_told: int = 0
+    num_shared: int = 0
 
-    def tell(self) -> tuple[int, ...]:
-        """What was said since the last call: the ranks of its engine have the rest."""
-        new = tuple(self.token_ids[self.num_told :])
-        self.num_told = len(self.token_ids)
+    def take_new_tokens(self) -> tuple[int, ...]:
+        """What was written since the last call."""
+        new = tuple(self.token_ids[self.num_shared :])
+        self.num_shared = len(self.token_ids)
         return new
 
-    def say(self, completion: Completion) -> None:
+    def append_turn(self, completion: Completion) -> None:
         """A turn of the model."""
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.loss_mask += [True] * len(completion.token_ids)
         self.turns += 1
 
-    def hear(self, token_ids: Sequence[int]) -> None:
+    def append_observation(self, token_ids: Sequence[int]) -> None:
         """An answer of the environment."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
@@ -69,103 +95,109 @@ class Conversations:
     """The samples of one engine, on the rank that leads it.
 
     Args:
-        run: the run.
-        prompts: of all samples.
-        share: the samples of this engine.
+        environments: of the run.
+        prompts: of the samples of this engine, by sample id.
+        limit: tokens of a whole response.
+        version: of the weights that sample.
         scorer: gets every sample when its conversation is over.
     """
 
     def __init__(
-        self, run: RLJob, prompts: Sequence[Prompt], share: Collection[int], scorer: Scorer
+        self,
+        environments: Environments,
+        prompts: Mapping[int, Prompt],
+        limit: int,
+        version: int,
+        scorer: Scorer,
     ) -> None:
-        self._run = run
+        self._environments = environments
         self._scorer = scorer
-        self._limit = run.config.rollout.rollout_max_response_length
-        self._max_turns = run.config.environment.rl_environment_max_turns
-        self._episodes = {i: Episode(i, prompts[i]) for i in sorted(share)}
-        self._host = run.environments()
+        self._limit = limit
+        self._version = version
+        self._episodes = {i: Episode(i, prompts[i]) for i in sorted(prompts)}
         self._next: list[Continuation] = []
         self._first_error = ""
         self.num_errors = 0
 
     def begin(self) -> None:
         """Reset all environments."""
-        answers = self._host.reset({i: e.prompt for i, e in self._episodes.items()})
+        answers = self._environments.host.reset({i: e.prompt for i, e in self._episodes.items()})
         for i, answer in answers.items():
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
             else:
-                self._go_on(self._episodes[i], answer)
+                self._continue(self._episodes[i], answer)
 
     def advance(self, finished: Mapping[int, Completion]) -> None:
         """The turns that a step of the engine has finished."""
         for i, completion in finished.items():
-            self._episodes[i].say(completion)
-        answers = self._host.step({i: done.token_ids for i, done in finished.items()})
+            self._episodes[i].append_turn(completion)
+        answers = self._environments.host.step({i: c.token_ids for i, c in finished.items()})
         for i, answer in answers.items():
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
             else:
-                self._hear(self._episodes[i], answer, truncated=finished[i].truncated)
+                self._observe(self._episodes[i], answer, truncated=finished[i].truncated)
 
-    def _hear(self, episode: Episode, observation: Observation, *, truncated: bool) -> None:
+    def _observe(self, episode: Episode, observation: Observation, *, truncated: bool) -> None:
         if observation.reward is not None:
             episode.reward = observation.reward
-        if truncated or (episode.turns == self._max_turns and not observation.done):
+        out_of_turns = episode.turns == self._environments.max_turns and not observation.done
+        if truncated or out_of_turns:
             self._end(episode, "length")
         elif observation.done:
             self._end(episode, "stop")
         else:
-            self._go_on(episode, observation)
+            self._continue(episode, observation)
 
     def take_next(self) -> list[Continuation]:
         """The samples whose next turn is to be generated."""
         result, self._next = self._next, []
         return result
 
-    def _go_on(self, episode: Episode, observation: Observation) -> None:
+    def _continue(self, episode: Episode, observation: Observation) -> None:
         room = self._limit - len(episode.token_ids) - len(observation.token_ids)
         if room <= 0:
             self._end(episode, "length")
             return
-        episode.hear(observation.token_ids)
-        self._next.append(Continuation(episode.sample_id, room, episode.tell()))
+        episode.append_observation(observation.token_ids)
+        self._next.append(Continuation(episode.sample_id, room, episode.take_new_tokens()))
 
     def _end(self, episode: Episode, reason: str) -> None:
-        self._scorer.add(episode.rollout(reason, self._run.version), episode.reward)
+        self._scorer.add(episode.rollout(reason, self._version), episode.reward)
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
         """Never a reward of 0: the sample has none and nothing of it is trained on."""
         self._first_error = self._first_error or failed.trace
         self.num_errors += 1
         logger.warning("sample %d: its environment failed:\n%s", episode.sample_id, failed.trace)
-        self._scorer.drop(episode.rollout("stop", self._run.version, trained=False))
+        self._scorer.add_unscored(episode.rollout("stop", self._version, trained=False))
 
     def check_error_rate(self) -> None:
         """Raises `RewardError` when too many environments failed."""
-        limit, count = self._run.config.rewards.reward_max_error_rate, len(self._episodes)
+        limit, count = self._environments.max_error_rate, len(self._episodes)
         enough = 1 / limit if limit else 0.0  # one failure among few ends no run
         if self.num_errors > limit * max(count, enough):
             raise RewardError(
-                f"--rl-environment {self._run.config.environment.rl_environment}: {self.num_errors}"
-                f" of {count} conversations failed, above --reward-max-error-rate {limit:g}. First "
+                f"--rl-environment {self._environments.name}: {self.num_errors} of {count} "
+                f"conversations failed, above --reward-max-error-rate {limit:g}. First "
                 f"failure:\n{self._first_error}"
             )
 
     def metrics(self) -> MetricSet:
         """How the conversations went."""
         episodes = list(self._episodes.values())
-        heard = [len(e.loss_mask) - sum(e.loss_mask) for e in episodes]
+        observed = [len(e.loss_mask) - sum(e.loss_mask) for e in episodes]
         return MetricSet(
             {
                 "environment/error_rate": Mean(float(self.num_errors), float(len(episodes))),
                 "environment/turns": Mean.of(float(e.turns) for e in episodes),
-                "environment/observed_tokens": Mean.of(map(float, heard)),
+                "environment/observed_tokens": Mean.of(map(float, observed)),
             }
         )
 
 
-NO_METRICS = MetricSet(
+_NO_METRICS = MetricSet(
     {
         "environment/error_rate": Mean(0, 0),
         "environment/turns": Mean(0, 0),
@@ -174,49 +206,56 @@ NO_METRICS = MetricSet(
 )
 
 
-def converse(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
+def run_conversations(
+    environments: Environments | None,
+    prompts: Mapping[int, Prompt],
+    engine: InferenceEngine,
     settings: SamplingSettings,
-    attempt: int,
+    version: int,
+    seed_of: Callable[[int, int], int],
     scorer: Scorer,
 ) -> MetricSet:
-    """Hold the conversations of all ``prompts``; ``scorer`` gets the samples. Collective: world.
+    """Hold the conversations of all engines; ``scorer`` gets the samples. Collective: the world.
 
-    Every turn of every sample has a seed of its own, which no layout changes.
+    Args:
+        environments: ``None`` on ranks that do not lead their engine.
+        prompts: of the samples of this engine, by sample id.
+        engine: of this rank.
+        settings: of sampling; the limit is that of a whole conversation.
+        version: of the weights.
+        seed_of: (sample id, turn) -> seed, so that no layout changes a turn.
+        scorer: see :class:`Conversations`.
 
     Raises:
         RewardError: too many environments failed.
     """
-    share = set(my_share(run, prompts))
-    talks = Conversations(run, prompts, share, scorer) if run.leads_engine else None
-    if talks is not None:
-        talks.begin()
+    conversations = None
+    if environments is not None:
+        limit = settings.max_response_tokens
+        conversations = Conversations(environments, prompts, limit, version, scorer)
+        conversations.begin()
 
     def on_step(finished: Mapping[int, Completion]) -> None:
-        if talks is not None:
-            talks.advance(finished)
+        if conversations is not None:
+            conversations.advance(finished)
             scorer.poll()
 
-    contexts = {i: prompts[i].token_ids for i in share}
+    contexts = {i: prompt.token_ids for i, prompt in prompts.items()}
     for turn in itertools.count():
-        going_on = exchange_continuations(talks.take_next() if talks is not None else [])
+        mine = conversations.take_next() if conversations is not None else []
+        going_on = exchange_continuations(mine)
         if not going_on:
             break
-        mine = [c for c in going_on if c.sample_id in contexts]
-        contexts |= {c.sample_id: contexts[c.sample_id] + c.token_ids for c in mine}
+        own = [c for c in going_on if c.sample_id in contexts]
+        contexts |= {c.sample_id: contexts[c.sample_id] + c.token_ids for c in own}
         requests = [
             GenerationRequest(
-                c.sample_id,
-                contexts[c.sample_id],
-                request_seed(run.config.train.seed, step, c.sample_id, attempt, turn),
-                c.max_tokens,
+                c.sample_id, contexts[c.sample_id], seed_of(c.sample_id, turn), c.max_tokens
             )
-            for c in mine
+            for c in own
         ]
-        run.engine.generate(requests, settings, run.version, on_step)
-    if talks is None:
-        return NO_METRICS
-    talks.check_error_rate()
-    return talks.metrics()
+        engine.generate(requests, settings, version, on_step)
+    if conversations is None:
+        return _NO_METRICS
+    conversations.check_error_rate()
+    return conversations.metrics()

@@ -23,6 +23,7 @@ from mindspeed_rl.config.outputs import (
     export_target,
 )
 from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
+from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
@@ -32,24 +33,25 @@ from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
-from mindspeed_rl.rl import batches as rl_samples
-from mindspeed_rl.rl import critic as rl_critic
-from mindspeed_rl.rl import output_folder as results
-from mindspeed_rl.rl import training
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl import output_folder
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
+from mindspeed_rl.rl.export import export_critic, export_policy
+from mindspeed_rl.rl.rollouts import RolloutBatch
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.store import PlacedSamples, Response
+from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.types import Prompt
 
 
-def describe(run: RLJob) -> None:
+def describe(run: Components) -> None:
     """Say at start what will run: data, layouts, batch arithmetic, verdict, ignored flags."""
     parallel, plan = run.plan.parallel, run.plan
     experts = plan.spec.moe is not None
-    held_out = [dataset.report() for dataset in run.eval_sets.values()]
+    held_out = [dataset.report() for dataset in run.data.held_out.values()]
     run.job.say(
-        run.prompts.report(),
+        run.data.train.report(),
         *held_out,
         f"training layout on {run.job.platform.name}: "
         + parallel.describe(experts=experts, sequence_parallel=run.config.parallel.shards_sequence),
@@ -61,15 +63,15 @@ def describe(run: RLJob) -> None:
         f"{run.config.policy_loss.aggregation}",
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
-        *(run.rewards.notices if run.rewards is not None else ()),
+        *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
     )
     machine = machine_on(run.config, run.job.platform.name)
     prediction = predict(run.config, plan, assumptions_of(run.config, machine))
     run.job.say(*group_lines(existing_groups(), prediction.group_bytes(0)))
     if run.job.platform.name == "npu":
         run.job.say(determinism_line())
-    if run.engine.weight_format:
-        run.job.say(run.engine.weight_format)
+    if run.rollouts.engine.weight_format:
+        run.job.say(run.rollouts.engine.weight_format)
     if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
         run.job.say(
             "experts: each pass over a sample chooses its own; routing/agreement says how many of "
@@ -95,15 +97,23 @@ class Report:
 
     Args:
         run: the run.
+        run_state: what changes from step to step.
         start: steps that are done; what is logged of later ones is dropped. A fresh run (0) takes
-            over ``--output-dir``: see :func:`results.claim`.
+            over ``--output-dir``: see :func:`.output_folder.claim`.
         state: from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
     """
 
-    def __init__(self, run: RLJob, start: int = 0, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        run: Components,
+        run_state: RunState,
+        start: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         self._run = run
+        self._state = run_state
         self.start = start
-        self._writer = run.rank == 0
+        self._writer = run.job.world.rank == 0
         self._start = time.monotonic()
         self._totals = Totals(**state["totals"]) if state else Totals()
         evaluations = state["evaluations"] if state else []
@@ -113,9 +123,9 @@ class Report:
         }
         config = run.config
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
-        results.claim(run.job, start)
-        run.logger.truncate_after(start)
-        run.dump.truncate_after(start)
+        output_folder.claim(run.job, start)
+        run.telemetry.logger.truncate_after(start)
+        run.telemetry.dump.truncate_after(start)
         self._progress = RunProgress(
             config.train.train_iters,
             start,
@@ -140,13 +150,15 @@ class Report:
         """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""
         interval = self._run.config.prompts.eval_interval
         due = step == 0 or (interval > 0 and step % interval == 0)
-        if not due or not self._run.eval_sets or step in self._evaluations:
+        if not due or not self._run.data.held_out or step in self._evaluations:
             return
         self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
         run = self._run
-        results = {name: evaluate(run, data, step) for name, data in run.eval_sets.items()}
+        results = {
+            name: evaluate(run, self._state, data, step) for name, data in run.data.held_out.items()
+        }
         self._evaluations[step] = results
         values: dict[str, float] = {}
         for name, result in results.items():
@@ -157,51 +169,49 @@ class Report:
                 f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
                 f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
             )
-        run.logger.log_evaluation(step, values)
+        run.telemetry.logger.log_evaluation(step, values)
 
     def _first_set(self, step: int) -> Evaluation | None:
         """The result that the summary tells: of ``--eval-prompt-data``, or else the first set."""
         return next(iter(self._evaluations.get(step, {}).values()), None)
 
     def log_step(
-        self,
-        step: int,
-        samples: Sequence[Sample],
-        metrics: MetricSet,
-        placed: rl_samples.Placed | None = None,
+        self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
     ) -> None:
         """Reduce and write the metrics of a step; stop on a mismatch that is too large.
 
         The time it takes belongs to the next step. ``placed`` is where samples are by now.
         """
-        times = self._run.timer.finish_step()
-        with self._run.phase("log"):
-            shown = evenly_spread(samples, self._run.config.logging.log_rollouts)
+        run, samples = self._run, rollouts.generated
+        times = run.telemetry.timer.finish_step()
+        with run.phase("log"):
+            shown = evenly_spread(samples, run.config.logging.log_rollouts)
             # first: the others need not wait for the writer
-            responses = rl_samples.fetch(self._run, shown, placed)
-            values = self._log(step, samples, metrics.merge(times.metrics()))
+            responses = run.samples.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
+            metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
+            values = self._log(step, samples, metrics)
             if self._writer:
                 self._dump(step, shown, responses)
             self._check(step, values)
 
     def _log(self, step: int, samples: Sequence[Sample], metrics: MetricSet) -> Mapping[str, float]:
         run = self._run
-        values = reduce_metrics(metrics.merge(run.ledger.metrics()))
+        values = reduce_metrics(metrics.merge(run.telemetry.ledger.metrics()))
         if self._writer:
-            values |= rl_step.sample_metrics(run, samples)
-            if told := self._constant.see(values["reward/min"], values["reward/max"]):
-                run.job.say(f"warning: step {step}: {told}")
+            values |= sample_metrics(samples, run.reward_names, run.plan.batch.group_size)
+            if warning := self._constant.see(values["reward/min"], values["reward/max"]):
+                run.job.say(f"warning: step {step}: {warning}")
         values |= derived_mismatch(values)
         tokens = sum(s.num_tokens for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
-        values["policy/version"] = float(run.version)
+        values["policy/version"] = float(self._state.version)
         self._totals.steps += 1
         self._totals.tokens += tokens
         self._totals.step_seconds += values["time/step_s"]
         self._totals.worst_mismatch = worse_mismatch(
             self._totals.worst_mismatch, values[MISMATCH_MAX]
         )
-        run.logger.log(step, values)
+        run.telemetry.logger.log(step, values)
         self._progress.update(step, headline(values))
         return values
 
@@ -212,21 +222,19 @@ class Report:
         if interval and (step - 1) % interval == 0:
             check_computation(step, values.get(MISMATCH_MEAN, 0.0), config.sync_check_tol)
 
-    def _dump(
-        self, step: int, shown: Sequence[Sample], responses: Sequence[rl_samples.Response]
-    ) -> None:
+    def _dump(self, step: int, shown: Sequence[Sample], responses: Sequence[Response]) -> None:
         run, rows = self._run, []
         for sample, response in zip(shown, responses, strict=True):
-            prompt = run.prompts[sample.prompt_index]
+            prompt = run.data.train[sample.prompt_index]
             rows.append(
                 RolloutRow(
                     sample.sample_id,
                     prompt.text,
-                    str(run.tokenizer.decode(response.token_ids.tolist())),
+                    str(run.data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
                     prompt.answer,
                     sample.reward,
                     "stop" if sample.stopped else "length",
-                    dict(zip(run.part_names, sample.parts, strict=True)),
+                    dict(zip(run.reward_names, sample.parts, strict=True)),
                     *(
                         _tokens(prompt, sample, response)
                         if run.config.logging.log_rollout_tokens
@@ -234,22 +242,24 @@ class Report:
                     ),
                 )
             )
-        run.dump.write(step, rows)
+        run.telemetry.dump.write(step, rows)
 
     def finish(self) -> None:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
         run, config = self._run, self._run.config
         last = config.train.train_iters
-        run.profiler.close()  # what follows is no step
+        run.telemetry.profiler.close()  # what follows is no step
         self._progress.close()
-        if run.eval_sets and last not in self._evaluations:
+        if run.data.held_out and last not in self._evaluations:
             self._evaluate(last)
-        run.phases.to_train()
+        run.scheduler.to_train()
         output = Path(config.logging.output_dir)
         export = export_target(config)
         with run.phase("export"):
-            training.export_hf(run.job, run.policy, export, last)
-        rl_critic.export(run, last)
+            export_policy(run.job, run.models.policy, export, last)
+        if run.models.critic is not None and config.critic.critic_export_hf:
+            with run.phase("export"), run.scheduler.resident(Owner.CRITIC):
+                export_critic(run.job, run.models.critic, last)
         if not self._writer:
             return
         first = self._first_set(0)
@@ -268,7 +278,7 @@ class Report:
             "tokens_per_s": totals.tokens / max(totals.step_seconds, 1e-9),
             "step_s_mean": totals.step_seconds / max(1, totals.steps),
             "worst_mismatch": totals.worst_mismatch,
-            "parameters_abs_sum": _checksum(run),
+            "parameters_abs_sum": _checksum(run.models.policy),
             "seed": config.train.seed,
             "control": config.rl.rl_control,
             "hf_checkpoint": export,
@@ -276,10 +286,10 @@ class Report:
         from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
         from mindspeed_rl.observability.html_report import write_report
 
-        run.logger.close()
+        run.telemetry.logger.close()
         write_summary(output / SUMMARY_FILE, summary)
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
-        run.dump.close()
+        run.telemetry.dump.close()
         write_report(output, output / REPORT_FILE)
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
@@ -292,14 +302,12 @@ class Report:
         )
 
 
-def _tokens(
-    prompt: Prompt, sample: Sample, response: rl_samples.Response
-) -> tuple[list[Any] | None, ...]:
+def _tokens(prompt: Prompt, sample: Sample, response: Response) -> tuple[list[Any] | None, ...]:
     """Prompt and response as the trainer reads them, the engine's log-probs, and the versions."""
     return (
         list(prompt.token_ids),
-        response.token_ids.tolist(),
-        response.logprobs.tolist(),
+        response[TOKEN_IDS.name].tolist(),
+        response[ROLLOUT_LOGPROBS.name].tolist(),
         sample.versions if sample.spans else None,
     )
 
@@ -336,9 +344,9 @@ def check_mismatch(step: int, mismatch: float, limit: float) -> None:
         )
 
 
-def _checksum(run: RLJob) -> float:
+def _checksum(policy: TrainEngine) -> float:
     """Sum of |parameter| on this rank in double precision: equal runs print equal digits."""
-    params = run.policy.named_parameters().values()
+    params = policy.named_parameters().values()
     return float(sum(p.detach().to(torch.float64).abs().sum() for p in params))
 
 
@@ -362,3 +370,41 @@ def check_computation(step: int, mean: float, limit: float) -> None:
             f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
             "computes something else than the trainer; where that is rounding, raise the limit"
         )
+
+
+def sample_metrics(
+    samples: Sequence[Sample], reward_names: Sequence[str], group_size: int
+) -> dict[str, float]:
+    """Rewards and lengths of a step, computed alike on every rank."""
+    known = [s.reward for s in samples if not math.isnan(s.reward)]
+    lengths = [s.num_tokens for s in samples]
+    values = {
+        "reward/mean": sum(known) / max(1, len(known)),
+        "reward/max": max(known, default=math.nan),
+        "reward/min": min(known, default=math.nan),
+        "reward/abstained": float(len(samples) - len(known)),
+        **quantiles("reward/", known),
+        **quantiles("response/length_", lengths),
+        "response/length_min": float(min(lengths, default=0)),
+        "response/length_mean": sum(lengths) / max(1, len(lengths)),
+        "response/length_max": float(max(lengths, default=0)),
+        "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
+        "reward/degenerate_groups": _degenerate(samples, group_size),
+    }
+    for i, name in enumerate(reward_names):
+        scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
+        values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
+    return values
+
+
+def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile: the smallest value that at least this share reaches."""
+    ordered = sorted(values)
+    places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
+    return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
+
+
+def _degenerate(samples: Sequence[Sample], group_size: int) -> float:
+    """Share of groups whose rewards are all equal: they teach nothing."""
+    groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
+    return sum(len({s.reward for s in group}) == 1 for group in groups) / max(1, len(groups))

@@ -2,73 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.phases.machine import Phase
-from mindspeed_rl.rl import batches as rl_samples
 from mindspeed_rl.rl import checkpoints
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.dynamic_sampling import keep_surplus, restored_surplus, surplus_state
+from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.report import Report
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
-def start(run: RLJob) -> Report:
-    """Restore ``--load`` into the run, if given, and open its report. Collective: the world.
+def start(run: Components) -> tuple[RunState, Report]:
+    """The state to go on from: that of ``--load``, or of step 0. Collective: the world.
 
     The engine is not touched: it has no weights yet, so the first sync brings the restored ones
     whatever their version.
 
     Raises:
-        ValueError: the prompts are not those of the checkpoint.
+        ValueError: the prompts are not those of the checkpoint, or this run cannot take over the
+            groups that it carries.
     """
-    run.phases.require(Phase.TRAIN, "load")
-    with run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
-        loaded = checkpoints.load(run.job, run.policy, companions(run))
-    if not loaded.extra:
-        return Report(run)
-    run.sampler.load_state_dict(
-        loaded.extra["sampler"],
-        allow_changed_data=run.config.checkpoint.allow_changed_data,
+    run.scheduler.require(Phase.TRAIN, "load")
+    state = RunState(kl_beta=run.config.rl.grpo_kl_beta)
+    with run.scheduler.resident(*CRITIC_OWNERS, Owner.REFERENCE):
+        loaded = checkpoints.load(run.job, run.models.policy, companions(run))
+    extra = loaded.extra
+    if not extra:
+        return state, Report(run, state)
+    run.data.sampler.load_state_dict(
+        extra["sampler"], allow_changed_data=run.config.checkpoint.allow_changed_data
     )
-    run.version = loaded.extra["version"]
+    state.version = extra["version"]
     if run.config.kl.rl_kl_target:
-        run.kl_beta = loaded.extra["kl_beta"]
-    if run.sampler.fingerprint == loaded.extra["sampler"]["fingerprint"]:
-        num_groups = run.plan.engine.num_groups
-        run.cache.begin_step(loaded.step)
-        saved_groups = loaded.extra.get("num_groups", 0)  # 0: a checkpoint that does not say
-        carried = restored_surplus(loaded.extra["surplus"], loaded.step, num_groups, saved_groups)
-        keep_surplus(run, *carried, loaded.extra["num_pending"])
-        run.lengths.load_state_dict(loaded.extra["lengths"])
-    return Report(run, loaded.step, loaded.extra["report"])
+        state.kl_beta = extra["kl_beta"]
+    if run.data.sampler.fingerprint == extra["sampler"]["fingerprint"]:
+        _restore_carryover(run, state, extra, loaded.step)
+        state.lengths.load_state_dict(extra["lengths"])
+    return state, Report(run, state, loaded.step, extra["report"])
 
 
-def save_if_due(run: RLJob, report: Report, step: int) -> None:
+def _restore_carryover(
+    run: Components, state: RunState, extra: Mapping[str, Any], step: int
+) -> None:
+    """Take carried groups over, each rank the tokens that it is to hold. Local.
+
+    Raises:
+        ValueError: there are groups that go on, but the run lets none go on.
+    """
+    groups, responses = restored_carryover(
+        extra["carryover"],
+        step,
+        run.samples.columns,
+        run.plan.engine.num_groups,
+        extra["num_groups"],
+    )
+    num_partial = extra["num_partial"]
+    if num_partial and not run.config.balance.partial_rollout_tokens:
+        raise ValueError(
+            f"--load: {num_partial} groups of the checkpoint have responses that go on; give "
+            "--partial-rollout-tokens as in the run that saved it"
+        )
+    border = len(groups) - num_partial
+    state.carried_groups, state.partial_groups = list(groups[:border]), list(groups[border:])
+    run.samples.begin_step(step, [])
+    run.samples.keep_responses(responses, [s for group in groups for s in group])
+
+
+def save_if_due(run: Components, state: RunState, report: Report, step: int) -> None:
     """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
-    if not checkpoints.save_is_due(run.job, step):
+    if not checkpoints.save_is_due(run.config.checkpoint, run.config.train.train_iters, step):
         return
-    run.phases.require(Phase.TRAIN, "save")
-    carried = [*run.surplus, *run.pending]
-    responses = rl_samples.fetch(run, [s for group in carried for s in group])
+    run.scheduler.require(Phase.TRAIN, "save")
+    carried = [*state.carried_groups, *state.partial_groups]
+    responses = run.samples.fetch([s for group in carried for s in group])
     extra: dict[str, Any] = {
-        "sampler": run.sampler.state_dict(),
-        "version": run.version,
-        "kl_beta": run.kl_beta,
-        "surplus": surplus_state(carried if run.rank == 0 else [], responses),
-        "num_pending": len(run.pending),
+        "sampler": run.data.sampler.state_dict(),
+        "version": state.version,
+        "kl_beta": state.kl_beta,
+        "carryover": carryover_state(carried if run.job.world.rank == 0 else [], responses),
+        "num_partial": len(state.partial_groups),
         "num_groups": run.plan.engine.num_groups,
-        "lengths": run.lengths.state_dict(),
+        "lengths": state.lengths.state_dict(),
         "report": report.state_dict(),
     }
-    with run.phase("save"), run.phases.resident(*CRITIC_OWNERS, Owner.REFERENCE):
-        checkpoints.save(run.job, run.policy, step, extra, companions(run))
+    with run.phase("save"), run.scheduler.resident(*CRITIC_OWNERS, Owner.REFERENCE):
+        checkpoints.save(run.job, run.models.policy, step, extra, companions(run))
 
 
-def companions(run: RLJob) -> dict[str, TrainEngine]:
+def companions(run: Components) -> dict[str, TrainEngine]:
     """The models beside the policy that change, by role."""
-    found = {"critic": run.critic} if run.critic is not None else {}
-    if run.reference is not None and run.config.rl.ref_update_interval:
-        found["reference"] = run.reference
+    models = run.models
+    found = {"critic": models.critic} if models.critic is not None else {}
+    if models.reference is not None and run.config.rl.ref_update_interval:
+        found["reference"] = models.reference
     return found

@@ -10,37 +10,38 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.memory.owners import Owner
-from mindspeed_rl.rl.advantages import StepBatches
-from mindspeed_rl.rl.batches import pack_placed
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.update import Collected
+from mindspeed_rl.rl.components import Components
+from mindspeed_rl.rl.rollouts import RolloutBatch
+from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.samples.store import PlacedSamples
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
-def add_scores(run: RLJob, collected: Collected, batches: StepBatches) -> Collected:
+def add_model_scores(
+    run: Components, rollouts: RolloutBatch, placed: PlacedSamples
+) -> RolloutBatch:
     """The same rollouts with the model's score as a part of their rewards, weighted.
 
     A sample whose rewards abstained still has none. Collective: the world; within TRAIN.
 
     Args:
         run: the run.
-        collected: its rollouts.
-        batches: made of them.
+        rollouts: of the step.
+        placed: their samples where the policy trains on them.
 
     Raises:
         FloatingPointError: a score is not finite, on all ranks.
     """
-    if run.reward_model is None or not collected.samples:
-        return collected
-    assert batches.placed is not None, "batches that were not made of samples"
-    with run.phases.resident(Owner.REWARD_MODEL):
-        # where the policy trains on them
-        packed = pack_placed(run, batches.placed, run.reward_model, at_the_end=True)
-        ids = [s.sample_id for s in collected.samples]
-        scores = last_token_values(run, run.reward_model, ids, packed)
-    pairs = list(zip(collected.samples, scores, strict=True))
+    model = run.models.reward_model
+    if model is None or not rollouts.samples:
+        return rollouts
+    with run.scheduler.resident(Owner.REWARD_MODEL):
+        packed = [model.prepare(p) for p in run.samples.pack(placed, at_the_end=True)]
+        scores = last_token_values(
+            model, [s.sample_id for s in rollouts.samples], packed, run.job.platform.device
+        )
+    pairs = list(zip(rollouts.samples, scores, strict=True))
     if bad := [s.sample_id for s, v in pairs if not math.isfinite(v)]:
         raise FloatingPointError(
             f"--reward-model-hf-checkpoint: the scores of samples {bad[:8]} are not finite"
@@ -54,34 +55,33 @@ def add_scores(run: RLJob, collected: Collected, batches: StepBatches) -> Collec
         return replace(sample, reward=sample.reward + weight * score, parts=parts)
 
     return replace(
-        collected,
-        samples=[scored(s) for s in collected.samples],
-        drawn=[scored(s) for s in collected.drawn],
+        rollouts,
+        samples=[scored(s) for s in rollouts.samples],
+        generated=[scored(s) for s in rollouts.generated],
     )
 
 
 def last_token_values(
-    run: RLJob,
     engine: TrainEngine,
     sample_ids: Sequence[int],
-    updates: Sequence[Sequence[PreparedBatch]],
+    updates: Sequence[Sequence[MicroBatch]],
+    device: torch.device,
 ) -> list[float]:
     """The value at the last token of each whole sequence, on all ranks. Collective: the world.
 
     Args:
-        run: the run.
         engine: that gives values.
         sample_ids: of all samples, in the order of the result.
         updates: the micro-batches of this rank, one pass for each list, with the one place of
             interest behind the last token of each sequence.
+        device: of the engine.
     """
     index = {sample_id: i for i, sample_id in enumerate(sample_ids)}
-    scores = torch.zeros(len(sample_ids), device=run.job.platform.device)
+    scores = torch.zeros(len(sample_ids), device=device)
     for batches in updates:
-        for prepared, values in zip(batches, engine.values(batches), strict=True):
+        for micro, values in zip(batches, engine.values(batches), strict=True):
             if values is not None and engine.reports:
-                batch = prepared.batch
-                order = torch.tensor([index[i] for i in batch.sample_ids], dtype=torch.int64)
-                scores[order.to(scores.device)[batch.sequence_of]] = values
+                order = torch.tensor([index[i] for i in micro.sample_ids], dtype=torch.int64)
+                scores[order.to(device)[micro.sequence_of]] = values
     dist.all_reduce(scores)
     return scores.tolist()

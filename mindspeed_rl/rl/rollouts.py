@@ -1,257 +1,142 @@
-"""Prompts to scored samples on every rank: generate, score what has finished, exchange."""
+"""The rollouts of an RL step: passes of generation until there are enough groups to train on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
-
-from mindspeed_rl.observability.metrics import Mean, MetricSet
-from mindspeed_rl.rewards import RewardRequest, Scoring
-from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
-from mindspeed_rl.rl.assignment import balance_metrics, make_rebalancer, my_share
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.engine_stats import record_history, step_metrics, take_stats
-from mindspeed_rl.rl.partial_rollouts import continued
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.samples.lengths import LengthHistory
-from mindspeed_rl.samples.rollout_info import UNCACHED, Sample, SampleKey, exchange_table
-from mindspeed_rl.types import Completion, Prompt, Rollout
-
-#: numbers that a judge of samples gives
-NUM_VERDICTS = 2
+from mindspeed_rl.algorithms.settings import advantage_estimator
+from mindspeed_rl.observability.metrics import MetricSet
+from mindspeed_rl.rl.advantages import length_penalty
+from mindspeed_rl.rl.assignment import observe_lengths
+from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
+from mindspeed_rl.rl.partial_rollouts import complete_groups
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What came of some prompts.
+class RolloutBatch:
+    """The rollouts of a step on every rank, and what this rank has to report about them.
 
     Attributes:
-        samples: all, as every rank knows them, by sample id.
-        rollouts: those whose tokens this rank has.
-        metrics: what sampling and scoring have to report.
+        samples: to train on, siblings of a prompt together, numbered by their place.
+        generated: all that were sampled in this step, for the report; ``samples`` where earlier
+            steps sampled all that is trained on.
+        metrics: of sampling and the rewards.
+        greedy_rewards: of the greedy response to each prompt, less its penalty for length, NaN
+            where it abstained; ``None`` unless the advantage estimator asks for them.
     """
 
     samples: list[Sample]
-    rollouts: list[Rollout]
+    generated: list[Sample]
     metrics: MetricSet
+    greedy_rewards: list[float] | None = None
 
 
-def rollouts_of(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int = 0,
-    *,
-    first: SampleKey = UNCACHED,
-    judge: Callable[[Rollout], Sequence[float]] | None = None,
-    phase: Callable[[str], AbstractContextManager[None]] | None = None,
-    lengths: LengthHistory | None = None,
-    begun: Sequence[Sample | None] = (),
-) -> Drawn:
-    """One scored response to each of ``prompts``. Collective: the world.
+@dataclass
+class _StepSampling:
+    """The passes of one step: seeds, keys and metrics of one pass follow those of the last."""
 
-    Samples are scored while others are still being generated.
+    run: Components
+    state: RunState
+    step: int
+    num_generated: int = 0
+    metrics: MetricSet = field(default_factory=MetricSet)
 
-    Args:
-        run: the run.
-        prompts: position in the list is the sample id.
-        step: seeds the samples, with ``attempt``.
-        settings: of the engine.
-        attempt: makes other seeds for the same step.
-        first: key of sample 0, for samples that will be kept.
-        judge: gives :data:`NUM_VERDICTS` numbers that all ranks shall know of a sample.
-        phase: names the parts for timer and watchdog; the run's, if it is not given.
-        lengths: of earlier responses to the prompts.
-        begun: in partial rollouts, what there is of each response; the pass lets it grow by
-            ``--partial-rollout-tokens`` at most, and what goes on after it has no reward.
-    """
-    phase = phase or run.phase
-    take_stats(run)
-    with scorer_of(run) as scorer:
-        with phase("generate"):
-            mirrored, found = _speak(run, prompts, step, settings, attempt, scorer, lengths, begun)
-        stats = take_stats(run)
-        if run.rank == 0:
-            record_history(run, stats)
-        with phase("reward"):
-            rollouts, metrics = scorer.finish()
-            verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
-    with phase("wait"):  # for the slowest engine, lest its time be charged to the exchange
-        dist.all_reduce(torch.zeros(1))
-    with phase("exchange"):
-        samples = exchange_table(
-            rollouts,
-            run.plan.engine.group_of(run.rank),
-            run.reward_names,
-            len(prompts),
-            first,
-            verdicts,
-            NUM_VERDICTS if judge else 0,
-            copies=() if run.leads_engine else mirrored,
-            num_copies=num_copies(run),
+    def one_pass(
+        self, prompts: Sequence[Prompt], attempt: int, prefixes: Sequence[Sample | None] = ()
+    ) -> list[Sample]:
+        """One response to each prompt, or more of one that has begun. Collective: the world."""
+        worker = self.run.rollouts
+        found = worker.run(
+            prompts,
+            self.step,
+            worker.settings(self.run.config.rl.rl_default_temperature),
+            self.state.version,
+            self.run.phase,
+            attempt=attempt,
+            key=SampleKey(self.step, self.num_generated),
+            lengths=self.state.lengths,
+            prefixes=prefixes,
         )
-    metrics = metrics.merge(found).merge(step_metrics(stats, run.plan.engine.dp > 1))
-    metrics = metrics.merge(balance_metrics(run, stats))
-    return Drawn(samples, rollouts if run.leads_engine else mirrored, metrics)
+        self.run.samples.keep(found.rollouts, found.samples)
+        self.num_generated += len(prompts)
+        self.metrics = self.metrics.merge(found.metrics)
+        return found.samples
 
+    def new_groups(self, num_groups: int, attempt: int) -> list[Group]:
+        """Groups of the next prompts of the data set."""
+        data, size = self.run.data, self.run.plan.batch.group_size
+        prompts = [data.train[i] for i in data.sampler.next(num_groups)]
+        samples = self.one_pass([p for p in prompts for _ in range(size)], attempt)
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
 
-def num_copies(run: RLJob) -> int:
-    """Ranks that have each sample: a conversation is known to the rank that holds it alone."""
-    return run.plan.engine.tp if run.environment is None else 1
-
-
-def _speak(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int,
-    scorer: Scorer,
-    lengths: LengthHistory | None,
-    begun: Sequence[Sample | None],
-) -> tuple[list[Rollout], MetricSet]:
-    """The samples that every rank of this engine has, and metrics."""
-    if run.environment is not None:
-        from mindspeed_rl.rl.multi_turn import converse
-
-        return [], converse(run, prompts, step, settings, attempt, scorer)
-    rollouts = generate(run, prompts, step, settings, attempt, scorer, lengths, begun)
-    return rollouts, MetricSet()
-
-
-class Scorer:
-    """Rewards of the samples of one generation, begun as soon as each of them has finished.
-
-    On ranks that do not lead an engine nothing is scored.
-    """
-
-    def __init__(self, run: RLJob, scoring: Scoring | None) -> None:
-        self._run = run
-        self._scoring = scoring
-        self._rollouts: list[Rollout] = []
-        self._dropped: list[Rollout] = []
-
-    def add(self, rollout: Rollout, environment_reward: float | None = None) -> None:
-        """A finished sample, and what its environment said of it."""
-        if self._scoring is not None:
-            self._rollouts.append(rollout)
-            self._scoring.add(reward_request(self._run, rollout, environment_reward))
-
-    def drop(self, rollout: Rollout) -> None:
-        """A sample without a reward."""
-        self._dropped.append(rollout)
-
-    def poll(self) -> None:
-        """Between two steps of the engine. Never waits."""
-        if self._scoring is not None:
-            self._scoring.poll()
-
-    def finish(self) -> tuple[list[Rollout], MetricSet]:
-        """Wait for the rest: the samples with their rewards, by sample id, and what went wrong."""
-        if self._scoring is None:
-            return [], MetricSet({name: Mean(0, 0) for name in _METRICS})
-        self._scoring.poll()
-        early = self._scoring.num_done
-        results = self._scoring.finish()
-        scored = [
-            replace(rollout, reward=result.reward, reward_parts=result.parts)
-            for rollout, result in zip(self._rollouts, results, strict=True)
-        ]
-        errors, timeouts = (
-            Mean.of(float(r.status == status) for r in results) for status in ("error", "timeout")
+    def grown_groups(self, needed: int, in_flight: int) -> list[Group]:
+        """Complete groups of partial rollouts; the incomplete ones wait for the next step."""
+        run, state = self.run, self.state
+        done = complete_groups(
+            state.partial_groups,
+            needed,
+            in_flight,
+            group_size=run.plan.batch.group_size,
+            limit=run.rollouts.assignment.limit,
+            next_prompts=run.data.sampler.next,
+            prompts=run.data.train,
+            # the seeds of each pass of a step are its own
+            run_pass=lambda p, prefixes: self.one_pass(p, self.num_generated, prefixes),
         )
-        metrics = (errors, timeouts, Mean(float(early), float(len(results))))
-        everything = sorted([*scored, *self._dropped], key=lambda rollout: rollout.sample_id)
-        return everything, MetricSet(dict(zip(_METRICS, metrics, strict=True)))
+        state.partial_groups = done.partial
+        self.metrics = self.metrics.merge(done.metrics(state.version))
+        return done.complete
 
 
-# The last, the share that was scored when the last sample had been generated, is up to the machine.
-_METRICS = ("reward/error_rate", "reward/timeout_rate", "throughput/scored_early")
+def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBatch:
+    """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
+    sampling = _StepSampling(run, state, step)
+    carried = [s for group in (*state.carried_groups, *state.partial_groups) for s in group]
+    run.samples.begin_step(step, carried)
+    num_groups, flags = run.plan.batch.prompts, run.config.sampling
+    partial = run.config.balance.partial_rollout_tokens > 0
 
+    def draw(needed: int, in_flight: int, attempt: int) -> list[Group]:
+        if partial:
+            return sampling.grown_groups(needed, in_flight)
+        return sampling.new_groups(in_flight, attempt)
 
-@contextmanager
-def scorer_of(run: RLJob) -> Iterator[Scorer]:
-    """A scorer for one generation; what is open when it is left in an error is given up."""
-    if run.rewards is None or not run.leads_engine:
-        yield Scorer(run, None)
-        return
-    with run.rewards.scoring() as scoring:
-        yield Scorer(run, scoring)
-
-
-def generate(
-    run: RLJob,
-    prompts: Sequence[Prompt],
-    step: int,
-    settings: SamplingSettings,
-    attempt: int = 0,
-    scorer: Scorer | None = None,
-    lengths: LengthHistory | None = None,
-    begun: Sequence[Sample | None] = (),
-) -> list[Rollout]:
-    """Complete ``prompts``; position in the list is the sample id.
-
-    ``attempt`` makes other seeds for the same step. Finished samples are handed to ``scorer`` while
-    others are generated. ``lengths`` are those of earlier responses to the prompts, ``begun`` what
-    there is of these. Collective: the ranks of each engine; the world where requests may move.
-
-    Returns:
-        The samples that ended on this rank's engine, by sample id.
-    """
-    seed = run.config.train.seed
-    share = my_share(run, prompts, lengths, begun)
-    requests = [
-        continued(
-            run,
-            GenerationRequest(i, prompts[i].token_ids, request_seed(seed, step, i, attempt)),
-            begun[i] if begun else None,
+    if flags.grpo_filter_groups_with_same_reward:
+        filled = fill_step(
+            num_groups,
+            state.carried_groups,
+            draw,
+            max_resample=flags.rl_max_resample,
+            exhausted=flags.rl_resample_exhausted,
+            factor=flags.rl_resample_factor,
         )
-        for i in share
-    ]
-    limit = settings.max_response_tokens
-
-    def on_step(finished: Mapping[int, Completion]) -> None:
-        if scorer is None:
-            return
-        for i, completion in finished.items():
-            goes_on = begun and completion.truncated and len(completion.token_ids) < limit
-            (scorer.drop if goes_on else scorer.add)(Rollout(i, prompts[i], completion))
-        scorer.poll()
-
-    rebalancer = make_rebalancer(run, prompts, settings, lengths, begun)
-    if rebalancer is None:
-        answers = run.engine.generate(requests, settings, run.version, on_step)
-        done = dict(zip(share, answers, strict=True))
+        groups, generated, state.carried_groups = filled.groups, filled.generated, filled.carried
+        sampling.metrics = sampling.metrics.merge(filled.metrics)
+    elif partial:
+        groups, generated, state.carried_groups = take_complete(
+            num_groups, state.carried_groups, draw, flags.rl_resample_factor
+        )
     else:
-        done = run.engine.generate_shared(requests, settings, run.version, on_step, rebalancer)
-    return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
+        groups = generated = draw(num_groups, num_groups, 0)
+    greedy, metrics = _greedy_rewards(run, state, step, groups)
+    everything, trained = numbered(generated), numbered(groups)
+    observe_lengths(state.lengths, everything)
+    return RolloutBatch(trained, everything or trained, sampling.metrics.merge(metrics), greedy)
 
 
-def response_text(run: RLJob, completion: Completion) -> str:
-    """What the model said, special tokens left out; for rewards and people only."""
-    return str(run.tokenizer.decode(list(completion.sampled_ids), skip_special_tokens=True))
-
-
-def reward_request(
-    run: RLJob, rollout: Rollout, environment_reward: float | None = None
-) -> RewardRequest:
-    """A sample as the rewards see it."""
-    prompt, completion = rollout.prompt, rollout.completion
-    metadata = prompt.metadata
-    if run.environment is not None:
-        said = run.tokenizer.decode(list(completion.token_ids))
-        metadata = {**metadata, TRANSCRIPT: str(said), ENVIRONMENT_REWARD: environment_reward}
-    return RewardRequest(
-        sample_id=rollout.sample_id,
-        prompt=prompt.text,
-        response=response_text(run, completion),
-        answer=prompt.answer,
-        finish_reason=completion.finish_reason,
-        num_response_tokens=len(completion.sampled_ids),
-        metadata=metadata,
-    )
+def _greedy_rewards(
+    run: Components, state: RunState, step: int, groups: Sequence[Group]
+) -> tuple[list[float] | None, MetricSet]:
+    """Rewards of one greedy response to each prompt, where the estimator asks for them."""
+    if not advantage_estimator(run.config).needs_greedy:
+        return None, MetricSet()
+    prompts = [run.data.train[group[0].prompt_index] for group in groups]
+    worker = run.rollouts
+    found = worker.run(prompts, step, worker.settings(0.0), state.version, run.phase)
+    # shaped as the samples are, else a long greedy response would be a baseline too high
+    rewards = [s.reward + length_penalty(run.config, s) for s in found.samples]
+    return rewards, found.metrics

@@ -30,11 +30,14 @@ from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport
-from mindspeed_rl.rl import critic as rl_critic
-from mindspeed_rl.rl import training
-from mindspeed_rl.rl.advantages import selected_tokens
-from mindspeed_rl.rl.build_models import load_value_model, value_engine
-from mindspeed_rl.rl.critic import value_loss_function, value_targets
+from mindspeed_rl.rl.build_models import (
+    batch_rules,
+    build_engine,
+    initialize_parallel,
+    load_value_model,
+    value_engine,
+)
+from mindspeed_rl.rl.critic import empty_value_metrics, value_loss_function, value_targets
 from mindspeed_rl.rl.selftest_cases import (
     CASES,
     CUTS,
@@ -49,10 +52,9 @@ from mindspeed_rl.rl.selftest_cases import (
     Outcome,
     compare,
 )
-from mindspeed_rl.rl.update import silent_metrics
-from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
+from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
 from mindspeed_rl.trainer import parallel_state
-from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
 
 NUM_LAYERS, NUM_HEADS = 4, 4
@@ -111,7 +113,9 @@ def run(
                 chosen = cases if pick is None else pick(layout, cut)
                 if not chosen:
                     continue
-                batches = training.local_batches(_cut(models.job, cut), models.policy, samples)
+                batches = models.policy.prepare(
+                    batch_rules(_cut(models.job, cut)).pack_own(samples)
+                )
                 found = {c: _outcome(models, batches, samples, c) for c in chosen}
                 if job.world.rank == 0:
                     findings.append(compare(where, cut.name, layout, found, wanted))
@@ -193,8 +197,8 @@ class InLayout:
 
     def __enter__(self) -> Models:
         job = self._job
-        training.initialize_parallel(job)
-        policy = training.build_engine(job, "policy", 1)
+        initialize_parallel(job)
+        policy = build_engine(job, "policy", 1)
         critic = value_engine(job, "critic", self._critic, job.config.train, 1)
         load_value_model(job, self._critic, critic, "", "--hf-checkpoint")
         if critic.is_last:  # a head of 0 passes no gradient on
@@ -225,7 +229,11 @@ def _samples() -> list[TrainSample]:
         ids = torch.randint(5, VOCAB_SIZE, (num_prompt + num_trained,), generator=generator)
         noise = torch.randn(num_trained, generator=generator)
         advantage = (-1.0) ** i * (0.2 + float(torch.rand((), generator=generator)))
-        samples.append(TrainSample(i, ids, num_prompt, noise, advantage))
+        columns = {
+            "rollout_logprobs": noise,
+            "advantages": torch.full((num_trained,), advantage),
+        }
+        samples.append(TrainSample(i, ids, num_prompt, columns))
     return samples
 
 
@@ -234,49 +242,45 @@ def _with_behaviour(engine: TrainEngine, samples: Sequence[TrainSample]) -> list
     result = []
     for sample in samples:
         (logp,) = engine.logprobs(engine.prepare([pack([sample], sample.length)]))
-        assert logp is not None and sample.rollout_logprobs is not None
-        near = logp.cpu() + 0.15 * sample.rollout_logprobs
-        result.append(replace(sample, rollout_logprobs=near))
+        assert logp is not None
+        near = logp.cpu() + 0.15 * sample.columns["rollout_logprobs"]
+        result.append(replace(sample, columns={**sample.columns, "rollout_logprobs": near}))
     return result
 
 
-def _annotated(prepared: PreparedBatch) -> PreparedBatch:
+def _annotated(micro: MicroBatch) -> MicroBatch:
     """Old and reference log-probs that are a function of the token alone."""
-    batch = prepared.batch
-    places = batch.positions[batch.loss_mask].float()
-    return replace(
-        prepared,
-        old_logprobs=batch.rollout_logprobs + 0.05 * places.sin(),
-        ref_logprobs=batch.rollout_logprobs - 0.1,
-    )
+    places, known = micro.positions[micro.loss_mask].float(), micro.columns.get("rollout_logprobs")
+    if known is None:
+        known = torch.zeros_like(places)
+    micro = micro.with_column("old_logprobs", known + 0.05 * places.sin())
+    return micro.with_column("ref_logprobs", known - 0.1)
 
 
 def _with_targets(
     engine: TrainEngine,
-    batches: Sequence[PreparedBatch],
+    batches: Sequence[MicroBatch],
     reduce: Callable[[torch.Tensor], torch.Tensor],
-) -> list[PreparedBatch]:
+) -> list[MicroBatch]:
     """Values of a pass, moved a little, and the returns of GAE; one sample has no reward."""
     found = engine.values(batches)
     result = []
-    for prepared, values in zip(batches, found, strict=True):
-        batch = prepared.batch
+    for micro, values in zip(batches, found, strict=True):
         if values is None:
-            result.append(prepared)
+            result.append(micro)
             continue
-        values = values + 0.3 * batch.positions[batch.loss_mask].float().sin()
-        ids = torch.tensor(batch.sample_ids, dtype=torch.long, device=values.device)
-        rewards = ids.float().cos()
-        annotated = replace(prepared, old_values=values)
+        values = values + 0.3 * micro.positions[micro.loss_mask].float().sin()
+        ids = torch.tensor(micro.sample_ids, dtype=torch.long, device=values.device)
+        annotated = micro.with_column("old_values", values)
         targets = value_targets(
             annotated,
-            rewards_to_tokens(rewards, batch.num_trained),
+            rewards_to_tokens(ids.float().cos(), micro.num_trained),
             reduce,
             discount=0.98,
             trace_decay=0.9,
         )
-        returns = targets.returns.masked_fill((ids == 1)[batch.sequence_of], math.nan)
-        result.append(replace(annotated, returns=returns))
+        returns = targets.returns.masked_fill((ids == 1)[micro.sequence_of], math.nan)
+        result.append(annotated.with_column("returns", returns))
     return result
 
 
@@ -286,7 +290,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 def _outcome(
     models: Models,
-    batches: Sequence[PreparedBatch],
+    batches: Sequence[MicroBatch],
     samples: Sequence[TrainSample],
     case: Case,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -304,16 +308,18 @@ def _outcome(
         chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
         if engine.is_last:
-            batches = selected_tokens(batches, current, chosen, reduce or engine.sum_over_tokens)
+            batches = with_covariance_mask(
+                batches, current, chosen, reduce or engine.sum_over_tokens
+            )
     loss = make_loss(case, counts)
     found = engine.forward_backward(batches, loss)
-    metrics = reduce_metrics(silent_metrics(loss).merge(found))
+    metrics = reduce_metrics(empty_loss_metrics(loss).merge(found))
     return Outcome(metrics, models.whole.gather(engine.gradients()))
 
 
 def _outcome_of_critic(
     models: Models,
-    batches: Sequence[PreparedBatch],
+    batches: Sequence[MicroBatch],
     counts: Denominators,
     case: Case,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None,
@@ -322,7 +328,7 @@ def _outcome_of_critic(
     batches = _with_targets(critic, batches, reduce or critic.sum_over_context)
     loss = value_loss_function(ValueLossSettings(0.2, case.aggregation, LONGEST), counts)
     found = critic.forward_backward(batches, loss)
-    metrics = reduce_metrics(rl_critic.silent_metrics(loss).merge(found))
+    metrics = reduce_metrics(empty_value_metrics(loss).merge(found))
     return Outcome(metrics, models.whole_of_critic.gather(critic.gradients()))
 
 

@@ -11,11 +11,15 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
 from mindspeed_rl.types import Completion
+
+if TYPE_CHECKING:
+    from mindspeed_rl.rollout.rebalance import Rebalancer
+    from mindspeed_rl.rollout.step_loop import StepStats
 
 
 class EngineState(enum.Enum):
@@ -99,7 +103,13 @@ def requests_digest(
 
 
 class InferenceEngine(Protocol):
-    """An engine on this rank."""
+    """An engine on this rank.
+
+    Attributes:
+        stats: what was stepped since somebody reset it.
+    """
+
+    stats: StepStats
 
     @property
     def state(self) -> EngineState:
@@ -149,15 +159,28 @@ class InferenceEngine(Protocol):
         """Bring back ``"weights"``, then ``"kv_cache"``. Local; all of a tag or nothing."""
         ...
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once on this rank."""
+        ...
+
+    @property
+    def weight_format(self) -> str:
+        """What is known of the memory format of the weights, for people; may be empty."""
+        ...
+
     def generate(
         self,
         requests: Sequence[GenerationRequest],
         settings: SamplingSettings,
         trainer_version: int,
         on_step: OnStep | None = None,
-    ) -> list[Completion]:
-        """Sample one completion per request, in order. Collective: the ranks of the engine.
+        rebalancer: Rebalancer | None = None,
+    ) -> dict[int, Completion]:
+        """Sample one completion per request: those that ended on this rank, by sample id.
 
-        ``on_step`` is for work that may be done while others are still being sampled.
+        Collective: the ranks of the engine; with ``rebalancer``, which moves requests between
+        engines, the world. ``on_step`` is for work that may be done while others are still being
+        sampled.
         """
         ...

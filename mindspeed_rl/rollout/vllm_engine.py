@@ -280,35 +280,17 @@ class VllmEngine:
         settings: SamplingSettings,
         trainer_version: int,
         on_step: OnStep | None = None,
-    ) -> list[Completion]:
-        """Sample one completion per request, in order. Collective: the ranks of this engine.
+        rebalancer: Rebalancer | None = None,
+    ) -> dict[int, Completion]:
+        """Sample one completion per request: those that ended on this rank, by sample id.
 
-        ``on_step`` gets what each step of the engine has finished.
+        ``on_step`` gets what each step of the engine has finished. With ``rebalancer`` requests may
+        end on other engines, and theirs here. Collective: the ranks of this engine; with
+        ``rebalancer`` the world.
 
         Raises:
             RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
                 ranks of the engine were given different requests, or vLLM gave a request up.
-        """
-        done = self.generate_shared(requests, settings, trainer_version, on_step)
-        return [done[request.sample_id] for request in requests]
-
-    def generate_shared(
-        self,
-        requests: Sequence[GenerationRequest],
-        settings: SamplingSettings,
-        trainer_version: int,
-        on_step: OnStep | None = None,
-        rebalancer: Rebalancer | None = None,
-    ) -> dict[int, Completion]:
-        """:meth:`generate` with requests that may end on other engines, and theirs here.
-
-        Collective: the ranks of this engine; with ``rebalancer`` the world.
-
-        Returns:
-            The completions that ended on this rank, by sample id.
-
-        Raises:
-            RuntimeError: as :meth:`generate`.
         """
         self._require("generate", trainer_version)
         digest = requests_digest(requests, settings, trainer_version)
@@ -330,7 +312,9 @@ class VllmEngine:
         if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
             lengths = [len(c.token_ids) for _, c in sorted(done.items())]
             self.stats.running += decode_batches(lengths, self.max_num_seqs)
-        return done
+        if rebalancer is not None:
+            return done
+        return {r.sample_id: done[r.sample_id] for r in requests}
 
     def _port(self, settings: SamplingSettings, follow: bool) -> RequestPort:
         return VllmPort(self._engine, settings, follow)

@@ -7,47 +7,13 @@ is, under the sample's key, until the step is over or a redistribution takes it 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from mindspeed_rl.samples.columns import WORD_BYTES, Column
 from mindspeed_rl.samples.rollout_info import SampleKey
-
-WORD_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A tensor that samples have: so many numbers for each of its tokens.
-
-    Attributes:
-        name: of it.
-        dtype: of its elements.
-        width: elements per token.
-    """
-
-    name: str
-    dtype: torch.dtype
-    width: int = 1
-
-    def __post_init__(self) -> None:
-        assert self.dtype.itemsize <= WORD_BYTES, "samples travel as 32-bit words"
-
-    def num_bytes(self, num_tokens: int) -> int:
-        """Of a sample of so many tokens."""
-        return num_tokens * self.width * self.dtype.itemsize
-
-    def num_words(self, num_tokens: int) -> int:
-        """32-bit words that hold them."""
-        return -(-self.num_bytes(num_tokens) // WORD_BYTES)
-
-
-#: ids of the response; ``~t`` for a token ``t`` that an environment wrote, which is negative
-TOKENS = Column("tokens", torch.int32)
-#: the engine's log-prob of each token
-LOGPROBS = Column("logprobs", torch.float32)
 
 
 class Part(NamedTuple):

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.samples.device_cache import WORD_BYTES, Column, Part, TensorCache, as_words, join
+from mindspeed_rl.samples.columns import WORD_BYTES, Column
+from mindspeed_rl.samples.device_cache import Part, TensorCache, as_words, join
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 from mindspeed_rl.samples.routes import Leg
 

@@ -9,12 +9,15 @@ trained on. Shifting happens here, before any split of the row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from mindspeed_rl.samples.columns import TRAINING_COLUMNS
 from mindspeed_rl.samples.placement import padded
 
 
@@ -26,24 +29,19 @@ class TrainSample:
         sample_id: equal on all ranks.
         token_ids: [length] int64, prompt and response.
         num_prompt_tokens: tokens that are read but not trained on; at least 1.
-        rollout_logprobs: fp32, the engine's, one per trained token; ``None`` in SFT.
-        advantage: of the whole response; 0 in SFT.
+        columns: of the trained tokens, [num_trained, ...] by name.
         token_after: the token behind the last, which is trained on but not read; ``None`` where
             the sequence ends.
         loss_mask: [length - num_prompt_tokens] bool, which tokens behind the prompt are trained on;
             ``None``: all.
-        experts: [trained tokens, layers with experts x k], the engine's where it predicted them;
-            ``None``: not known.
     """
 
     sample_id: int
     token_ids: torch.Tensor
     num_prompt_tokens: int
-    rollout_logprobs: torch.Tensor | None = None
-    advantage: float = 0.0
+    columns: Mapping[str, torch.Tensor] = MappingProxyType({})
     token_after: int | None = None
     loss_mask: torch.Tensor | None = None
-    experts: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -62,7 +60,9 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A packed micro-batch.
+    """A packed micro-batch: one row of tokens, and columns of its trained tokens.
+
+    Every pass over it uses the same object; a stage that knows more of its tokens adds a column.
 
     Attributes:
         token_ids: [T] int64; padding at the end is token 0.
@@ -72,15 +72,14 @@ class MicroBatch:
         lengths: tokens of each of the S sequences, in order, with the padding behind each; the
             rest of T is padding as well.
         sample_ids: S ids.
-        rollout_logprobs: [N] fp32, at the masked positions in order.
-        advantages: [N] fp32.
         sequence_of: [N] int64, which of the S sequences a trained token belongs to.
         num_trained: trained tokens of each of the S whole sequences.
         trained_index: [N] int64, which of the trained tokens of the whole row each one is.
-        experts: [N, layers with experts x k], the engine's, at the masked positions in order;
-            [N, 0] where they are not known.
+        columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
         row_index: [T] int64, after :func:`split_context`: the position of each token in the whole
             row.
+        attention: the borders between sequences, as the trainer's attention wants them.
+        routes: the experts of the first pass, where routing is replayed.
     """
 
     token_ids: torch.Tensor
@@ -89,18 +88,51 @@ class MicroBatch:
     loss_mask: torch.Tensor
     lengths: tuple[int, ...]
     sample_ids: tuple[int, ...]
-    rollout_logprobs: torch.Tensor
-    advantages: torch.Tensor
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
-    experts: torch.Tensor
+    columns: Mapping[str, torch.Tensor] = MappingProxyType({})
     row_index: torch.Tensor | None = None
+    attention: Any = None
+    routes: Any = None
 
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
         return int(self.token_ids.numel())
+
+    def column(self, name: str) -> torch.Tensor:
+        """[N, ...] of a column that must be there.
+
+        Raises:
+            RuntimeError: it was not filled.
+        """
+        found = self.columns.get(name)
+        if found is None:
+            known = TRAINING_COLUMNS.get(name)
+            raise RuntimeError(
+                f"a micro-batch lacks the column {name!r}"
+                + (f", which is filled by {known.filled_by}" if known else "")
+            )
+        return found
+
+    def with_column(self, name: str, values: torch.Tensor | None) -> MicroBatch:
+        """The same with a column of :data:`TRAINING_COLUMNS`; unchanged for ``None``."""
+        if values is None:
+            return self
+        dtype = TRAINING_COLUMNS[name].dtype
+        assert values.dtype is dtype, f"{name} is {values.dtype}, declared as {dtype}"
+        assert values.shape == self.sequence_of.shape, f"{name} has {tuple(values.shape)}"
+        return replace(self, columns={**self.columns, name: values})
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+        tensors = {name: getattr(self, name).to(device) for name in _ROW_TENSORS}
+        columns = {name: values.to(device) for name, values in self.columns.items()}
+        return replace(self, columns=columns, **tensors)
+
+
+_ROW_TENSORS = ("token_ids", "positions", "targets", "loss_mask", "sequence_of", "trained_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +171,6 @@ def pack(
     row = _row_of(samples, real, lengths, padded_length, device)
     sequence_of = row.owner[row.loss_mask[:total]]
     num_trained = tuple(s.num_trained for s in samples)
-    advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device)
     return MicroBatch(
         token_ids=row.token_ids,
         positions=row.positions,
@@ -147,35 +178,31 @@ def pack(
         loss_mask=row.loss_mask,
         lengths=lengths,
         sample_ids=tuple(s.sample_id for s in samples),
-        rollout_logprobs=_known([s.rollout_logprobs for s in samples], num_trained, device),
-        advantages=advantages[sequence_of],
         sequence_of=sequence_of,
         num_trained=num_trained,
         trained_index=torch.arange(sequence_of.numel(), device=device),
-        experts=_known_experts([s.experts for s in samples], num_trained, device),
+        columns=_columns_of(samples, num_trained),
     )
 
 
-def _known(
-    values: Sequence[torch.Tensor | None], counts: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """[sum of counts] fp32 of all samples; zeros for those without."""
-    if all(v is None for v in values):
-        return torch.zeros(sum(counts), device=device)
-    zeros = torch.zeros(max(counts), device=device)
-    parts = [zeros[:n] if v is None else v for v, n in zip(values, counts, strict=True)]
-    return torch.cat(parts).to(torch.float32)
+def _columns_of(
+    samples: Sequence[TrainSample], num_trained: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """The columns of all samples, one sample after the other.
 
-
-def _known_experts(
-    values: Sequence[torch.Tensor | None], counts: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """[sum of counts, layers with experts x k] of all samples; [sum of counts, 0] without."""
-    given = [v for v in values if v is not None]
-    if not given:
-        return torch.zeros((sum(counts), 0), dtype=torch.uint8, device=device)
-    assert len(given) == len(values), "experts of some samples alone"
-    return torch.cat(given)
+    Raises:
+        RuntimeError: a sample lacks a column that others have, or has another number of rows.
+    """
+    names = {name: None for s in samples for name in s.columns}
+    for name in names:
+        rows = [s.columns[name].size(0) if name in s.columns else -1 for s in samples]
+        if rows != list(num_trained):
+            wrong = next(s for s, r, n in zip(samples, rows, num_trained, strict=True) if r != n)
+            raise RuntimeError(
+                f"sample {wrong.sample_id}: column {name!r} does not have a row for each of its "
+                f"{wrong.num_trained} trained tokens"
+            )
+    return {name: torch.cat([s.columns[name] for s in samples]) for name in names}
 
 
 def _row_of(
@@ -265,10 +292,8 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         positions=batch.positions[index],
         targets=batch.targets[index],
         loss_mask=mask,
-        rollout_logprobs=batch.rollout_logprobs[trained],
-        advantages=batch.advantages[trained],
         sequence_of=batch.sequence_of[trained],
         trained_index=trained,
-        experts=batch.experts[trained],
+        columns={name: values[trained] for name, values in batch.columns.items()},
         row_index=index,
     )

@@ -6,7 +6,6 @@ hidden size. A head works on the rows that predict the trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,21 +18,21 @@ from megatron.core.tensor_parallel import (
 
 from mindspeed_rl.algorithms.types import LossInputs, ValueInputs
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.logprobs import selected_logprobs
-from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.trainer.loss_inputs import Reduce, policy_inputs, value_inputs
 
 Outputs = tuple[torch.Tensor, ...]
-Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Head(Protocol):
     """The end of a model."""
 
-    def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
+    def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
         """Hidden states [T, 1, h] or, with sequence parallelism, this rank's share -> [N] each."""
         ...
 
-    def loss_inputs(self, prepared: PreparedBatch, outputs: Outputs, reduce: Reduce) -> Any:
+    def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> Any:
         """What a loss gets of a micro-batch; ``reduce`` sums over context-parallel ranks."""
         ...
 
@@ -54,19 +53,18 @@ class LogProbHead:
         self.temperature = temperature
         self._chunk = chunk
 
-    def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
+    def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
         """Hidden states -> (log-probs, entropies)."""
         rows = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows)
         else:
             rows = copy_to_tensor_model_parallel_region(rows)
-        batch = prepared.batch
         group = parallel_state.get_tensor_model_parallel_group()
         return selected_logprobs(
-            rows[batch.loss_mask],
+            rows[micro.loss_mask],
             self._weight(),
-            batch.targets[batch.loss_mask],
+            micro.targets[micro.loss_mask],
             temperature=self.temperature,
             vocab_size=self._spec.vocab_size,
             tp_rank=group.rank(),
@@ -79,10 +77,10 @@ class LogProbHead:
             return self._module.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return self._module.output_layer.weight  # type: ignore[no-any-return]
 
-    def loss_inputs(self, prepared: PreparedBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
+    def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
         """Of a policy loss."""
         logprobs, entropy = outputs
-        return prepared.loss_inputs(logprobs, entropy, reduce)
+        return policy_inputs(micro, logprobs, entropy, reduce)
 
 
 class ValueOutputHead:
@@ -95,19 +93,19 @@ class ValueOutputHead:
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    def __call__(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Outputs:
+    def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
         """Hidden states -> (values,)."""
         rows = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
         weight = self._module.output_layer.weight
-        rows = rows[prepared.batch.loss_mask]
+        rows = rows[micro.loss_mask]
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
-    def loss_inputs(self, prepared: PreparedBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
+    def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
         """Of a value loss."""
         (values,) = outputs
-        return prepared.value_inputs(values, reduce)
+        return value_inputs(micro, values, reduce)
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:

@@ -55,13 +55,14 @@ def routes_of(
         num_layers: of the model, with experts.
     """
     counted = share(batch.loss_mask)
-    if not batch.experts.size(1):
+    experts = batch.columns.get("experts")
+    if experts is None:
         return Routes(counted)
     rows = share(batch.loss_mask.cumsum(0) - 1)[counted]
-    top_k, rest = divmod(batch.experts.size(1), num_layers)
-    assert not rest, f"{batch.experts.size(1)} experts of a token in {num_layers} layers"
+    top_k, rest = divmod(experts.size(1), num_layers)
+    assert not rest, f"{experts.size(1)} experts of a token in {num_layers} layers"
     shape = (len(rows), num_layers, top_k)
-    return Routes(counted, batch.experts[rows].view(shape))
+    return Routes(counted, experts[rows].view(shape))
 
 
 def router_places(layout: MegatronLayout, rank: int) -> tuple[int, ...]:

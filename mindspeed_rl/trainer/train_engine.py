@@ -35,22 +35,9 @@ from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
-from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 
 ROUTER_BIAS = "router.expert_bias"
-_BATCH_TENSORS = (
-    "token_ids",
-    "positions",
-    "targets",
-    "loss_mask",
-    "rollout_logprobs",
-    "advantages",
-    "sequence_of",
-    "trained_index",
-    "experts",
-)
-
 LossFunction = Callable[[LossInputs], LossOutputs]
 ValueLossFunction = Callable[[ValueInputs], LossOutputs]
 #: roles whose weights are updated
@@ -186,7 +173,7 @@ class TrainEngine:
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
-    def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
+    def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Take this rank's share of each sequence, move it to the device, find attention borders.
 
         Local.
@@ -196,12 +183,10 @@ class TrainEngine:
         cp_rank = self.layout.parallel.coords(dist.get_rank()).cp
         prepared = []
         for batch in batches:
-            share = split_context(batch, cp, cp_rank)
-            row = make_packed_row(share.lengths, share.positions, cp, cp_rank)
-            tensors = {name: getattr(share, name).to(device) for name in _BATCH_TENSORS}
-            moved = replace(share, **tensors)
-            routes = routes_of(moved, self._tokens_of_rank, layers) if self._replay else None
-            prepared.append(PreparedBatch(moved, row.to(device), routes=routes))
+            share = split_context(batch, cp, cp_rank).to(device)
+            row = make_packed_row(share.lengths, share.positions, cp, cp_rank).to(device)
+            routes = routes_of(share, self._tokens_of_rank, layers) if self._replay else None
+            prepared.append(replace(share, attention=row, routes=routes))
         return prepared
 
     def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -211,7 +196,7 @@ class TrainEngine:
         rank = self.layout.parallel.coords(dist.get_rank()).tp
         return tokens.chunk(self.layout.parallel.tp)[rank]
 
-    def logprobs(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """log p of the trained tokens, [N] fp32 per micro-batch; ``None`` off the last stage.
 
         Collective over the pipeline and tensor-parallel groups. No gradients, dropout off.
@@ -219,7 +204,7 @@ class TrainEngine:
         return [None if r is None else r[0] for r in self.logprobs_and_entropy(batches)]
 
     def logprobs_and_entropy(
-        self, batches: Sequence[PreparedBatch]
+        self, batches: Sequence[MicroBatch]
     ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """log p and entropy of the trained tokens, each [N] fp32 per micro-batch.
 
@@ -228,7 +213,7 @@ class TrainEngine:
         """
         return self._pass(batches)  # type: ignore[return-value]
 
-    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+    def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """The value before each trained token, [N] fp32 per micro-batch; ``None`` off the last
         stage.
 
@@ -236,7 +221,7 @@ class TrainEngine:
         """
         return [None if r is None else r[0] for r in self._pass(batches)]
 
-    def _pass(self, batches: Sequence[PreparedBatch]) -> list[Outputs | None]:
+    def _pass(self, batches: Sequence[MicroBatch]) -> list[Outputs | None]:
         """What the head makes of every micro-batch, without gradient."""
         for model in self.models:
             model.eval()
@@ -247,7 +232,7 @@ class TrainEngine:
         return results if self.is_last else [None] * len(batches)
 
     def forward_backward(
-        self, batches: Sequence[PreparedBatch], loss_function: LossFunction | ValueLossFunction
+        self, batches: Sequence[MicroBatch], loss_function: LossFunction | ValueLossFunction
     ) -> MetricSet:
         """Accumulate the gradient of the summed losses of all micro-batches.
 
@@ -263,8 +248,8 @@ class TrainEngine:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss(prepared: PreparedBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
-            inputs = self._head.loss_inputs(prepared, outputs, self.sum_over_context)
+        def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
+            inputs = self._head.loss_inputs(batch, outputs, self.sum_over_context)
             found = loss_function(inputs)
             return found.loss, replace(found, loss=found.loss.detach())
 
@@ -319,27 +304,26 @@ class TrainEngine:
 
     def _run(
         self,
-        batches: Sequence[PreparedBatch],
-        loss: Callable[[PreparedBatch, Outputs], tuple[torch.Tensor, Any]],
+        batches: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch, Outputs], tuple[torch.Tensor, Any]],
         backward: bool = False,
     ) -> list[Any]:
         """Run all micro-batches; the loss function's payloads, on the last stage."""
         # the output projection works on hidden states of its own precision
         precision = {"fp32_output": False} if self._config.bf16 else {}
 
-        def forward(iterator: Iterator[PreparedBatch], model: Any) -> tuple[torch.Tensor, Any]:
-            prepared = next(iterator)
-            batch = prepared.batch
+        def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+            batch = next(iterator)
             if self._replay is not None:
-                self._replay.current = prepared.routes
+                self._replay.current = batch.routes
             hidden = model(
                 batch.token_ids[None],
                 batch.positions[None],
                 None,
-                packed_seq_params=prepared.row,
+                packed_seq_params=batch.attention,
                 **precision,
             )
-            return hidden, functools.partial(self._loss, prepared, loss)
+            return hidden, functools.partial(self._loss, batch, loss)
 
         single = len(self.models) == 1
         results: list[Any] = get_forward_backward_func()(
@@ -347,17 +331,17 @@ class TrainEngine:
             data_iterator=iter(batches) if single else [iter(batches) for _ in self.models],
             model=self.models[0] if single else self.models,
             num_microbatches=len(batches),
-            seq_length=batches[0].batch.num_tokens * self.layout.parallel.cp,
+            seq_length=batches[0].num_tokens * self.layout.parallel.cp,
             micro_batch_size=1,
             forward_only=not backward,
         )
         return results
 
     def _loss(
-        self, prepared: PreparedBatch, loss: Callable[..., Any], hidden: torch.Tensor
+        self, batch: MicroBatch, loss: Callable[..., Any], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Hidden states [1, T, h] of the last stage -> (loss, 1, payload) for megatron-core."""
-        value, payload = loss(prepared, self._head(prepared, hidden))
+        value, payload = loss(batch, self._head(batch, hidden))
         return value, torch.ones((), dtype=torch.int), payload
 
 

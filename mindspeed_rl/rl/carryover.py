@@ -1,0 +1,100 @@
+"""Groups that one step leaves for the next, in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.rl.dynamic_sampling import Group
+from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
+from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.store import Response
+
+
+def carryover_state(
+    groups: Sequence[Group], responses: Sequence[Response]
+) -> list[list[dict[str, Any]]]:
+    """Plain types, for a checkpoint; fp32 log-probs survive as they are.
+
+    Args:
+        groups: of samples.
+        responses: of all of them, in order.
+    """
+    given = iter(responses)
+    return [[_plain(s, next(given)) for s in group] for group in groups]
+
+
+def _plain(sample: Sample, response: Response) -> dict[str, Any]:
+    return {
+        "sample_id": sample.sample_id,
+        "prompt_index": sample.prompt_index,
+        "columns": {name: values.tolist() for name, values in response.items()},
+        "stopped": sample.stopped,
+        "weights_version": sample.weights_version,
+        "reward": sample.reward,
+        "parts": list(sample.parts),
+        "spans": [list(span) for span in sample.spans],
+        "group": sample.group,
+    }
+
+
+def restored_carryover(
+    state: Sequence[Sequence[Mapping[str, Any]]],
+    step: int,
+    columns: Sequence[Column],
+    num_groups: int,
+    saved_groups: int = 0,
+) -> tuple[list[Group], list[Response]]:
+    """The inverse of :func:`carryover_state`: groups of samples, and all responses in order.
+
+    Args:
+        state: of a checkpoint.
+        step: after which it was saved.
+        columns: what the run keeps of every token.
+        num_groups: of engine ranks.
+        saved_groups: of the run that saved it. Where they are as many, each holds what it held,
+            since who trains on a sample depends on it; else they take turns.
+
+    Raises:
+        ValueError: the checkpoint lacks a column that this run needs.
+    """
+    groups: list[Group] = []
+    responses: list[Response] = []
+    for fields_of_group in state:
+        samples = []
+        for fields in fields_of_group:
+            number = len(responses)
+            response = _response(fields["columns"], columns)
+            mask = response.get(LOSS_MASK.name)
+            num_tokens = response[TOKEN_IDS.name].size(0)
+            samples.append(
+                Sample(
+                    sample_id=fields["sample_id"],
+                    prompt_index=fields["prompt_index"],
+                    num_tokens=num_tokens,
+                    num_sampled=num_tokens if mask is None else int(mask.sum()),
+                    stopped=fields["stopped"],
+                    weights_version=fields["weights_version"],
+                    group=fields["group"] if saved_groups == num_groups else number % num_groups,
+                    reward=fields["reward"],
+                    parts=tuple(fields["parts"]),
+                    key=SampleKey(step, number),
+                    spans=tuple((version, tokens) for version, tokens in fields["spans"]),
+                )
+            )
+            responses.append(response)
+        groups.append(samples)
+    return groups, responses
+
+
+def _response(values: Mapping[str, Any], columns: Sequence[Column]) -> Response:
+    for column in columns:
+        if column.name not in values:
+            raise ValueError(
+                f"--load: the checkpoint carries responses over without their {column.name}, which "
+                f"this run needs (filled by {column.filled_by}); resume with the flags of the run "
+                "that saved it, or from a checkpoint without groups that are carried over"
+            )
+    return {c.name: torch.tensor(values[c.name], dtype=c.dtype) for c in columns}

@@ -1,0 +1,92 @@
+"""Log-probs of old policy and reference, and values, of every trained token of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.observability.metrics import Max, MetricSet
+from mindspeed_rl.rl.batches import StepBatches, sample_of_token
+from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.store import SampleStore
+
+
+def compute_logprobs(
+    run: Components, state: RunState, batches: StepBatches, samples: Sequence[Sample]
+) -> StepBatches:
+    """Add old and reference log-probs and values where needed. Collective: the training grid.
+
+    On-policy old log-probs cost no pass for the first optimizer step of a batch: they are the
+    update pass's own (the column stays away), unless something needs them before it.
+    ``forward/*`` counts the passes without gradient, in optimizer batches.
+    """
+    old, num_old = _old_logprobs(run, state, batches, samples)
+    batches = batches.with_column("old_logprobs", old)
+    reference, num_reference = run.models.reference, 0
+    if reference is not None:
+        num_reference = len(batches.updates)
+        with run.scheduler.resident(Owner.REFERENCE):
+            batches = batches.with_column("ref_logprobs", batches.by_update(reference.logprobs))
+    if run.config.sampling.rl_resample_factor > 1 or run.config.balance.partial_rollout_tokens:
+        batches = with_on_policy_mask(batches, run.samples, samples, state.version)
+    counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
+    batches = batches.with_metrics(MetricSet(counts))
+    if run.models.critic is None:
+        return batches
+    with run.scheduler.resident(Owner.CRITIC):
+        return batches.with_column("old_values", batches.by_update(run.models.critic.values))
+
+
+def _old_logprobs(
+    run: Components, state: RunState, batches: StepBatches, samples: Sequence[Sample]
+) -> tuple[list[torch.Tensor | None], int]:
+    """Of every micro-batch, ``None`` where there are none; and how many passes they took."""
+    choice = run.config.rl.old_logprob
+    if choice == "rollout":
+        return [m.columns.get("rollout_logprobs") for m in batches.micro_batches], 0
+    needed_early = run.config.kl.rl_kl_in_reward or run.config.policy_loss.selects
+    first_is_free = False
+    if choice == "on-policy":
+        check_on_policy(samples, state.version)
+        first_is_free = run.plan.batch.iterations == 1 and not needed_early
+    found: list[torch.Tensor | None] = []
+    num_passes = 0
+    for number, update in enumerate(batches.updates):
+        if first_is_free and number == 0:
+            found += [None] * len(update.micro_batches)
+        else:
+            found += run.models.policy.logprobs(update.micro_batches)
+            num_passes += 1
+    return found, num_passes
+
+
+def check_on_policy(samples: Sequence[Sample], version: int) -> None:
+    """Every sample must come from the present weights.
+
+    Raises:
+        RuntimeError: naming samples of other versions; their ratio would silently be taken as 1.
+    """
+    stale = [s.sample_id for s in samples if s.num_stale(version)]
+    if stale:
+        raise RuntimeError(
+            f"--old-logprob on-policy: samples {stale[:8]} were sampled by other weights than "
+            f"version {version}; use --old-logprob recompute or rollout"
+        )
+
+
+def with_on_policy_mask(
+    batches: StepBatches, store: SampleStore, samples: Sequence[Sample], version: int
+) -> StepBatches:
+    """Mark the tokens that the weights of ``version`` sampled. Local."""
+    position = {s.sample_id: i for i, s in enumerate(samples)}
+    # the last position of each sequence that looks at a token of other weights
+    last = [store.num_prompt_tokens(s) - 2 + s.num_stale(version) for s in samples]
+    last_stale = torch.tensor(last, device=store.cache.device)
+    masks = [
+        m.positions[m.loss_mask] > last_stale[sample_of_token(m, position)]
+        for m in batches.micro_batches
+    ]
+    return batches.with_column("on_policy_mask", masks)

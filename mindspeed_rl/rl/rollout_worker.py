@@ -1,0 +1,239 @@
+"""One pass of generation on this rank's engine: prompts to scored samples that all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.observability.metrics import MetricSet
+from mindspeed_rl.rl.assignment import Assignment
+from mindspeed_rl.rl.engine_stats import record_history, step_metrics, take_stats
+from mindspeed_rl.rl.multi_turn import Environments, run_conversations
+from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
+from mindspeed_rl.rollout.engine import (
+    GenerationRequest,
+    InferenceEngine,
+    SamplingSettings,
+    request_seed,
+)
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.lengths import LengthHistory
+from mindspeed_rl.samples.rollout_info import UNCACHED, Sample, SampleKey, exchange_table
+from mindspeed_rl.types import Completion, Prompt, Rollout
+
+#: numbers that a judge of samples gives
+NUM_VERDICTS = 2
+
+PhaseContext = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """What came of some prompts.
+
+    Attributes:
+        samples: all, as every rank knows them, by sample id.
+        rollouts: those whose tokens this rank has.
+        metrics: what sampling and scoring have to report.
+    """
+
+    samples: list[Sample]
+    rollouts: list[Rollout]
+    metrics: MetricSet
+
+
+@dataclass(frozen=True)
+class RolloutWorker:
+    """Generates and scores samples with the engine of this rank.
+
+    Attributes:
+        engine: of this rank.
+        assignment: which samples it generates.
+        rewards: what scores them.
+        cache: has the tokens of responses that go on.
+        seed: of the run.
+        stop_token_ids: sampling one of these ends a response.
+        num_copies: ranks of an engine that know each sample.
+        history_folder: where decode steps are recorded; ``None``: on this rank they are not.
+        environments: of conversations; ``None``: a response has one turn.
+    """
+
+    engine: InferenceEngine
+    assignment: Assignment
+    rewards: RewardFunctions
+    cache: TensorCache
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    num_copies: int
+    history_folder: Path | None = None
+    environments: Environments | None = None
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the reward functions."""
+        return self.rewards.names
+
+    def settings(self, temperature: float) -> SamplingSettings:
+        """How to sample at a temperature; 0 is greedy."""
+        return SamplingSettings(temperature, self.assignment.limit, self.stop_token_ids)
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        settings: SamplingSettings,
+        version: int,
+        phase: PhaseContext,
+        *,
+        attempt: int = 0,
+        key: SampleKey = UNCACHED,
+        judge: Callable[[Rollout], Sequence[float]] | None = None,
+        lengths: LengthHistory | None = None,
+        prefixes: Sequence[Sample | None] = (),
+    ) -> GenerationResult:
+        """One scored response to each of ``prompts``. Collective: the world.
+
+        Samples are scored while others are still being generated.
+
+        Args:
+            prompts: position in the list is the sample id.
+            step: seeds the samples, with ``attempt``.
+            settings: of the engine.
+            version: of the weights; the engine must have them.
+            phase: names the parts for timer and watchdog.
+            attempt: makes other seeds for the same step.
+            key: of sample 0, for samples that will be kept.
+            judge: gives :data:`NUM_VERDICTS` numbers that all ranks shall know of a sample.
+            lengths: of earlier responses to the prompts.
+            prefixes: in partial rollouts, what there is of each response; one that goes on after
+                this pass has no reward.
+        """
+        take_stats(self.engine)
+        with self.rewards.scorer() as scorer:
+            with phase("generate"):
+                if self.environments is None:
+                    own = self.generate(
+                        prompts, step, settings, version,
+                        attempt=attempt, scorer=scorer, lengths=lengths, prefixes=prefixes,
+                    )  # fmt: skip
+                    metrics = MetricSet()
+                else:
+                    own, metrics = [], self._converse(
+                        self.environments, prompts, step, settings, version, attempt, scorer
+                    )  # fmt: skip
+            stats = take_stats(self.engine)
+            if self.history_folder is not None:
+                record_history(self.history_folder, stats, self.assignment.engine.dp)
+            with phase("reward"):
+                rollouts, found = scorer.finish()
+                verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
+        with phase("wait"):  # for the slowest engine, lest its time be charged to the exchange
+            dist.all_reduce(torch.zeros(1))
+        leads = self.assignment.leads_engine
+        with phase("exchange"):
+            samples = exchange_table(
+                rollouts,
+                self.assignment.engine.group_of(self.assignment.rank),
+                self.reward_names,
+                len(prompts),
+                key,
+                verdicts,
+                NUM_VERDICTS if judge else 0,
+                copies=() if leads else own,
+                num_copies=self.num_copies,
+            )
+        metrics = found.merge(metrics).merge(step_metrics(stats, self.assignment.engine.dp > 1))
+        metrics = metrics.merge(self.assignment.metrics(stats))
+        return GenerationResult(samples, rollouts if leads else own, metrics)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        settings: SamplingSettings,
+        version: int,
+        *,
+        attempt: int = 0,
+        scorer: Scorer | None = None,
+        lengths: LengthHistory | None = None,
+        prefixes: Sequence[Sample | None] = (),
+    ) -> list[Rollout]:
+        """Complete ``prompts``: the samples that ended on this rank's engine, by sample id.
+
+        Finished samples are handed to ``scorer`` while others are generated. Collective: the ranks
+        of each engine; the world where requests may move.
+        """
+        own = self.assignment.own_samples(prompts, lengths, prefixes)
+        requests = []
+        for i in own:
+            seed = request_seed(self.seed, step, i, attempt)
+            request = GenerationRequest(i, prompts[i].token_ids, seed)
+            requests.append(self._continued(request, prefixes[i] if prefixes else None))
+
+        def on_step(finished: Mapping[int, Completion]) -> None:
+            if scorer is None:
+                return
+            for i, completion in finished.items():
+                goes_on = (
+                    prefixes
+                    and completion.truncated
+                    and len(completion.token_ids) < settings.max_response_tokens
+                )
+                take = scorer.add_unscored if goes_on else scorer.add
+                take(Rollout(i, prompts[i], completion))
+            scorer.poll()
+
+        rebalancer = self.assignment.rebalancer(prompts, settings, lengths, prefixes)
+        done = self.engine.generate(requests, settings, version, on_step, rebalancer)
+        return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
+
+    def _continued(self, request: GenerationRequest, prefix: Sample | None) -> GenerationRequest:
+        """A request of partial rollouts, with what the cache of this rank has of its response."""
+        if not self.assignment.partial_tokens:
+            return request
+        request = replace(request, max_tokens=self.assignment.max_tokens(prefix))
+        if prefix is None:
+            return request
+        tokens, logprobs = (
+            self.cache.read(column, prefix.key, prefix.weights_version).tolist()
+            for column in (TOKEN_IDS, ROLLOUT_LOGPROBS)
+        )
+        return replace(request, begun=tuple(tokens), begun_logprobs=tuple(logprobs))
+
+    def _converse(
+        self,
+        environments: Environments,
+        prompts: Sequence[Prompt],
+        step: int,
+        settings: SamplingSettings,
+        version: int,
+        attempt: int,
+        scorer: Scorer,
+    ) -> MetricSet:
+        """Hold conversations; the samples are handed to ``scorer`` when they are over."""
+        own = self.assignment.own_samples(prompts)
+
+        def seed_of(sample_id: int, turn: int) -> int:
+            return request_seed(self.seed, step, sample_id, attempt, turn)
+
+        return run_conversations(
+            environments if self.assignment.leads_engine else None,
+            {i: prompts[i] for i in own},
+            self.engine,
+            settings,
+            version,
+            seed_of,
+            scorer,
+        )
+
+    def close(self) -> None:
+        """Stop reward workers and environments."""
+        if self.environments is not None:
+            self.environments.close()
+        self.rewards.close()

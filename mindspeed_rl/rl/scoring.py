@@ -1,0 +1,120 @@
+"""Rewards of samples, begun as soon as each has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.rewards import PoolBase, RewardRequest, Scoring
+from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
+from mindspeed_rl.types import Completion, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The last, the share that was scored when the last sample had been generated, is up to the machine.
+_METRICS = ("reward/error_rate", "reward/timeout_rate", "throughput/scored_early")
+
+
+@dataclass(frozen=True)
+class RewardFunctions:
+    """The reward functions of a run as this rank's engine reaches them.
+
+    Attributes:
+        names: of the functions, equal on all ranks.
+        pool: workers that score; ``None`` on ranks that do not lead an engine.
+        tokenizer: of the run.
+        in_conversation: samples have an environment, whose part the rewards see as well.
+    """
+
+    names: tuple[str, ...]
+    pool: PoolBase | None
+    tokenizer: PreTrainedTokenizerBase
+    in_conversation: bool = False
+
+    @contextmanager
+    def scorer(self) -> Iterator[Scorer]:
+        """A scorer for one pass; what is open when it is left in an error is given up."""
+        if self.pool is None:
+            yield Scorer(self, None)
+            return
+        with self.pool.scoring() as scoring:
+            yield Scorer(self, scoring)
+
+    def response_text(self, completion: Completion) -> str:
+        """What the model said, special tokens left out; for rewards and people only."""
+        ids = list(completion.sampled_ids)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def request(self, rollout: Rollout, environment_reward: float | None = None) -> RewardRequest:
+        """A sample as the rewards see it."""
+        prompt, completion = rollout.prompt, rollout.completion
+        metadata = prompt.metadata
+        if self.in_conversation:
+            transcript = str(self.tokenizer.decode(list(completion.token_ids)))
+            metadata = {
+                **metadata, TRANSCRIPT: transcript, ENVIRONMENT_REWARD: environment_reward
+            }  # fmt: skip
+        return RewardRequest(
+            sample_id=rollout.sample_id,
+            prompt=prompt.text,
+            response=self.response_text(completion),
+            answer=prompt.answer,
+            finish_reason=completion.finish_reason,
+            num_response_tokens=len(completion.sampled_ids),
+            metadata=metadata,
+        )
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+class Scorer:
+    """Rewards of the samples of one pass of generation.
+
+    On ranks that do not lead an engine nothing is scored.
+    """
+
+    def __init__(self, functions: RewardFunctions, scoring: Scoring | None) -> None:
+        self._functions = functions
+        self._scoring = scoring
+        self._rollouts: list[Rollout] = []
+        self._unscored: list[Rollout] = []
+
+    def add(self, rollout: Rollout, environment_reward: float | None = None) -> None:
+        """Begin to score a finished sample."""
+        if self._scoring is not None:
+            self._rollouts.append(rollout)
+            self._scoring.add(self._functions.request(rollout, environment_reward))
+
+    def add_unscored(self, rollout: Rollout) -> None:
+        """A sample without a reward."""
+        self._unscored.append(rollout)
+
+    def poll(self) -> None:
+        """Between two steps of the engine. Never waits."""
+        if self._scoring is not None:
+            self._scoring.poll()
+
+    def finish(self) -> tuple[list[Rollout], MetricSet]:
+        """Wait for the rest: the samples with their rewards, by sample id, and what went wrong."""
+        if self._scoring is None:
+            return [], MetricSet({name: Mean(0, 0) for name in _METRICS})
+        self._scoring.poll()
+        early = self._scoring.num_done
+        results = self._scoring.finish()
+        scored = [
+            replace(rollout, reward=result.reward, reward_parts=result.parts)
+            for rollout, result in zip(self._rollouts, results, strict=True)
+        ]
+        errors, timeouts = (
+            Mean.of(float(r.status == status) for r in results) for status in ("error", "timeout")
+        )
+        metrics = (errors, timeouts, Mean(float(early), float(len(results))))
+        everything = sorted([*scored, *self._unscored], key=lambda rollout: rollout.sample_id)
+        return everything, MetricSet(dict(zip(_METRICS, metrics, strict=True)))

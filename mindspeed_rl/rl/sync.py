@@ -1,0 +1,82 @@
+"""Bringing the engine to the trainer's weights, and the proof that it computes with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
+from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.samples.rollout_info import UNCACHED, exchange_table
+
+PROBE_TOKENS = 24
+
+
+def sync_weights(run: Components, version: int) -> MetricSet:
+    """Reshard the policy into the engine, verified; no effect where the engine is at ``version``.
+
+    Collective: the world; within SYNC.
+
+    Returns:
+        Bytes and speed of the latest transfer.
+
+    Raises:
+        RuntimeError: engine and trainer hold different bits.
+    """
+    run.scheduler.require(Phase.SYNC, "sync_weights")
+    with run.phase("reshard"):
+        run.weight_sync.run(run.rollouts.engine, version)
+    return run.weight_sync.metrics
+
+
+def check_engine(run: Components, state: RunState) -> float:
+    """Compare log-probs of engine and trainer on one prompt per engine.
+
+    Bit-equal parameters do not prove that an engine computes with them: derived tensors (rotary
+    tables, absorbed projections) may be stale. Collective: the world; within TRAIN, and back.
+
+    Returns:
+        The mean |difference| over the sampled tokens.
+
+    Raises:
+        RuntimeError: it exceeds ``--rl-sync-check-tol``.
+    """
+    run.scheduler.to_sync()
+    sync_weights(run, state.version)
+    run.scheduler.to_rollout()
+    worker, store, engine = run.rollouts, run.samples, run.plan.engine
+    prompts = [run.data.train[i % len(run.data.train)] for i in range(engine.num_groups)]
+    settings = worker.settings(run.config.rl.rl_default_temperature)
+    settings = replace(
+        settings, max_response_tokens=min(PROBE_TOKENS, settings.max_response_tokens)
+    )
+    with run.phase("probe"):
+        own = worker.generate(prompts, 0, settings, state.version)
+        known, copies = (own, []) if worker.assignment.leads_engine else ([], own)
+        samples = exchange_table(
+            known, engine.group_of(run.job.world.rank), (), engine.num_groups, UNCACHED,
+            copies=copies, num_copies=engine.tp,
+        )  # fmt: skip
+        probe_store = replace(store, cache=TensorCache(store.cache.device))
+        probe_store.keep(own, samples)
+    run.scheduler.to_train()
+    with run.phase("probe"):
+        placed = probe_store.place(samples)
+        policy = run.models.policy
+        gaps = []
+        for packed in probe_store.pack(placed):
+            micro = policy.prepare(packed)
+            for m, logp in zip(micro, policy.logprobs(micro), strict=True):
+                if logp is not None:
+                    gaps.append((logp - m.column("rollout_logprobs")).abs())
+        mean = MetricSet({"probe": Mean(float(sum(g.sum() for g in gaps)), sum(map(len, gaps)))})
+        gap = reduce_metrics(mean)["probe"]
+    limit = run.config.sync_check_tol
+    if not gap <= limit:
+        raise RuntimeError(
+            f"probe: mean |log p(trainer) - log p(engine)| is {gap:.3g}, above "
+            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
+            "computes something else than the trainer"
+        )
+    return gap

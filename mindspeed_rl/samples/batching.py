@@ -1,0 +1,86 @@
+"""The samples of one optimizer step as the micro-batches of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mindspeed_rl.samples.balance import SequenceCost
+from mindspeed_rl.samples.locality import keep_near
+from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
+from mindspeed_rl.samples.placement import MicroBatchPlan, padded, plan_micro_batches
+from mindspeed_rl.samples.routes import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """How samples are cut into micro-batches and dealt to the data-parallel ranks.
+
+    Attributes:
+        dp: data-parallel size.
+        dp_rank: of this rank.
+        micro_batch_size: sequences per micro-batch, used when ``max_tokens`` is 0.
+        max_tokens: tokens per micro-batch.
+        row_multiple: the length of a row is rounded up to a multiple of this.
+        sequence_multiple: each sequence is padded to a multiple of this: context parallelism cuts
+            it into so many chunks.
+        count_multiple: the number of micro-batches is rounded up to a multiple of this.
+        cost: the work of a sequence, of which all ranks get equal shares.
+    """
+
+    dp: int
+    dp_rank: int
+    micro_batch_size: int
+    max_tokens: int = 0
+    row_multiple: int = 1
+    sequence_multiple: int = 1
+    count_multiple: int = 1
+    cost: SequenceCost = field(default_factory=SequenceCost)
+
+    def plan(self, lengths: Sequence[int], moved: Ints | None = None) -> MicroBatchPlan:
+        """Who trains on what in one optimizer step, the same on all ranks. Pure.
+
+        Args:
+            lengths: tokens of each sample.
+            moved: [samples, data-parallel ranks] what moves if a sample trains there; samples stay
+                where they are as far as balance leaves a choice.
+        """
+        plan = plan_micro_batches(
+            lengths,
+            dp=self.dp,
+            micro_batch_size=self.micro_batch_size,
+            max_tokens=self.max_tokens,
+            multiple=self.row_multiple,
+            sequence_multiple=self.sequence_multiple,
+            count_multiple=self.count_multiple,
+            cost=self.cost,
+        )
+        if moved is None:
+            return plan
+        return keep_near(plan, [padded(n, self.sequence_multiple) for n in lengths], moved)
+
+    def mine(self, plan: MicroBatchPlan) -> list[int]:
+        """Positions of the samples that this rank trains on, in the order of its micro-batches."""
+        return [i for micro in plan.assignment[self.dp_rank] for i in micro]
+
+    def pack(self, plan: MicroBatchPlan, samples: Mapping[int, TrainSample]) -> list[MicroBatch]:
+        """The micro-batches of this rank. Local.
+
+        Args:
+            plan: of one optimizer step.
+            samples: of this rank at least, by position in the plan.
+        """
+        return [
+            pack([samples[i] for i in micro], plan.padded_length, self.sequence_multiple)
+            for micro in plan.assignment[self.dp_rank]
+        ]
+
+    def pack_own(
+        self, samples: Sequence[TrainSample], lengths: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of samples that every rank has in the same order. Local.
+
+        Where ``lengths`` (tokens of each) are given, only the samples of this rank are looked at.
+        """
+        plan = self.plan([s.length for s in samples] if lengths is None else lengths)
+        return self.pack(plan, {i: samples[i] for i in self.mine(plan)})
