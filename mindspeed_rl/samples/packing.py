@@ -10,9 +10,8 @@ trained on. Shifting happens here, before any split of the row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class TrainSample:
     sample_id: int
     token_ids: torch.Tensor
     num_prompt_tokens: int
-    columns: Mapping[str, torch.Tensor] = MappingProxyType({})
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_after: int | None = None
     loss_mask: torch.Tensor | None = None
 
@@ -91,7 +90,7 @@ class MicroBatch:
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
-    columns: Mapping[str, torch.Tensor] = MappingProxyType({})
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     row_index: torch.Tensor | None = None
     attention: Any = None
     routes: Any = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,13 +36,22 @@ from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
-from mindspeed_rl.rl.batches import Response, fetch
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.advantages import compute_advantages
+from mindspeed_rl.rl.batches import StepBatches, build_batches
+from mindspeed_rl.rl.build import build_rollout_worker, build_sample_store
+from mindspeed_rl.rl.components import Components, Models, PromptData, RunState, Telemetry
+from mindspeed_rl.rl.logprobs import compute_logprobs
+from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
+from mindspeed_rl.rl.scoring import RewardFunctions
+from mindspeed_rl.rl.sync import sync_weights
+from mindspeed_rl.rl.update import update
+from mindspeed_rl.samples.columns import LOSS_MASK, ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.store import Response
+from mindspeed_rl.trainer.loss_inputs import policy_inputs, value_inputs
 from mindspeed_rl.trainer.packed_attention import make_packed_row
-from mindspeed_rl.trainer.prepared import PreparedBatch
 from mindspeed_rl.trainer.train_engine import UpdateStats
 from mindspeed_rl.types import Prompt
 
@@ -88,24 +98,24 @@ class TablePolicy:
         """Counted."""
         self.num_writes += 1
 
-    def prepare(self, batches: Sequence[MicroBatch]) -> list[PreparedBatch]:
+    def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Nothing to move."""
-        return [PreparedBatch(b, make_packed_row(b.lengths, b.positions)) for b in batches]
+        return [replace(b, attention=make_packed_row(b.lengths, b.positions)) for b in batches]
 
-    def logprobs(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Of the trained tokens."""
         self.num_passes += 1
         return [self._logprobs(b).detach() for b in batches]
 
-    def _logprobs(self, prepared: PreparedBatch) -> torch.Tensor:
-        return self.table[prepared.batch.targets[prepared.batch.loss_mask]]
+    def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        return self.table[micro.targets[micro.loss_mask]]
 
-    def forward_backward(self, batches: Sequence[PreparedBatch], loss: Any) -> MetricSet:
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: Any) -> MetricSet:
         """The gradient of the summed losses, and the metrics of all micro-batches."""
         self.table.grad = None
         metrics = MetricSet()
-        for prepared in batches:
-            outputs = loss(self._loss_inputs(prepared))
+        for micro in batches:
+            outputs = loss(self._loss_inputs(micro))
             outputs.loss.backward()
             found: dict[str, Metric] = {
                 name: Mean(float(term.sum), float(term.weight))
@@ -116,10 +126,10 @@ class TablePolicy:
             metrics = metrics.merge(found)
         return metrics
 
-    def _loss_inputs(self, prepared: PreparedBatch) -> Any:
-        logprobs = self._logprobs(prepared)
+    def _loss_inputs(self, micro: MicroBatch) -> Any:
+        logprobs = self._logprobs(micro)
         entropy = torch.zeros_like(logprobs)
-        return prepared.loss_inputs(logprobs, entropy, self.sum_over_context)
+        return policy_inputs(micro, logprobs, entropy, self.sum_over_context)
 
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
@@ -141,20 +151,20 @@ class TablePolicy:
 class TableCritic(TablePolicy):
     """A critic whose value before a token is a table of that token."""
 
-    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+    def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Before the trained tokens."""
         return self.logprobs(batches)
 
-    def _loss_inputs(self, prepared: PreparedBatch) -> Any:
-        return prepared.value_inputs(self._logprobs(prepared), self.sum_over_context)
+    def _loss_inputs(self, micro: MicroBatch) -> Any:
+        return value_inputs(micro, self._logprobs(micro), self.sum_over_context)
 
 
 class TableScorer(TablePolicy):
     """A reward model whose value at a token is a table of that token."""
 
-    def values(self, batches: Sequence[PreparedBatch]) -> list[torch.Tensor | None]:
+    def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """At the places of interest."""
-        return [self.table[b.batch.token_ids[b.batch.loss_mask]].detach() for b in batches]
+        return [self.table[b.token_ids[b.loss_mask]].detach() for b in batches]
 
 
 class TableRewards(OneByOne):
@@ -198,9 +208,114 @@ class NoWatchdog:
         yield
 
 
+@dataclass
+class TableRun:
+    """A run and its state, with the verbs of a step as methods.
+
+    Attributes:
+        parts: of the run.
+        state: what changes from step to step.
+    """
+
+    parts: Components
+    state: RunState
+
+    @property
+    def config(self) -> RLRunConfig:
+        return self.parts.config
+
+    @property
+    def policy(self) -> TablePolicy:
+        return cast(TablePolicy, self.parts.models.policy)
+
+    @property
+    def engine(self) -> TableEngine:
+        return cast(TableEngine, self.parts.rollouts.engine)
+
+    @property
+    def pool(self) -> TableRewards:
+        return cast(TableRewards, self.parts.rollouts.rewards.pool)
+
+    def set_models(self, **models: Any) -> None:
+        """Other models in place of some."""
+        self.parts = replace(self.parts, models=replace(self.parts.models, **models))
+
+    def set_rollouts(self, **fields: Any) -> None:
+        """Other parts of the rollout worker in place of some."""
+        self.parts = replace(self.parts, rollouts=replace(self.parts.rollouts, **fields))
+
+    def set_cache(self, cache: TensorCache) -> None:
+        """Tokens are kept elsewhere from now on."""
+        self.parts = replace(self.parts, samples=replace(self.parts.samples, cache=cache))
+        self.set_rollouts(cache=cache)
+
+    def to_rollout(self) -> None:
+        """Synchronise the weights and hand the device to the engine."""
+        self.parts.scheduler.to_sync()
+        sync_weights(self.parts, self.state.version)
+        self.parts.scheduler.to_rollout()
+
+    def to_train(self) -> None:
+        self.parts.scheduler.to_train()
+
+    def generate(self, step: int = 1) -> RolloutBatch:
+        """The rollouts of a step, and back to training."""
+        self.to_rollout()
+        rollouts = generate_rollouts(self.parts, self.state, step)
+        self.to_train()
+        return rollouts
+
+    def build(self, samples: Sequence[Sample]) -> StepBatches:
+        return build_batches(self.parts, samples)
+
+    def logprobs(self, batches: StepBatches, samples: Sequence[Sample]) -> StepBatches:
+        return compute_logprobs(self.parts, self.state, batches, samples)
+
+    def advantages(
+        self,
+        batches: StepBatches,
+        samples: Sequence[Sample],
+        step: int = 1,
+        greedy: Sequence[float] | None = None,
+    ) -> StepBatches:
+        return compute_advantages(self.parts, self.state, batches, samples, step, greedy)
+
+    def prepared(
+        self, samples: Sequence[Sample], step: int = 1, greedy: Sequence[float] | None = None
+    ) -> StepBatches:
+        """Everything up to the update."""
+        return self.advantages(self.logprobs(self.build(samples), samples), samples, step, greedy)
+
+    def update(self, batches: StepBatches, step: int = 1) -> MetricSet:
+        return update(self.parts, self.state, batches, step)
+
+    def hold(self, samples: list[Sample], responses: Sequence[Response]) -> list[Sample]:
+        """The run keeps what these samples say."""
+        self.set_cache(TensorCache(torch.device("cpu")))
+        self.parts.samples.keep_responses(responses, samples)
+        return samples
+
+    def said(self, samples: Sequence[Sample]) -> list[Response]:
+        """What is kept of samples."""
+        return self.parts.samples.fetch(samples)
+
+
+def response(
+    ids: Sequence[int], logprobs: Sequence[float] | torch.Tensor, mask: Sequence[bool] | None = None
+) -> Response:
+    """The columns of one response; with ``mask`` those of a conversation."""
+    columns = {
+        TOKEN_IDS.name: torch.tensor(list(ids), dtype=torch.int64),
+        ROLLOUT_LOGPROBS.name: torch.as_tensor(logprobs, dtype=torch.float32),
+    }
+    if mask is not None:
+        columns[LOSS_MASK.name] = torch.tensor(list(mask), dtype=torch.bool)
+    return columns
+
+
 def make_run(
     folder: Path, flags: str = "", rewards: Mapping[int, float | None] | None = None
-) -> RLJob:
+) -> TableRun:
     """A run of 2 prompts x 3 samples per step in ``folder``, before its first weight update."""
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     for name in ("model.safetensors", "tokenizer.json"):
@@ -215,42 +330,38 @@ def make_run(
     config, world = parsed.config, World(0, 1, 0, 1)
     job = Job(config, check_rl(config, 1), world, CpuPlatform(), cast(Any, NoWatchdog()), ())
     policy, engine = TablePolicy(first_table()), TableEngine()
-    read = cast(Any, lambda: {"table": policy.table.detach()})
-    sync = WeightSync(
-        cast(Any, CopyWeights()),
-        cast(Any, CompareWeights()),
-        read,
-        config.rollout.reshard_verify_interval,
-    )
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
     timer = PhaseTimer(mark=profiler.phase)
-    phases = Phases(cast(Any, engine), sync, timer)
-    phases.to_train()
-    rl = config.rl
-    return RLJob(
+    scheduler = Phases(cast(Any, engine), timer)
+    scheduler.to_train()
+    tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
+    prompts, pool = cast(PromptDataset, PROMPTS), cast(Any, TableRewards(rewards or {}))
+    in_conversation = bool(config.environment.rl_environment)
+    functions = RewardFunctions(("format",), pool, tokenizer, in_conversation)
+    parts = Components(
         job=job,
-        tokenizer=cast(Any, Characters()),
-        prompts=cast(PromptDataset, PROMPTS),
-        eval_sets={},
-        sampler=PromptSampler(NUM_PROMPTS, config.train.seed),
-        policy=cast(Any, policy),
-        reference=cast(Any, TablePolicy(first_table())) if rl.grpo_kl_beta else None,
-        critic=cast(Any, TableCritic(torch.zeros(VOCAB))) if config.has_critic else None,
-        engine=cast(Any, engine),
-        phases=phases,
-        ledger=MemoryLedger({}, job.platform.memory, None, 0),
-        rewards=cast(Any, TableRewards(rewards or {})),
-        reward_names=("format",),
-        kl_beta=rl.grpo_kl_beta,
-        timer=timer,
-        profiler=profiler,
-        logger=RunLogger(output, True, ("jsonl",)),
-        dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
-        cache=TensorCache(job.platform.device),
+        data=PromptData(tokenizer, prompts, {}, PromptSampler(NUM_PROMPTS, config.train.seed)),
+        models=Models(
+            policy=cast(Any, policy),
+            reference=cast(Any, TablePolicy(first_table())) if config.rl.grpo_kl_beta else None,
+            critic=cast(Any, TableCritic(torch.zeros(VOCAB))) if config.has_critic else None,
+        ),
+        rollouts=build_rollout_worker(job, cast(Any, engine), functions, None, cache, tokenizer),
+        samples=build_sample_store(job, prompts, cache),
+        scheduler=scheduler,
+        weight_sync=WeightSync(
+            cast(Any, CopyWeights()),
+            cast(Any, CompareWeights()),
+            cast(Any, lambda: {"table": policy.table.detach()}),
+            config.rollout.reshard_verify_interval,
+        ),
+        telemetry=Telemetry(
+            timer=timer,
+            profiler=profiler,
+            ledger=MemoryLedger({}, job.platform.memory, None, 0),
+            logger=RunLogger(output, True, ("jsonl",)),
+            dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
+        ),
     )
-
-
-def said(run: RLJob, samples: Sequence[Sample]) -> list[Response]:
-    """What is kept of samples."""
-    return fetch(run, samples)
+    return TableRun(parts, RunState(kl_beta=config.rl.grpo_kl_beta))

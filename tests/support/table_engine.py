@@ -49,6 +49,7 @@ class TableEngine:
         self.stale = 0.0
         self.calls: list[str] = []
         self.steps: list[tuple[int, ...]] = []
+        self.max_num_seqs, self.weight_format = 16, ""
         self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []
 
     def weight_views(self) -> dict[str, torch.Tensor]:
@@ -104,7 +105,8 @@ class TableEngine:
         settings: SamplingSettings,
         version: int,
         on_step: OnStep | None = None,
-    ) -> list[Completion]:
+        rebalancer: object | None = None,
+    ) -> dict[int, Completion]:
         """The log-probs are those of the engine's own weights; one token of each per step."""
         assert version == self.weights_version, "Phases let a stale engine generate"
         assert self.state is EngineState.AWAKE, "Phases let a sleeping engine generate"
@@ -121,7 +123,7 @@ class TableEngine:
             self.steps.append(tuple(finished))
             if on_step is not None:
                 on_step(finished)
-        return result
+        return {r.sample_id: c for r, c in zip(requests, result, strict=True)}
 
 
 def response_of(sample_id: int) -> tuple[int, ...]:

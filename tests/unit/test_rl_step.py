@@ -15,18 +15,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import PROMPTS, TablePolicy, TableRewards, make_run, said
-from support.table_engine import STOP, VOCAB, TableEngine, first_table, response_of, single_rank
+from support.rl_run import PROMPTS, TablePolicy, TableRun, make_run, response
+from support.table_engine import STOP, VOCAB, first_table, response_of, single_rank
 
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.phases.machine import Phase
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import rollouts as rl_rollout
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.batches import Response, store_responses
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.samples.device_cache import TensorCache
+from mindspeed_rl.rl.batches import StepBatches
+from mindspeed_rl.rl.report import sample_metrics
+from mindspeed_rl.rl.sync import check_engine
+from mindspeed_rl.rl.update import FIRST_RATIO, RATIO
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
@@ -43,39 +41,18 @@ def world() -> Iterator[None]:
         yield
 
 
-def policy_of(run: RLJob) -> TablePolicy:
-    return cast(TablePolicy, run.policy)
-
-
-def engine_of(run: RLJob) -> TableEngine:
-    return cast(TableEngine, run.engine)
-
-
 def value(metric: Metric) -> float:
     """Of one rank."""
     assert isinstance(metric, (Mean, Max, Total))
     return metric.value
 
 
-def collected(run: RLJob, step: int = 1) -> rl_step.Collected:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, step)
-    run.phases.to_train()
-    return rollouts
+def annotated(run: TableRun) -> StepBatches:
+    return run.prepared(run.generate().samples)
 
 
-def annotated(run: RLJob) -> rl_batch.StepBatches:
-    samples = collected(run).samples
-    return prepared(run, samples)
-
-
-def prepared(run: RLJob, samples: list[Sample], step: int = 1) -> rl_batch.StepBatches:
-    batches = rl_batch.annotate(run, rl_batch.build_batches(run, samples), samples)
-    return rl_batch.with_advantages(run, batches, samples, step)
-
-
-def whole_step(run: RLJob) -> MetricSet:
-    return rl_step.update(run, annotated(run))
+def whole_step(run: TableRun) -> MetricSet:
+    return run.update(annotated(run))
 
 
 def entries(values: dict[int, float]) -> torch.Tensor:
@@ -97,15 +74,10 @@ def sample(i: int, reward: float = 0.0, ids: tuple[int, ...] | None = None) -> S
     return Sample(i, prompt, len(ids), len(ids), stopped, 0, 0, reward, (reward,), key=key)
 
 
-def hold(run: RLJob, samples: list[Sample]) -> list[Sample]:
+def hold(run: TableRun, samples: list[Sample]) -> list[Sample]:
     """The run keeps what these samples say."""
-    ids = [
-        torch.tensor(response_of(s.sample_id)[: s.num_tokens], dtype=torch.long) for s in samples
-    ]
-    responses = [Response(i, first_table()[i]) for i in ids]
-    run.cache = TensorCache(torch.device("cpu"))
-    store_responses(run.cache, responses, samples)
-    return samples
+    ids = [response_of(s.sample_id)[: s.num_tokens] for s in samples]
+    return run.hold(samples, [response(i, first_table()[list(i)]) for i in ids])
 
 
 # --- rollouts and rewards ----------------------------------------------------------------------
@@ -114,8 +86,8 @@ def hold(run: RLJob, samples: list[Sample]) -> list[Sample]:
 def test_collect_gives_every_sample_with_its_prompt_and_reward(tmp_path: Path) -> None:
     rewards = REWARDS | {4: None}
     run = make_run(tmp_path, rewards=rewards)
-    expected = type(run.sampler)(len(PROMPTS), run.config.train.seed).next(2)
-    result = collected(run)
+    expected = type(run.parts.data.sampler)(len(PROMPTS), run.config.train.seed).next(2)
+    result = run.generate()
     assert [s.sample_id for s in result.samples] == list(range(6))
     for i, s in enumerate(result.samples):
         assert s.prompt_index == expected[i // 3]
@@ -125,20 +97,20 @@ def test_collect_gives_every_sample_with_its_prompt_and_reward(tmp_path: Path) -
             assert math.isnan(s.reward) and math.isnan(s.parts[0])
         else:
             assert (s.reward, s.parts) == (rewards[i], (rewards[i],))
-    for i, response in enumerate(said(run, result.samples)):
-        assert tuple(response.token_ids.tolist()) == response_of(i)
-        logprobs = first_table()[response.token_ids]
-        torch.testing.assert_close(response.logprobs, logprobs, rtol=0, atol=0)
-        assert response.loss_mask is None
-    asked, _ = engine_of(run).asked[0]
+    for i, found in enumerate(run.said(result.samples)):
+        assert tuple(found["token_ids"].tolist()) == response_of(i)
+        logprobs = first_table()[found["token_ids"]]
+        torch.testing.assert_close(found["rollout_logprobs"], logprobs, rtol=0, atol=0)
+        assert "loss_mask" not in found
+    asked, _ = run.engine.asked[0]
     assert [r.token_ids for r in asked] == [PROMPTS[expected[i // 3]].token_ids for i in range(6)]
     assert len({r.seed for r in asked}) == 6
 
 
 def test_rewards_read_the_text_without_special_tokens(tmp_path: Path) -> None:
     run = make_run(tmp_path, rewards=REWARDS)
-    samples = collected(run).samples
-    requests = cast(TableRewards, run.rewards).requests
+    samples = run.generate().samples
+    requests = run.pool.requests
     for i, (request, s) in enumerate(zip(requests, samples, strict=True)):
         prompt = PROMPTS[s.prompt_index]
         assert request.response == chr(4 + i) * (1 + i % 3)
@@ -149,10 +121,10 @@ def test_rewards_read_the_text_without_special_tokens(tmp_path: Path) -> None:
 
 def test_ranks_without_rewards_report_the_same_names(tmp_path: Path) -> None:
     run = make_run(tmp_path, rewards=REWARDS)
-    with rl_rollout.scorer_of(run) as scorer:
+    functions = run.parts.rollouts.rewards
+    with functions.scorer() as scorer:
         _, metrics = scorer.finish()
-    run.rewards = None
-    with rl_rollout.scorer_of(run) as scorer:
+    with replace(functions, pool=None).scorer() as scorer:
         scored, silent = scorer.finish()
     assert (scored, silent.keys()) == ([], metrics.keys())
     assert all(metric == Mean(0, 0) for metric in silent.values())
@@ -161,17 +133,16 @@ def test_ranks_without_rewards_report_the_same_names(tmp_path: Path) -> None:
 def test_finished_samples_are_scored_while_others_are_generated(tmp_path: Path) -> None:
     """Every step of the engine hands over what it finished, and the rewards begin with it."""
     run = make_run(tmp_path, rewards=REWARDS)
-    collected(run)
-    steps = engine_of(run).steps
+    run.generate()
+    steps = run.engine.steps
     assert len(steps) == 4 and sum(len(done) > 0 for done in steps) > 1, steps
     counts = [sum(map(len, steps[: n + 1])) for n in range(len(steps))]
-    assert cast(TableRewards, run.rewards).polls == [*counts, 6]
+    assert run.pool.polls == [*counts, 6]
 
 
 def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
     samples = [sample(i, r) for i, r in enumerate((1.0, math.nan, 0.0, 0.5, 0.5, 0.5))]
-    assert rl_step.sample_metrics(run, samples) == {
+    assert sample_metrics(samples, ("format",), 3) == {
         "reward/mean": 0.5,
         "reward/max": 1.0,
         "reward/min": 0.0,
@@ -194,13 +165,13 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
 # --- advantages --------------------------------------------------------------------------------
 
 
-def advantages(run: RLJob, rewards: list[float], step: int = 1) -> list[float]:
+def advantages(run: TableRun, rewards: list[float], step: int = 1) -> list[float]:
     """Of each sample, which all of its tokens must share."""
-    batches = prepared(run, hold(run, [sample(i, r) for i, r in enumerate(rewards)]), step)
+    batches = run.prepared(hold(run, [sample(i, r) for i, r in enumerate(rewards)]), step)
     found: dict[int, set[float]] = {}
     for m in batches.micro_batches:
-        for owner, a in zip(m.batch.sequence_of.tolist(), m.batch.advantages.tolist(), strict=True):
-            found.setdefault(m.batch.sample_ids[owner], set()).add(a)
+        for owner, a in zip(m.sequence_of.tolist(), m.column("advantages").tolist(), strict=True):
+            found.setdefault(m.sample_ids[owner], set()).add(a)
     assert all(len(values) == 1 for values in found.values())
     return [found[i].pop() for i in range(len(rewards))]
 
@@ -244,22 +215,22 @@ def test_every_token_is_trained_once_with_its_samples_advantage(
     tmp_path: Path, per_update: int
 ) -> None:
     run = make_run(tmp_path, f"--global-batch-size {per_update}", REWARDS)
-    samples = collected(run).samples
-    batches = prepared(run, samples)
+    samples = run.generate().samples
+    batches = run.prepared(samples)
     assert len(batches.updates) == 6 // per_update
     for number, batch in enumerate(batches.updates):
         ids = range(number * per_update, (number + 1) * per_update)
         assert batch.denominators == Denominators(sum(COUNTS[i] for i in ids), per_update)
-        micro = [m.batch for m in batch.micro_batches]
+        micro = batch.micro_batches
         order = [i for m in micro for i in m.sample_ids]
         assert sorted(order) == list(ids)
         trained = torch.cat([m.targets[m.loss_mask] for m in micro])
         assert trained.tolist() == [t for i in order for t in response_of(i)]
         torch.testing.assert_close(
-            torch.cat([m.advantages for m in micro]),
+            torch.cat([m.column("advantages") for m in micro]),
             torch.tensor([ADVANTAGES[i] for i in order for _ in range(COUNTS[i])]),
         )
-        logprobs = torch.cat([m.rollout_logprobs for m in micro])
+        logprobs = torch.cat([m.column("rollout_logprobs") for m in micro])
         torch.testing.assert_close(logprobs, first_table()[trained], rtol=0, atol=0)
 
 
@@ -281,39 +252,39 @@ def test_old_logprobs_are_computed_where_no_pass_has_them(
     tmp_path: Path, flags: str, num_passes: int, has_old: list[bool]
 ) -> None:
     run = make_run(tmp_path, flags, REWARDS)
-    engine_of(run).stale = 0.125
+    run.engine.stale = 0.125
     batches = annotated(run)
-    assert policy_of(run).num_passes == num_passes
+    assert run.policy.num_passes == num_passes
     updates = batches.updates
-    found = [[m.old_logprobs is not None for m in b.micro_batches] for b in updates]
+    found = [["old_logprobs" in m.columns for m in b.micro_batches] for b in updates]
     assert found == [[old] * len(b.micro_batches) for old, b in zip(has_old, updates, strict=True)]
     assert value(batches.metrics["forward/old"]) == num_passes
     shift = 0.125 if "rollout" in flags else 0.0
     for m in batches.micro_batches:
-        if m.old_logprobs is not None:
-            targets = m.batch.targets[m.batch.loss_mask]
-            torch.testing.assert_close(m.old_logprobs, first_table()[targets] + shift)
-        assert m.ref_logprobs is None
+        if "old_logprobs" in m.columns:
+            targets = m.targets[m.loss_mask]
+            torch.testing.assert_close(m.column("old_logprobs"), first_table()[targets] + shift)
+        assert "ref_logprobs" not in m.columns
 
 
 def test_reference_logprobs_are_the_references(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
-    cast(TablePolicy, run.reference).table = first_table() - 0.5
+    cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5
     for m in annotated(run).micro_batches:
-        targets = m.batch.targets[m.batch.loss_mask]
-        torch.testing.assert_close(m.ref_logprobs, first_table()[targets] - 0.5)
-        assert m.old_logprobs is None
+        targets = m.targets[m.loss_mask]
+        torch.testing.assert_close(m.column("ref_logprobs"), first_table()[targets] - 0.5)
+        assert "old_logprobs" not in m.columns
 
 
 def test_on_policy_samples_must_come_from_the_present_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path, "", REWARDS)
-    samples = collected(run).samples
-    batches = rl_batch.build_batches(run, samples)
+    samples = run.generate().samples
+    batches = run.build(samples)
     samples[2] = replace(samples[2], weights_version=3)
     with pytest.raises(RuntimeError, match=r"samples \[2\] were sampled by other weights than ver"):
-        rl_batch.annotate(run, batches, samples)
+        run.logprobs(batches, samples)
     other = make_run(tmp_path, "--old-logprob recompute", REWARDS)
-    rl_batch.annotate(other, batches, samples)
+    other.logprobs(batches, samples)
 
 
 # --- updates -----------------------------------------------------------------------------------
@@ -326,13 +297,13 @@ def test_gradient_of_one_step_in_closed_form(tmp_path: Path, choice: str) -> Non
     metrics = whole_step(run)
     stops = sum(ADVANTAGES[i] for i in (1, 3, 5))
     expected = entries(own_gradient(range(6), NUM_TOKENS) | {STOP: -stops / NUM_TOKENS})
-    (found,) = policy_of(run).gradients
+    (found,) = run.policy.gradients
     torch.testing.assert_close(found, expected)
-    assert run.version == 1
+    assert run.state.version == 1
     total = sum(a * n for a, n in zip(ADVANTAGES, COUNTS, strict=True))
     assert value(metrics["loss/policy"]) == pytest.approx(-total / NUM_TOKENS)
     assert value(metrics["optimizer/grad_norm"]) == pytest.approx(float(expected.norm()))
-    zero = ("policy/clip_fraction", rl_step.RATIO, rl_step.FIRST_RATIO, "optimizer/skipped",
+    zero = ("policy/clip_fraction", RATIO, FIRST_RATIO, "optimizer/skipped",
             "mismatch/max_abs_logprob", "mismatch/mean_abs_logprob", "mismatch/k3")  # fmt: skip
     assert {name: value(metrics[name]) for name in zero} == dict.fromkeys(zero, 0.0)
 
@@ -340,7 +311,7 @@ def test_gradient_of_one_step_in_closed_form(tmp_path: Path, choice: str) -> Non
 def test_the_step_moves_probability_to_rewarded_samples(tmp_path: Path) -> None:
     run = make_run(tmp_path, "", REWARDS)
     whole_step(run)
-    change = policy_of(run).table.detach() - first_table()
+    change = run.policy.table.detach() - first_table()
     assert [bool(change[4 + i] > 0) for i in range(6)] == [a > 0 for a in ADVANTAGES]
 
 
@@ -348,7 +319,7 @@ def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_pat
     """Two updates of a group each; only the stop token is in both, so only its ratio is not 1."""
     run = make_run(tmp_path, "--global-batch-size 3 --grpo-kl-beta 0.1", REWARDS)
     metrics = whole_step(run)
-    first, second = policy_of(run).gradients
+    first, second = run.policy.gradients
     torch.testing.assert_close(
         first, entries(own_gradient(range(3), 7) | {STOP: -ADVANTAGES[1] / 7})
     )
@@ -357,27 +328,27 @@ def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_pat
     slope = 0.1 * 2 * (1 - math.exp(-moved)) / 8  # of the KL term, at two stop tokens
     stop = -(ADVANTAGES[3] + ADVANTAGES[5]) * ratio / 8 + slope
     torch.testing.assert_close(second, entries(own_gradient(range(3, 6), 8) | {STOP: stop}))
-    assert value(metrics[rl_step.RATIO]) == pytest.approx(1 - ratio)
-    assert value(metrics[rl_step.FIRST_RATIO]) == 0.0, "the weights are those that sampled"
+    assert value(metrics[RATIO]) == pytest.approx(1 - ratio)
+    assert value(metrics[FIRST_RATIO]) == 0.0, "the weights are those that sampled"
     assert value(metrics["loss/kl"]) == pytest.approx(2 * kl / NUM_TOKENS, rel=1e-4)
-    assert run.version == 2
+    assert run.state.version == 2
 
 
 def test_iterations_repeat_the_same_batch_against_the_same_old_logprobs(tmp_path: Path) -> None:
-    unclipped = "--grpo-clamp-eps-lower 0.9 --grpo-clamp-eps-upper 0.9"
+    unclipped = "--grpo-clamp-eps-lower 0.9 --grpo-clamp-eps-upper 0.8"
     run = make_run(tmp_path, f"--grpo-iterations 2 {unclipped}", REWARDS)
     whole_step(run)
-    first, second = policy_of(run).gradients
+    first, second = run.policy.gradients
     torch.testing.assert_close(second, first * (-first).exp())
-    assert run.version == 2
+    assert run.state.version == 2
 
 
 def test_clipped_tokens_have_no_gradient(tmp_path: Path) -> None:
-    flags = "--old-logprob rollout --grpo-clamp-eps-lower 0.1 --grpo-clamp-eps-upper 0.1"
+    flags = "--old-logprob rollout --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.1"
     run = make_run(tmp_path, flags, REWARDS)
-    engine_of(run).stale = -0.5  # the ratio is e^0.5 at every token
+    run.engine.stale = -0.5  # the ratio is e^0.5 at every token
     metrics = whole_step(run)
-    (found,) = policy_of(run).gradients
+    (found,) = run.policy.gradients
     scale = math.exp(0.5)
     kept = {t: g * scale for t, g in own_gradient(range(6), NUM_TOKENS).items() if g > 0}
     stop = -(ADVANTAGES[1] + ADVANTAGES[5]) * scale / NUM_TOKENS
@@ -392,7 +363,7 @@ def test_mismatch_is_taken_at_the_weights_that_sampled(
 ) -> None:
     """Learning between the updates is not counted as a difference of engine and trainer."""
     run = make_run(tmp_path, f"--old-logprob {choice} --global-batch-size {per_update}", REWARDS)
-    engine_of(run).stale = 0.125
+    run.engine.stale = 0.125
     metrics = whole_step(run)
     assert value(metrics["mismatch/mean_abs_logprob"]) == pytest.approx(0.125)
     assert value(metrics["mismatch/max_abs_logprob"]) == pytest.approx(0.125)
@@ -407,10 +378,10 @@ def test_a_batch_without_a_trained_token_is_skipped_and_counted(tmp_path: Path) 
     """A group that answered nothing has no gradient, not NaN."""
     run = make_run(tmp_path)
     empty = hold(run, [sample(i, ids=()) for i in range(6)])
-    metrics = rl_step.update(run, prepared(run, empty))
+    metrics = run.update(run.prepared(empty))
     assert value(metrics["optimizer/skipped"]) == 1.0
-    assert (run.version, policy_of(run).gradients) == (0, [])
-    torch.testing.assert_close(policy_of(run).table.detach(), first_table(), rtol=0, atol=0)
+    assert (run.state.version, run.policy.gradients) == (0, [])
+    torch.testing.assert_close(run.policy.table.detach(), first_table(), rtol=0, atol=0)
 
 
 def test_ranks_without_the_loss_report_the_same_names(
@@ -418,14 +389,14 @@ def test_ranks_without_the_loss_report_the_same_names(
 ) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
     batches = annotated(run)
-    spoken = rl_step.update(run, batches)
+    spoken = run.update(batches)
 
     def silent(self: TablePolicy, *args: Any) -> MetricSet:
         self.table.grad = torch.zeros(VOCAB)
         return MetricSet()
 
     monkeypatch.setattr(TablePolicy, "forward_backward", silent)
-    assert rl_step.update(run, batches).keys() == spoken.keys()
+    assert run.update(batches).keys() == spoken.keys()
 
 
 # --- the probe ---------------------------------------------------------------------------------
@@ -433,19 +404,19 @@ def test_ranks_without_the_loss_report_the_same_names(
 
 def test_the_probe_compares_engine_and_trainer_and_goes_back_to_training(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert rl_step.probe(run) == 0.0
-    assert run.phases.state is Phase.TRAIN
-    torch.testing.assert_close(engine_of(run).weights, first_table(), rtol=0, atol=0)
+    assert check_engine(run.parts, run.state) == 0.0
+    assert run.parts.scheduler.state is Phase.TRAIN
+    torch.testing.assert_close(run.engine.weights, first_table(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stale", [0.5, -0.002, math.nan])
 def test_an_engine_that_computes_with_stale_tensors_is_found(tmp_path: Path, stale: float) -> None:
     """Its parameters are bit-equal, its log-probs are not."""
     run = make_run(tmp_path)
-    engine_of(run).stale = stale
+    run.engine.stale = stale
     told = rf"mean \|log p.* is {abs(stale):g}, above --rl-sync-check-tol 0\.001, although"
     with pytest.raises(RuntimeError, match=told):
-        rl_step.probe(run)
+        check_engine(run.parts, run.state)
 
 
 @pytest.mark.parametrize(
@@ -463,8 +434,8 @@ def test_the_tolerance_of_the_probe_follows_the_precision(
 ) -> None:
     """bfloat16 alone makes a mean difference of about 5e-3."""
     run = make_run(tmp_path, flags)
-    engine_of(run).stale = 0.9 * limit
-    rl_step.probe(run)
-    engine_of(run).stale = 1.1 * limit
+    run.engine.stale = 0.9 * limit
+    check_engine(run.parts, run.state)
+    run.engine.stale = 1.1 * limit
     with pytest.raises(RuntimeError, match=f"above --rl-sync-check-tol {limit:g}"):
-        rl_step.probe(run)
+        check_engine(run.parts, run.state)
