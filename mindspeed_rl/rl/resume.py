@@ -38,12 +38,12 @@ def start(run: Components) -> tuple[RunState, Report]:
     if run.config.kl.rl_kl_target:
         state.kl_beta = extra["kl_beta"]
     if run.data.sampler.fingerprint == extra["sampler"]["fingerprint"]:
-        _restore_carryover(run, state, extra, loaded.step)
+        restore_carryover(run, state, extra, loaded.step)
         state.lengths.load_state_dict(extra["lengths"])
     return state, Report(run, state, loaded.step, extra["report"])
 
 
-def _restore_carryover(
+def restore_carryover(
     run: Components, state: RunState, extra: Mapping[str, Any], step: int
 ) -> None:
     """Take carried groups over, each rank the tokens that it is to hold. Local.

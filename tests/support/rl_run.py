@@ -244,6 +244,15 @@ class TableRun:
         """Other parts of the rollout worker in place of some."""
         self.parts = replace(self.parts, rollouts=replace(self.parts.rollouts, **fields))
 
+    def set_pool(self, pool: Any) -> None:
+        """Other rewards."""
+        self.set_rollouts(rewards=replace(self.parts.rollouts.rewards, pool=pool))
+
+    def set_engine(self, engine: Any) -> None:
+        """Another engine."""
+        self.parts.scheduler._engine = engine
+        self.set_rollouts(engine=engine)
+
     def set_cache(self, cache: TensorCache) -> None:
         """Tokens are kept elsewhere from now on."""
         self.parts = replace(self.parts, samples=replace(self.parts.samples, cache=cache))

@@ -13,25 +13,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rl_run import TablePolicy, TableRewards, make_run, said
-from support.table_engine import TableEngine, response_of, single_rank
+from support.rl_run import TableRewards, TableRun, make_run, response
+from support.table_engine import response_of, single_rank
 
 from mindspeed_rl.algorithms.overlong import overlong_penalty
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.batches import Response
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.dynamic_sampling import (
-    Filled,
-    Group,
-    fill,
-    keep_surplus,
-    restored_surplus,
-    surplus_state,
-)
+from mindspeed_rl.rl.advantages import shaped_rewards
+from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
+from mindspeed_rl.rl.dynamic_sampling import FilledStep, Group, fill_step
+from mindspeed_rl.rl.report import sample_metrics
+from mindspeed_rl.rl.resume import restore_carryover
+from mindspeed_rl.rl.rollouts import RolloutBatch
+from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.store import Response
 
 FILTER = "--grpo-filter-groups-with-same-reward"
 NAN = math.nan
@@ -50,16 +46,16 @@ def group_of(number: int, rewards: Sequence[float]) -> Group:
     ]
 
 
-def filled(rows: list[Sequence[float]], num_groups: int, **changes: Any) -> Filled:
+def filled(rows: list[Sequence[float]], num_groups: int, **changes: Any) -> FilledStep:
     """Draws the rows in order; asking for more than there are fails."""
     supply = iter(group_of(i, row) for i, row in enumerate(rows))
     options: dict[str, Any] = {"max_resample": 2, "exhausted": "train-on-partial", "factor": 1.0}
-    surplus = changes.pop("surplus", [])
+    carried = changes.pop("carried", [])
 
     def draw(missing: int, count: int, attempt: int) -> list[Group]:
         return [next(supply) for _ in range(count)]
 
-    return fill(num_groups, surplus, draw, **(options | changes))
+    return fill_step(num_groups, carried, draw, **(options | changes))
 
 
 def numbers(groups: Sequence[Group]) -> list[int]:
@@ -72,6 +68,15 @@ def value(metrics: MetricSet, name: str) -> float:
     return metric.value
 
 
+COLUMNS = response_columns(has_environment=False, experts=None)
+
+
+def assert_equal(found: Sequence[Response], wanted: Sequence[Response]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name].to(other[name].dtype), other[name]) for name in one)
+
+
 GOOD, ALL_0, ALL_1 = (1.0, 0.0), (0.0, 0.0), (1.0, 1.0)
 
 
@@ -79,7 +84,7 @@ def test_groups_of_equal_rewards_are_replaced() -> None:
     """Rounds ask for what is missing; one abstention leaves nothing to compare."""
     result = filled([GOOD, ALL_0, ALL_1, GOOD, (NAN, 1.0), GOOD], 3)
     assert numbers(result.groups) == [0, 3, 5]
-    assert numbers(result.drawn) == [0, 1, 2, 3, 4, 5]
+    assert numbers(result.generated) == [0, 1, 2, 3, 4, 5]
     found = {name: value(result.metrics, name) for name in result.metrics}
     assert found == {
         "sampling/accepted": 3 / 6,
@@ -95,7 +100,7 @@ def test_groups_of_equal_rewards_are_replaced() -> None:
 @pytest.mark.parametrize(("exhausted", "wanted"), [("train-on-partial", 0), ("keep-zero-std", 3)])
 def test_data_that_teaches_nothing_ends(row: Sequence[float], exhausted: str, wanted: int) -> None:
     result = filled([row] * 9, 3, exhausted=exhausted)
-    assert (len(result.groups), len(result.drawn)) == (wanted, 9)
+    assert (len(result.groups), len(result.generated)) == (wanted, 9)
     assert value(result.metrics, "sampling/missing_groups") == 3
 
 
@@ -111,12 +116,12 @@ def test_no_further_rounds() -> None:
 
 def test_the_surplus_starts_the_next_step() -> None:
     result = filled([GOOD, GOOD, ALL_0, GOOD], 2, factor=2.0)
-    assert (numbers(result.groups), numbers(result.surplus)) == ([0, 1], [3])
-    rest = filled([ALL_0, GOOD], 2, surplus=result.surplus, factor=1.5)
-    assert numbers(rest.groups) == [3, 1] and rest.surplus == []
-    enough = filled([], 1, surplus=rest.groups)
-    assert numbers(enough.groups) == [3] and numbers(enough.surplus) == [1]
-    assert enough.drawn == [] and value(enough.metrics, "sampling/rounds") == 0
+    assert (numbers(result.groups), numbers(result.carried)) == ([0, 1], [3])
+    rest = filled([ALL_0, GOOD], 2, carried=result.carried, factor=1.5)
+    assert numbers(rest.groups) == [3, 1] and rest.carried == []
+    enough = filled([], 1, carried=rest.groups)
+    assert numbers(enough.groups) == [3] and numbers(enough.carried) == [1]
+    assert enough.generated == [] and value(enough.metrics, "sampling/rounds") == 0
 
 
 @given(
@@ -130,8 +135,8 @@ def test_nothing_is_lost_or_doubled(
     rows: list[Sequence[float]], num_groups: int, factor: float, exhausted: str
 ) -> None:
     result = filled(rows, num_groups, factor=factor, exhausted=exhausted)
-    accepted = [i for i in numbers(result.drawn) if rows[i] is GOOD]
-    kept = numbers(result.groups) + numbers(result.surplus)
+    accepted = [i for i in numbers(result.generated) if rows[i] is GOOD]
+    kept = numbers(result.groups) + numbers(result.carried)
     assert [i for i in kept if rows[i] is GOOD] == accepted
     assert len(set(kept)) == len(kept) and len(result.groups) <= num_groups
     if exhausted == "keep-zero-std":
@@ -141,13 +146,11 @@ def test_nothing_is_lost_or_doubled(
 def test_the_surplus_survives_a_checkpoint() -> None:
     """Through JSON, bit by bit, an abstention included."""
     groups = [group_of(7, (0.1, NAN))]
-    ids = torch.tensor([4, 1])
-    given = [Response(ids, torch.tensor([-1.5, -0.1 * i])) for i in range(2)]
-    text = json.dumps(surplus_state(groups, given))
-    ((first, second),), found = restored_surplus(json.loads(text), 8, num_groups=2)
-    for response, wanted in zip(found, given, strict=True):
-        assert torch.equal(response.token_ids, wanted.token_ids) and response.loss_mask is None
-        assert torch.equal(response.logprobs, wanted.logprobs)
+    ids = (4, 1)
+    given = [response(ids, [-1.5, -0.1 * i]) for i in range(2)]
+    text = json.dumps(carryover_state(groups, given))
+    ((first, second),), found = restored_carryover(json.loads(text), 8, COLUMNS, num_groups=2)
+    assert_equal(found, given)
     assert replace(first, key=SampleKey(2, 0)) == groups[0][0]
     assert (first.key, second.key) == (SampleKey(8, 0), SampleKey(8, 1))
     assert math.isnan(second.reward) and (first.group, second.group) == (0, 1)
@@ -157,32 +160,30 @@ def test_the_surplus_survives_a_checkpoint() -> None:
 def test_engines_of_the_same_number_hold_what_they_held(engines: int, held: list[int]) -> None:
     """Placement prefers the holder, so a resumed run would else train on other ranks."""
     group = [replace(group_of(7, (0.5,))[0], sample_id=i, group=g) for i, g in enumerate((2, 0, 2))]
-    given = [Response(torch.tensor([4]), torch.tensor([-1.5]))] * 3
-    state = json.loads(json.dumps(surplus_state([group], given)))
-    ((*restored,),), _ = restored_surplus(state, 8, engines, saved_groups=3)
+    given = [response((4,), (-1.5,))] * 3
+    state = json.loads(json.dumps(carryover_state([group], given)))
+    ((*restored,),), _ = restored_carryover(state, 8, COLUMNS, engines, saved_groups=3)
     assert [s.group for s in restored] == held
 
 
 def test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in(tmp_path: Path) -> None:
     """And the next step but one drops it."""
     run = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
-    run.rewards = cast(Any, ByPrompt({p.text for p in run.prompts}))
+    run.set_pool(cast(Any, ByPrompt({p.text for p in run.parts.data.train})))
     collected(run)
-    kept = [s for group in run.surplus for s in group]
-    before = said(run, kept)
-    state = json.loads(json.dumps(surplus_state(run.surplus, before)))
+    kept = [s for group in run.state.carried_groups for s in group]
+    before = run.said(kept)
+    state = json.loads(json.dumps(carryover_state(run.state.carried_groups, before)))
     again = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
-    again.cache.begin_step(1)
-    keep_surplus(again, *restored_surplus(state, 1, 1))
+    extra = {"carryover": state, "num_groups": 1, "num_partial": 0}
+    restore_carryover(again.parts, again.state, extra, 1)
     taken = collected(again, 2).samples
-    for response, wanted in zip(said(again, taken), before, strict=True):
-        assert torch.equal(response.token_ids, wanted.token_ids)
-        assert torch.equal(response.logprobs, wanted.logprobs)
-    assert again.cache.num_bytes == 8 * sum(s.num_tokens for s in taken)
-    again.cache.begin_step(3)
-    assert again.cache.num_bytes == 0
+    assert_equal(again.said(taken), before)
+    assert again.parts.samples.cache.num_bytes == 8 * sum(s.num_tokens for s in taken)
+    again.parts.samples.cache.begin_step(3)
+    assert again.parts.samples.cache.num_bytes == 0
     with pytest.raises(RuntimeError, match=r"sample 0 of step 1 .* not carried over into step 3"):
-        said(again, taken)
+        again.said(taken)
 
 
 # --- in a run ----------------------------------------------------------------------------------
@@ -204,47 +205,45 @@ class ByPrompt(TableRewards):
         return found
 
 
-def collected(run: RLJob, step: int = 1) -> rl_step.Collected:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, step)
-    run.phases.to_train()
-    return rollouts
+def collected(run: TableRun, step: int = 1) -> RolloutBatch:
+    return run.generate(step)
 
 
-def trained(run: RLJob, rollouts: rl_step.Collected, step: int = 1) -> MetricSet:
-    batches = rl_batch.build_batches(run, rollouts.samples)
-    batches = rl_batch.annotate(run, batches, rollouts.samples)
-    batches = rl_batch.with_advantages(run, batches, rollouts.samples, step, rollouts.greedy)
-    return rl_step.update(run, batches).merge(rollouts.metrics)
+def trained(run: TableRun, rollouts: RolloutBatch, step: int = 1) -> MetricSet:
+    batches = run.prepared(rollouts.samples, step, rollouts.greedy_rewards)
+    return run.update(batches).merge(rollouts.metrics)
 
 
-def order(run: RLJob) -> list[int]:
+def order(run: TableRun) -> list[int]:
     """The prompts that the run will draw."""
-    return type(run.sampler)(12, run.config.train.seed).next(12)
+    return type(run.parts.data.sampler)(12, run.config.train.seed).next(12)
 
 
 def test_a_step_draws_until_it_has_its_groups(tmp_path: Path) -> None:
     """Every round has seeds of its own; the report sees all that was drawn."""
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 9")
     drawn = order(run)
-    run.rewards = cast(Any, ByPrompt({run.prompts[drawn[i]].text for i in (1, 4)}))
+    run.set_pool(cast(Any, ByPrompt({run.parts.data.train[drawn[i]].text for i in (1, 4)})))
     rollouts = collected(run)
     assert [s.prompt_index for s in rollouts.samples] == [drawn[1]] * 3 + [drawn[4]] * 3
     assert [s.sample_id for s in rollouts.samples] == list(range(6))
-    assert len(rollouts.drawn) == 5 * 3 and run.surplus == []
-    asked = [r for requests, _ in cast(TableEngine, run.engine).asked for r in requests]
+    assert len(rollouts.generated) == 5 * 3 and run.state.carried_groups == []
+    asked = [r for requests, _ in run.engine.asked for r in requests]
     assert len({r.seed for r in asked}) == len(asked) == 15
     metrics = trained(run, rollouts)
     assert value(metrics, "sampling/accepted") == pytest.approx(2 / 5)
-    assert run.version == 1 and cast(TablePolicy, run.policy).gradients[0].any()
-    assert rl_step.sample_metrics(run, rollouts.drawn)["reward/degenerate_groups"] == 3 / 5
+    assert run.state.version == 1 and run.policy.gradients[0].any()
+    assert (
+        sample_metrics(rollouts.generated, run.parts.reward_names, 3)["reward/degenerate_groups"]
+        == 3 / 5
+    )
 
 
 def test_a_partial_step_has_its_own_denominators(tmp_path: Path) -> None:
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 1")
-    run.rewards = cast(Any, ByPrompt({run.prompts[order(run)[0]].text}))
+    run.set_pool(cast(Any, ByPrompt({run.parts.data.train[order(run)[0]].text})))
     rollouts = collected(run)
-    (batch,) = rl_batch.build_batches(run, rollouts.samples).updates
+    (batch,) = run.build(rollouts.samples).updates
     counts = [s.num_tokens for s in rollouts.samples]
     assert len(counts) == 3
     assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
@@ -254,15 +253,15 @@ def test_a_step_without_a_group_leaves_the_adapted_coefficient(tmp_path: Path) -
     kl = "--grpo-kl-beta 0.01 --rl-kl-in-reward --rl-kl-target 0.1 --rl-kl-horizon 100"
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0 {kl}")
     trained(run, collected(run))
-    assert run.kl_beta == 0.01
+    assert run.state.kl_beta == 0.01
 
 
 def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) -> None:
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0")
     rollouts = collected(run)
     metrics = trained(run, rollouts)
-    assert rollouts.samples == [] and len(rollouts.drawn) == 6
-    assert run.version == 0 and value(metrics, "optimizer/skipped") == 1.0
+    assert rollouts.samples == [] and len(rollouts.generated) == 6
+    assert run.state.version == 0 and value(metrics, "optimizer/skipped") == 1.0
     plain = make_run(tmp_path, "", {0: 1.0})
     names = trained(plain, collected(plain)).keys()
     assert names - metrics.keys() == {"optimizer/grad_norm", "optimizer/lr"}
@@ -276,7 +275,7 @@ def test_all_wrong_and_all_right_data_end_as_the_flag_says(
     """Bounded rounds, then the policy: skipped, trained on advantages of 0, or the end."""
     flags = f"{FILTER} --rl-max-resample 1 --rl-resample-exhausted {policy}"
     run = make_run(tmp_path, flags)
-    run.rewards = cast(Any, TableRewards({}, reward))
+    run.set_pool(cast(Any, TableRewards({}, reward)))
     if policy == "stop":
         with pytest.raises(RuntimeError, match="--rl-resample-exhausted stop: 0 of 2 groups"):
             collected(run)
@@ -286,7 +285,7 @@ def test_all_wrong_and_all_right_data_end_as_the_flag_says(
     if policy == "train-on-partial":
         assert rollouts.samples == [] and value(metrics, "optimizer/skipped") == 1.0
         return
-    assert len(rollouts.samples) == 6 and run.version == 1
+    assert len(rollouts.samples) == 6 and run.state.version == 1
     assert value(metrics, "loss/policy") == 0.0 and value(metrics, "optimizer/grad_norm") == 0.0
 
 
@@ -297,13 +296,13 @@ def test_surplus_of_older_weights_is_no_mismatch(tmp_path: Path) -> None:
         f"{FILTER} --rl-resample-factor 2 --old-logprob recompute "
         "--rl-inference-logprobs-is-correction",
     )
-    run.rewards = cast(Any, ByPrompt({p.text for p in run.prompts}))
+    run.set_pool(cast(Any, ByPrompt({p.text for p in run.parts.data.train})))
     first = collected(run)
-    assert len(run.surplus) == 2 and len(first.drawn) == 12
+    assert len(run.state.carried_groups) == 2 and len(first.generated) == 12
     trained(run, first)
     second = collected(run, 2)
     assert [s.weights_version for s in second.samples] == [0] * 6
-    assert second.drawn == second.samples, (
+    assert second.generated == second.samples, (
         "nothing was sampled: the report tells what is trained on"
     )
     metrics = trained(run, second, 2)
@@ -317,17 +316,17 @@ def test_truncated_responses_are_left_out_of_the_loss_alone(tmp_path: Path) -> N
     rewards = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
     run = make_run(tmp_path, "--rl-overlong-filtering --grpo-no-std-normalization", rewards)
     samples = collected(run).samples
-    batches = rl_batch.annotate(run, rl_batch.build_batches(run, samples), samples)
-    batches = rl_batch.with_advantages(run, batches, samples, 1)
+    batches = run.logprobs(run.build(samples), samples)
+    batches = run.advantages(batches, samples, 1)
     kept = [i for i in range(6) if i % 2]
     counts = [len(response_of(i)) for i in kept]
     (batch,) = batches.updates
     assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
-    found = torch.cat([m.batch.advantages for m in batch.micro_batches])
+    found = torch.cat([m.column("advantages") for m in batch.micro_batches])
     wanted = [
         a for i, n in zip(kept, counts, strict=True) for a in [rewards[i] - (1 + i // 3) / 3] * n
     ]
-    targets = torch.cat([m.batch.targets[m.batch.loss_mask] for m in batch.micro_batches])
+    targets = torch.cat([m.targets[m.loss_mask] for m in batch.micro_batches])
     tokens = [t for i in kept for t in response_of(i)]
     pairs = sorted(zip(targets.tolist(), found.tolist(), strict=True))  # placed in any order
     assert [t for t, _ in pairs] == sorted(tokens)
@@ -351,5 +350,5 @@ def test_long_responses_are_punished_before_the_baseline(tmp_path: Path) -> None
     run = make_run(tmp_path, flags)
     samples = collected(run).samples
     lengths = [s.num_tokens for s in samples]
-    shaped = rl_batch.rewards_of(run, samples, 1)
+    shaped = shaped_rewards(run.config, samples, 1)
     assert shaped == [-max(0, n - 2) / 2 for n in lengths] and len(set(shaped)) > 1

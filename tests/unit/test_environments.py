@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import PROMPTS, make_run, said
+from support.rl_run import PROMPTS, TableRun, make_run
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.data.tiny_model import build_tokenizer
-from mindspeed_rl.environments import Calculator, Observation, answer_tokens, resolve_environment
+from mindspeed_rl.environments import (
+    Calculator,
+    LocalHost,
+    Observation,
+    answer_tokens,
+    resolve_environment,
+)
 from mindspeed_rl.environments.calculator import calculate
 from mindspeed_rl.observability.metrics import Mean
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import multi_turn as rl_episodes
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.dynamic_sampling import restored_surplus, surplus_state
+from mindspeed_rl.rl import multi_turn
+from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
+from mindspeed_rl.rl.multi_turn import Environments
+from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.packing import TrainSample, pack
 from mindspeed_rl.types import Completion, Prompt
 
@@ -62,7 +68,14 @@ class Broken(Echo):
 class AllStop(TableEngine):
     """Every turn is the sample's token and the stop token, as far as its limit allows."""
 
-    def generate(self, requests: Any, settings: Any, version: int, on_step: Any = None) -> Any:
+    def generate(
+        self,
+        requests: Any,
+        settings: Any,
+        version: int,
+        on_step: Any = None,
+        rebalancer: Any = None,
+    ) -> Any:
         found = []
         for request in requests:
             ids = (4 + request.sample_id, STOP)[: request.max_tokens]
@@ -72,37 +85,45 @@ class AllStop(TableEngine):
         self.asked.append((list(requests), settings))
         if on_step is not None:
             on_step({r.sample_id: c for r, c in zip(requests, found, strict=True)})
-        return found
+        return {r.sample_id: c for r, c in zip(requests, found, strict=True)}
 
 
-def conversing(tmp_path: Path, kind: type = Echo, flags: str = "") -> RLJob:
-    run = make_run(tmp_path, flags, rewards={i: float(i % 3) for i in range(6)})
-    engine = AllStop()
-    run.phases._engine = cast(Any, engine)
-    run.engine = cast(Any, engine)
-    run.environment = kind
+def conversing(tmp_path: Path, kind: type = Echo, flags: str = "") -> TableRun:
+    if "--rl-environment " not in flags:
+        flags += " --rl-environment calculator"
+    run = make_run(
+        tmp_path,
+        f"{flags} --reward-function format environment",
+        rewards={i: float(i % 3) for i in range(6)},
+    )
+    run.set_engine(AllStop())
+    environment = run.config.environment
+    environments = Environments(
+        LocalHost(kind, cast(Any, None)),
+        environment.rl_environment,
+        environment.rl_environment_max_turns,
+        run.config.rewards.reward_max_error_rate,
+    )
+    run.set_rollouts(environments=environments)
     return run
 
 
-def collected(run: RLJob) -> rl_step.Collected:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, 1)
-    run.phases.to_train()
-    return rollouts
+def collected(run: TableRun) -> RolloutBatch:
+    return run.generate()
 
 
 def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path: Path) -> None:
     run = conversing(tmp_path)
     rollouts = collected(run)
-    asked = cast(TableEngine, run.engine).asked
+    asked = run.engine.asked
     assert len(asked) == 2
-    for i, (s, r) in enumerate(zip(rollouts.samples, said(run, rollouts.samples), strict=True)):
+    for i, (s, r) in enumerate(zip(rollouts.samples, run.said(rollouts.samples), strict=True)):
         opening = (9,) if s.prompt_index % 2 else ()
         mine = (4 + i, STOP)
-        assert tuple(r.token_ids.tolist()) == (*opening, *mine, *HEARD, *mine)
+        assert tuple(r["token_ids"].tolist()) == (*opening, *mine, *HEARD, *mine)
         mask = [False] * len(opening) + [True] * 2 + [False] * 2 + [True] * 2
-        assert r.loss_mask is not None and r.loss_mask.tolist() == mask
-        assert tuple(r.token_ids[r.loss_mask].tolist()) == (*mine, *mine) and s.stopped
+        assert r["loss_mask"].tolist() == mask
+        assert tuple(r["token_ids"][r["loss_mask"]].tolist()) == (*mine, *mine) and s.stopped
         assert (s.num_tokens, s.num_sampled) == (len(mask), 4)
         context = (*PROMPTS[s.prompt_index].token_ids, *opening)
         assert asked[0][0][i].token_ids == context
@@ -125,30 +146,28 @@ def test_between_turns_only_what_is_new_travels(
             told.setdefault(c.sample_id, []).extend(c.token_ids)
         return exchange_continuations(mine)
 
-    monkeypatch.setattr(rl_episodes, "exchange_continuations", watched)
+    monkeypatch.setattr(multi_turn, "exchange_continuations", watched)
     run = conversing(tmp_path)
     samples = collected(run).samples
     assert told.keys() == set(range(6))
-    for s, response in zip(samples, said(run, samples), strict=True):
+    for s, response in zip(samples, run.said(samples), strict=True):
         # each token once, all but those of the last turn, which nobody has to read
-        assert told[s.sample_id] == response.token_ids.tolist()[:-2]
+        assert told[s.sample_id] == response["token_ids"].tolist()[:-2]
 
 
 def test_gradient_and_denominators_leave_the_environment_out(tmp_path: Path) -> None:
     """The batches hold the model's tokens only, each with its own log-prob and advantage."""
     run = conversing(tmp_path)
     samples = collected(run).samples
-    (update,) = rl_batch.build_batches(run, samples).updates
+    (update,) = run.build(samples).updates
     assert update.denominators.tokens == 6 * 4
-    micro = [m.batch for m in update.micro_batches]
+    micro = update.micro_batches
     trained = torch.cat([m.targets[m.loss_mask] for m in micro])
     assert sorted(trained.tolist()) == sorted(t for i in range(6) for t in (4 + i, STOP) * 2)
-    logprobs = torch.cat([m.rollout_logprobs for m in micro])
+    logprobs = torch.cat([m.column("rollout_logprobs") for m in micro])
     torch.testing.assert_close(logprobs, first_table()[trained], rtol=0, atol=0)
-    batches = rl_batch.annotate(run, rl_batch.build_batches(run, samples), samples)
-    batches = rl_batch.with_advantages(run, batches, samples, 1)
-    metrics = rl_step.update(run, batches)
-    assert cast(Any, run.policy).gradients[0][list(HEARD)].abs().max() == 0.0
+    metrics = run.update(run.prepared(samples))
+    assert run.policy.gradients[0][list(HEARD)].abs().max() == 0.0
     mismatch = metrics["mismatch/max_abs_logprob"]
     assert cast(Any, mismatch).value == 0.0
 
@@ -156,7 +175,7 @@ def test_gradient_and_denominators_leave_the_environment_out(tmp_path: Path) -> 
 def test_rewards_see_what_the_model_said_and_what_the_environment_did(tmp_path: Path) -> None:
     run = conversing(tmp_path)
     collected(run)
-    for i, request in enumerate(cast(Any, run.rewards).requests):
+    for i, request in enumerate(run.pool.requests):
         assert request.response == chr(4 + i) * 2 and request.num_response_tokens == 4
         assert request.metadata["environment_reward"] == 2.0
         assert request.metadata["transcript"].endswith("<=" + chr(4 + i) + chr(STOP))
@@ -173,13 +192,14 @@ def test_rewards_see_what_the_model_said_and_what_the_environment_did(tmp_path: 
 )
 def test_limits_cut_a_conversation(tmp_path: Path, flags: str, length: int, turns: float) -> None:
     run = conversing(tmp_path, flags=flags)
-    run.prompts = cast(Any, [p for p in PROMPTS if p.index % 2 == 0] * 2)
+    even = cast(Any, [p for p in PROMPTS if p.index % 2 == 0] * 2)
+    run.parts = replace(run.parts, data=replace(run.parts.data, train=even))
     rollouts = collected(run)
     whole = flags.endswith("length 6")
     assert {s.stopped for s in rollouts.samples} == {whole}
     assert {s.num_tokens for s in rollouts.samples} == {length}
     assert rollouts.metrics["environment/turns"] == Mean(6 * turns, 6.0)
-    requests = cast(Any, run.rewards).requests
+    requests = run.pool.requests
     assert {r.metadata["environment_reward"] for r in requests} == {turns}
 
 
@@ -199,9 +219,9 @@ def test_a_failing_environment_costs_its_sample(tmp_path: Path) -> None:
     rollouts = collected(run)
     lost = rollouts.samples[1]
     assert math.isnan(lost.reward) and lost.num_sampled == 0 < lost.num_tokens
-    assert len(cast(Any, run.rewards).requests) == 5
+    assert len(run.pool.requests) == 5
     assert rollouts.metrics["environment/error_rate"] == Mean(1.0, 6.0)
-    (update,) = rl_batch.build_batches(run, rollouts.samples).updates
+    (update,) = run.build(rollouts.samples).updates
     assert update.denominators.tokens == 5 * 4
 
 
@@ -215,12 +235,12 @@ def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
 def test_surplus_keeps_its_loss_mask(tmp_path: Path) -> None:
     run = conversing(tmp_path)
     samples = collected(run).samples
-    before = said(run, samples)
-    (restored,), found = restored_surplus(surplus_state([samples], before), 1, 1)
+    before = run.said(samples)
+    state, columns = carryover_state([samples], before), run.parts.samples.columns
+    (restored,), found = restored_carryover(state, 1, columns, 1)
     assert restored == samples
     for response, wanted in zip(found, before, strict=True):
-        assert response.loss_mask is not None and wanted.loss_mask is not None
-        assert torch.equal(response.loss_mask, wanted.loss_mask)
+        assert torch.equal(response["loss_mask"], wanted["loss_mask"])
 
 
 def test_continuations_travel_whole() -> None:
@@ -232,11 +252,13 @@ def test_continuations_travel_whole() -> None:
 def test_a_loss_mask_has_one_entry_per_token_behind_the_prompt() -> None:
     ids = torch.arange(10, 17)
     mask = torch.tensor([True, False, False, True, True])
-    masked = TrainSample(0, ids, 2, torch.tensor([-1.0, -2.0, -3.0]), loss_mask=mask)
-    plain = TrainSample(1, ids, 5, torch.tensor([-4.0, -5.0]))
+    masked = TrainSample(
+        0, ids, 2, {"rollout_logprobs": torch.tensor([-1.0, -2.0, -3.0])}, loss_mask=mask
+    )
+    plain = TrainSample(1, ids, 5, {"rollout_logprobs": torch.tensor([-4.0, -5.0])})
     batch = pack([plain, masked], 20, sequence_multiple=8)
     assert batch.targets[batch.loss_mask].tolist() == [15, 16, 12, 15, 16]
-    assert batch.rollout_logprobs.tolist() == [-4.0, -5.0, -1.0, -2.0, -3.0]
+    assert batch.column("rollout_logprobs").tolist() == [-4.0, -5.0, -1.0, -2.0, -3.0]
     assert batch.num_trained == (2, 3) and batch.sequence_of.tolist() == [0, 0, 1, 1, 1]
     with pytest.raises(AssertionError, match="one entry per token"):
         pack([TrainSample(0, ids, 3, loss_mask=mask)], 8)

@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import TableScorer, make_run
+from support.rl_run import TablePolicy, TableRun, TableScorer, make_run
 from support.table_engine import VOCAB, first_table, response_of, single_rank
 
 from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import resume as rl_resume
-from mindspeed_rl.rl import reward_model as rl_reward_model
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.report import sample_metrics
+from mindspeed_rl.rl.resume import companions
+from mindspeed_rl.rl.reward_model import add_model_scores
+from mindspeed_rl.rl.rollouts import RolloutBatch
+from mindspeed_rl.rl.update import refresh_reference
 
 REWARDS: dict[int, float | None] = {0: 1.0, 1: 0.0, 2: None, 3: 1.0, 4: 0.5, 5: 0.0}
 TABLE = torch.linspace(-1.0, 2.0, VOCAB)
@@ -33,25 +33,23 @@ def world() -> Iterator[None]:
         yield
 
 
-def with_scorer(folder: Path, flags: str = "") -> RLJob:
+def with_scorer(folder: Path, flags: str = "") -> TableRun:
     model = f"--reward-model-hf-checkpoint {folder} --reward-model-weight 0.5 --micro-batch-size 4 "
     run = make_run(folder, model + flags, REWARDS)
-    run.reward_model = cast(Any, TableScorer(TABLE))
+    run.set_models(reward_model=TableScorer(TABLE))
     return run
 
 
-def collected(run: RLJob) -> rl_step.Collected:
-    run.phases.to_rollout(run.version)
-    found = rl_step.collect(run, 1)
-    run.phases.to_train()
-    return rl_reward_model.add_scores(run, found, rl_batch.build_batches(run, found.samples))
+def collected(run: TableRun) -> RolloutBatch:
+    found = run.generate()
+    return add_model_scores(run.parts, found, run.build(found.samples).placed)
 
 
 def test_the_score_of_the_last_token_is_added(tmp_path: Path) -> None:
     """Weighted, to every sample that is trained on and to every one that is reported."""
     run = with_scorer(tmp_path)
     found = collected(run)
-    for samples in (found.samples, found.drawn):
+    for samples in (found.samples, found.generated):
         assert len(samples) == 6
         for i, sample in enumerate(samples):
             score = float(TABLE[response_of(i)[-1]])
@@ -61,28 +59,30 @@ def test_the_score_of_the_last_token_is_added(tmp_path: Path) -> None:
             else:
                 assert sample.reward == pytest.approx(reward + 0.5 * score)
                 assert sample.parts == pytest.approx((reward, score))
-    values = rl_step.sample_metrics(run, found.drawn)
+    values = sample_metrics(found.generated, run.parts.reward_names, 3)
     scores = [float(TABLE[response_of(i)[-1]]) for i in range(6)]
     assert values["reward/reward_model"] == pytest.approx(sum(scores) / 6)
-    assert run.part_names == ("format", "reward_model")
+    assert run.parts.reward_names == ("format", "reward_model")
 
 
 def test_without_a_reward_model_nothing_changes(tmp_path: Path) -> None:
     run = make_run(tmp_path, "", REWARDS)
     found = collected(run)
-    assert [len(s.parts) for s in found.samples] == [1] * 6 and run.part_names == ("format",)
+    assert [len(s.parts) for s in found.samples] == [1] * 6 and run.parts.reward_names == (
+        "format",
+    )
 
 
 def test_the_policy_becomes_the_reference(tmp_path: Path) -> None:
     """Every two steps, and a checkpoint keeps it then."""
     run = make_run(tmp_path, "--grpo-kl-beta 0.1 --ref-update-interval 2")
-    policy, reference = cast(Any, run.policy), cast(Any, run.reference)
-    assert rl_resume.companions(run) == {"reference": reference}
+    policy, reference = run.policy, cast(TablePolicy, run.parts.models.reference)
+    assert companions(run.parts) == {"reference": reference}
     with torch.no_grad():
         policy.table += 1.0
-    rl_step.refresh_reference(run, 1)
+    refresh_reference(run.parts, 1)
     assert torch.equal(reference.table, first_table())
-    rl_step.refresh_reference(run, 2)
+    refresh_reference(run.parts, 2)
     assert torch.equal(reference.table, policy.table)
     assert reference.num_writes == 1, "else its copy on the host would come back later"
     with torch.no_grad():
@@ -93,10 +93,10 @@ def test_the_policy_becomes_the_reference(tmp_path: Path) -> None:
 def test_the_first_reference_stays(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1")
     with torch.no_grad():
-        cast(Any, run.policy).table += 1.0
-    rl_step.refresh_reference(run, 2)
-    assert torch.equal(cast(Any, run.reference).table, first_table())
-    assert rl_resume.companions(run) == {}
+        run.policy.table += 1.0
+    refresh_reference(run.parts, 2)
+    assert torch.equal(cast(TablePolicy, run.parts.models.reference).table, first_table())
+    assert companions(run.parts) == {}
 
 
 class Group:
@@ -116,9 +116,9 @@ class Group:
 def test_memory_comes_for_its_use_alone(tmp_path: Path, flags: str) -> None:
     run = with_scorer(tmp_path, flags)
     groups = {owner: Group() for owner in (Owner.REWARD_MODEL, Owner.REFERENCE)}
-    sharing = replace(run.phases._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL)
-    run.phases._sharing = sharing
+    sharing = replace(run.parts.scheduler._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL)
+    run.parts.scheduler._sharing = sharing
     collected(run)
     assert groups[Owner.REWARD_MODEL].moves == ["here", "away"]
-    rl_step.refresh_reference(run, 1)
+    refresh_reference(run.parts, 1)
     assert groups[Owner.REFERENCE].moves == (["here", "away"] if flags else [])

@@ -8,21 +8,20 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import TableRewards, make_run
+from support.rl_run import TableRewards, TableRun, make_run, response
 from support.table_engine import STOP, TableEngine, single_rank
 
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import batches as rl_samples
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.rl.dynamic_sampling import keep_surplus, restored_surplus, surplus_state
+from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
+from mindspeed_rl.rl.logprobs import check_on_policy
+from mindspeed_rl.rl.resume import restore_carryover
+from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.types import Completion
 
@@ -58,7 +57,8 @@ class Sampler(TableEngine):
         settings: SamplingSettings,
         version: int,
         on_step: OnStep | None = None,
-    ) -> list[Completion]:
+        rebalancer: object | None = None,
+    ) -> dict[int, Completion]:
         """The log-probs are those of the engine's weights, which ``version`` has."""
         assert version == self.weights_version
         result = []
@@ -74,16 +74,14 @@ class Sampler(TableEngine):
             result.append(Completion(tuple(ids), tuple(logprobs), reason, version))
         if on_step is not None:
             on_step({r.sample_id: c for r, c in zip(requests, result, strict=True)})
-        return result
+        return {r.sample_id: c for r, c in zip(requests, result, strict=True)}
 
 
-def partial_run(folder: Path, flags: str = FLAGS + CORRECTED) -> RLJob:
+def partial_run(folder: Path, flags: str = FLAGS + CORRECTED) -> TableRun:
     folder.mkdir(exist_ok=True)
     run = make_run(folder, flags)
-    engine = Sampler()
-    run.engine = cast(Any, engine)
-    run.phases._engine = cast(Any, engine)
-    run.rewards = cast(Any, Alternating())
+    run.set_engine(Sampler())
+    run.set_pool(cast(Any, Alternating()))
     return run
 
 
@@ -100,22 +98,18 @@ class Alternating(TableRewards):
         return super().score(requests)
 
 
-def step_of(run: RLJob, step: int) -> tuple[rl_step.Collected, MetricSet]:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, step)
-    run.phases.to_train()
-    batches = rl_batch.build_batches(run, rollouts.samples)
-    batches = rl_batch.annotate(run, batches, rollouts.samples)
-    batches = rl_batch.with_advantages(run, batches, rollouts.samples, step, rollouts.greedy)
-    return rollouts, rl_step.update(run, batches).merge(rollouts.metrics)
+def step_of(run: TableRun, step: int) -> tuple[RolloutBatch, MetricSet]:
+    rollouts = run.generate(step)
+    batches = run.prepared(rollouts.samples, step, rollouts.greedy_rewards)
+    return rollouts, run.update(batches).merge(rollouts.metrics)
 
 
-def said(run: RLJob, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+def said(run: TableRun, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
     """Prompt and response of samples that the cache has."""
-    found = rl_samples.fetch(run, samples)
+    found = run.said(samples)
     return [
-        (*run.prompts[s.prompt_index].token_ids, *response.token_ids.tolist())
-        for s, response in zip(samples, found, strict=True)
+        (*run.parts.data.train[s.prompt_index].token_ids, *said_by["token_ids"].tolist())
+        for s, said_by in zip(samples, found, strict=True)
     ]
 
 
@@ -139,8 +133,12 @@ def test_every_group_is_trained_on_once_and_whole(tmp_path: Path) -> None:
         trained += [s.prompt_index for s in rollouts.samples[::3]]
         stale += sum(bool(s.spans) for s in rollouts.samples)
     assert stale, "some responses must have gone on"
-    carried = [group[0].prompt_index for group in (*run.surplus, *run.pending)]
-    drawn = Counter(type(run.sampler)(12, run.config.train.seed).next(len(trained) + len(carried)))
+    carried = [
+        group[0].prompt_index for group in (*run.state.carried_groups, *run.state.partial_groups)
+    ]
+    drawn = Counter(
+        type(run.parts.data.sampler)(12, run.config.train.seed).next(len(trained) + len(carried))
+    )
     assert Counter(trained + carried) == drawn, "no prompt is lost or trained on twice"
     assert cast(Sampler, run.engine).grown == TOKENS
 
@@ -150,9 +148,9 @@ def test_every_token_knows_the_weights_that_sampled_it(tmp_path: Path) -> None:
     engine = cast(Sampler, run.engine)
     seen = set()
     for step in range(1, 7):
-        version = run.version
-        run.phases.to_rollout(version)
-        rollouts = rl_step.collect(run, step)
+        version = run.state.version
+        run.to_rollout()
+        rollouts = generate_rollouts(run.parts, run.state, step)
         for s, ids in zip(rollouts.samples, said(run, rollouts.samples), strict=True):
             prompt = len(ids) - s.num_tokens
             assert len(s.versions) == s.num_tokens and s.versions == sorted(s.versions)
@@ -160,17 +158,17 @@ def test_every_token_knows_the_weights_that_sampled_it(tmp_path: Path) -> None:
                 assert sampled_by in engine.made[ids[: prompt + i + 1]]
             assert s.num_stale(version) == sum(v != version for v in s.versions)
             seen.add(len(set(s.versions)))
-        run.phases.to_train()
-        run.version += 1
+        run.to_train()
+        run.state.version += 1
     assert max(seen) > 1
 
 
 def test_a_response_is_scored_once_when_it_is_whole(tmp_path: Path) -> None:
     run = partial_run(tmp_path)
     trained = [s for step in range(1, 6) for s in step_of(run, step)[0].samples]
-    carried = [s for group in (*run.surplus, *run.pending) for s in group]
+    carried = [s for group in (*run.state.carried_groups, *run.state.partial_groups) for s in group]
     whole = [s for s in (*trained, *carried) if not s.goes_on(LIMIT)]
-    scored = cast(Alternating, run.rewards).scored
+    scored = cast(Alternating, run.pool).scored
     assert scored.total() == len(whole)
     assert all(math.isnan(s.reward) for s in carried if s.goes_on(LIMIT))
 
@@ -179,13 +177,17 @@ def test_a_step_ends_when_enough_is_complete(tmp_path: Path) -> None:
     """With more in flight than is needed, the long ones are left for the next step."""
     run = partial_run(tmp_path)
     _, first = step_of(run, 1)
-    assert run.pending and value(first, "partial/pending_groups") == len(run.pending)
+    assert run.state.partial_groups and value(first, "partial/pending_groups") == len(
+        run.state.partial_groups
+    )
     assert value(first, "partial/passes") <= math.ceil(LIMIT / TOKENS)
     assert value(first, "partial/stale_tokens") == 0
-    waiting = len(run.pending)
+    waiting = len(run.state.partial_groups)
     second, metrics = step_of(run, 2)
     assert value(metrics, "partial/carried_groups") in (0, waiting)
-    stale = sum(s.num_stale(1) for s in second.drawn) / sum(s.num_tokens for s in second.drawn)
+    stale = sum(s.num_stale(1) for s in second.generated) / sum(
+        s.num_tokens for s in second.generated
+    )
     assert value(metrics, "partial/stale_tokens") == pytest.approx(stale)
 
 
@@ -195,11 +197,13 @@ def test_tokens_of_older_weights_are_no_mismatch(tmp_path: Path) -> None:
     mixed = weighed = 0
     for step in range(1, 7):
         rollouts, metrics = step_of(run, step)
-        mixed += any(0 < s.num_stale(run.version - 1) < s.num_tokens for s in rollouts.samples)
+        mixed += any(
+            0 < s.num_stale(run.state.version - 1) < s.num_tokens for s in rollouts.samples
+        )
         largest = value(metrics, "mismatch/max_abs_logprob")
         assert largest == -math.inf or largest < 1e-6
         weight = value(metrics, "correction/weight")
-        stale = any(s.num_stale(run.version - 1) for s in rollouts.samples)
+        stale = any(s.num_stale(run.state.version - 1) for s in rollouts.samples)
         assert stale or abs(weight - 1.0) < 1e-6
         weighed += abs(weight - 1.0) > 1e-6
     assert weighed
@@ -211,22 +215,21 @@ def test_the_ratio_is_to_the_weights_that_sampled(tmp_path: Path) -> None:
     run = partial_run(tmp_path, FLAGS + "--old-logprob rollout")
     moved = 0  # tokens whose log-prob an update has changed since they were sampled
     for step in range(1, 5):
-        run.phases.to_rollout(run.version)
-        rollouts = rl_step.collect(run, step)
-        run.phases.to_train()
-        batches = rl_batch.build_batches(run, rollouts.samples)
-        annotated = rl_batch.annotate(run, batches, rollouts.samples)
+        run.to_rollout()
+        rollouts = generate_rollouts(run.parts, run.state, step)
+        run.to_train()
+        batches = run.build(rollouts.samples)
+        annotated = run.logprobs(batches, rollouts.samples)
         for micro in annotated.micro_batches:
-            assert micro.old_logprobs is not None
-            assert torch.equal(micro.old_logprobs, micro.batch.rollout_logprobs)
-            table = cast(Any, run.policy).table.detach()
-            present = table[micro.batch.targets[micro.batch.loss_mask]]
-            assert micro.fresh is not None
-            same = (micro.old_logprobs - present).abs() < 1e-6
-            assert same[micro.fresh].all()
+            old, fresh = micro.column("old_logprobs"), micro.column("on_policy_mask")
+            assert torch.equal(old, micro.column("rollout_logprobs"))
+            table = run.policy.table.detach()
+            present = table[micro.targets[micro.loss_mask]]
+            same = (old - present).abs() < 1e-6
+            assert same[fresh].all()
             moved += int((~same).sum())
-        batches = rl_batch.with_advantages(run, annotated, rollouts.samples, step, None)
-        rl_step.update(run, batches)
+        batches = run.advantages(annotated, rollouts.samples, step, None)
+        run.update(batches)
     assert moved
 
 
@@ -237,33 +240,39 @@ def test_a_checkpoint_takes_the_open_responses_along(tmp_path: Path) -> None:
         (s, said(whole, s)) for s in (step_of(whole, step)[0].samples for step in range(1, 5))
     ]
     found = [(s, said(first, s)) for s in (step_of(first, step)[0].samples for step in (1, 2))]
-    carried = [*first.surplus, *first.pending]
-    responses = rl_samples.fetch(first, [s for group in carried for s in group])
-    state = json.loads(json.dumps(surplus_state(carried, responses)))
-    again.sampler.load_state_dict(first.sampler.state_dict())
-    again.version = first.version
+    carried = [*first.state.carried_groups, *first.state.partial_groups]
+    responses = first.said([s for group in carried for s in group])
+    extra = {
+        "carryover": json.loads(json.dumps(carryover_state(carried, responses))),
+        "num_groups": 1,
+        "num_partial": len(first.state.partial_groups),
+    }
+    again.parts.data.sampler.load_state_dict(first.parts.data.sampler.state_dict())
+    again.state.version = first.state.version
     with torch.no_grad():
-        cast(Any, again.policy).table.copy_(cast(Any, first.policy).table)
-    again.cache.begin_step(2)
-    assert first.pending
-    keep_surplus(again, *restored_surplus(state, 2, 1), len(first.pending))
+        again.policy.table.copy_(first.policy.table)
+    assert first.state.partial_groups
+    restore_carryover(again.parts, again.state, extra, 2)
     found += [(s, said(again, s)) for s in (step_of(again, step)[0].samples for step in (3, 4))]
     for (samples, texts), (others, same) in zip(found, wanted, strict=True):
         assert texts == same
         assert [(s.reward, s.versions) for s in samples] == [(s.reward, s.versions) for s in others]
-    assert torch.equal(cast(Any, again.policy).table, cast(Any, whole.policy).table)
+    assert torch.equal(again.policy.table, whole.policy.table)
 
 
 def test_open_responses_need_a_run_that_lets_them_go_on(tmp_path: Path) -> None:
     run = partial_run(tmp_path, "")
-    with pytest.raises(ValueError, match=r"2 groups of the checkpoint .* --partial-rollout-tokens"):
-        keep_surplus(run, [[], [], []], [], 2)
+    extra = {"carryover": [[], [], []], "num_groups": 1, "num_partial": 2}
+    with pytest.raises(ValueError, match="--partial-rollout-tokens"):
+        restore_carryover(run.parts, run.state, extra, 1)
 
 
-def test_groups_carried_over_have_no_experts_to_replay() -> None:
-    flags = SimpleNamespace(rl=SimpleNamespace(rl_routing_replay="rollout"))
-    with pytest.raises(ValueError, match=r"carries 1 groups over.*--rl-routing-replay trainer"):
-        keep_surplus(cast(Any, SimpleNamespace(config=flags)), [[]], [])
+def test_a_run_that_replays_experts_needs_them_in_the_checkpoint() -> None:
+    group = [Sample(0, 0, 1, 1, False, 0, 0, math.nan)]
+    state = carryover_state([group], [response([4], [-1.0])])
+    columns = response_columns(has_environment=False, experts=experts_column(8, 4))
+    with pytest.raises(ValueError, match="--load: .* experts"):
+        restored_carryover(state, 1, columns, 1)
 
 
 def test_dynamic_sampling_goes_on_with_what_is_open(tmp_path: Path) -> None:
@@ -275,11 +284,10 @@ def test_dynamic_sampling_goes_on_with_what_is_open(tmp_path: Path) -> None:
         assert all(len({s.reward for s in group}) > 1 for group in groups)
 
 
-def test_on_policy_batches_have_no_older_tokens(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
+def test_on_policy_batches_have_no_older_tokens() -> None:
     old = Sample(4, 0, 9, 9, True, 0, 0, 1.0, spans=((-1, 2),))
     with pytest.raises(RuntimeError, match=r"samples \[4\] were sampled by other weights"):
-        rl_batch.check_on_policy(run, [old])
+        check_on_policy([old], 0)
 
 
 @pytest.mark.parametrize(

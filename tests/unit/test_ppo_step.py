@@ -13,16 +13,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from support.rl_run import TableCritic, TablePolicy, make_run
+from support.rl_run import TableCritic, TablePolicy, TableRun, make_run
 from support.table_engine import VOCAB, response_of, single_rank
 
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, OffloadMode, Owner
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import checkpoints
-from mindspeed_rl.rl import resume as rl_resume
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl import checkpoints, resume
+from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
@@ -37,29 +34,23 @@ def world() -> Iterator[None]:
         yield
 
 
-def make(folder: Path, flags: str = "", rewards: dict[int, float | None] | None = None) -> RLJob:
+def make(folder: Path, flags: str = "", rewards: dict[int, float | None] | None = None) -> TableRun:
     """A run whose critic says ``TABLE`` before each token."""
     run = make_run(folder, GAE + flags, rewards or REWARDS)
-    run.critic = cast(Any, TableCritic(TABLE))
+    run.set_models(critic=TableCritic(TABLE))
     return run
 
 
-def prepared(run: RLJob) -> rl_batch.StepBatches:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, 1)
-    run.phases.to_train()
-    batches = rl_batch.annotate(
-        run, rl_batch.build_batches(run, rollouts.samples), rollouts.samples
-    )
-    return rl_batch.with_advantages(run, batches, rollouts.samples, 1)
+def prepared(run: TableRun) -> StepBatches:
+    return run.prepared(run.generate().samples)
 
 
-def by_sample(batches: rl_batch.StepBatches, name: str) -> list[list[float]]:
+def by_sample(batches: StepBatches, name: str) -> list[list[float]]:
     found: dict[int, list[float]] = {i: [] for i in range(6)}
     for m in batches.micro_batches:
-        tokens = m.batch.advantages if name == "advantages" else getattr(m, name)
-        for owner, x in zip(m.batch.sequence_of.tolist(), tokens.tolist(), strict=True):
-            found[m.batch.sample_ids[owner]].append(x)
+        tokens = m.column(name)
+        for owner, x in zip(m.sequence_of.tolist(), tokens.tolist(), strict=True):
+            found[m.sample_ids[owner]].append(x)
     return [found[i] for i in range(6)]
 
 
@@ -98,7 +89,7 @@ def test_advantages_and_returns_of_every_token(tmp_path: Path, flags: str) -> No
     white = [((np.array(row) - flat.mean()) / flat.std(ddof=1)).tolist() for row in every]
     assert by_sample(batches, "advantages") == approx(white)
     assert by_sample(batches, "returns") == approx(returns)
-    assert cast(TableCritic, run.critic).num_passes == len(batches.updates)
+    assert cast(TableCritic, run.parts.models.critic).num_passes == len(batches.updates)
 
 
 def test_a_sample_without_a_reward_has_no_target(tmp_path: Path) -> None:
@@ -116,7 +107,7 @@ def test_a_sample_without_a_reward_has_no_target(tmp_path: Path) -> None:
 def test_the_kl_of_each_token_is_a_reward(tmp_path: Path) -> None:
     flags = "--grpo-kl-beta 0.1 --rl-kl-in-reward --rl-kl-estimator k1"
     run = make(tmp_path, flags)
-    cast(TablePolicy, run.reference).table = cast(TablePolicy, run.policy).table.detach() - 0.5
+    cast(TablePolicy, run.parts.models.reference).table = run.policy.table.detach() - 0.5
     plain = prepared(make(tmp_path))
     with_kl = prepared(run)
     # a penalty of 0.05 on every token, discounted as the errors are
@@ -131,9 +122,9 @@ def test_critic_and_policy_are_updated(tmp_path: Path) -> None:
     """Two optimizer steps of three samples; the critic's gradient is (V - R) / tokens."""
     run = make(tmp_path, "--global-batch-size 3 --value-clip 0")
     batches = prepared(run)
-    metrics = rl_step.update(run, batches)
+    metrics = run.update(batches)
     _, returns = by_hand(REWARDS)
-    table, critic = TABLE.clone(), cast(TableCritic, run.critic)
+    table, critic = TABLE.clone(), cast(TableCritic, run.parts.models.critic)
     for step, samples in enumerate((range(3), range(3, 6))):
         gradient, count = torch.zeros(VOCAB), sum(COUNTS[i] for i in samples)
         for i in samples:
@@ -141,7 +132,7 @@ def test_critic_and_policy_are_updated(tmp_path: Path) -> None:
                 gradient[token] += (float(table[token]) - target) / count
         torch.testing.assert_close(critic.gradients[step], gradient, rtol=1e-4, atol=1e-6)
         table -= gradient
-    assert len(cast(TablePolicy, run.policy).gradients) == 2 == run.version
+    assert len(run.policy.gradients) == 2 == run.state.version
     values = np.concatenate([[float(TABLE[t]) for t in response_of(i)] for i in range(6)])
     targets = np.concatenate(returns)
     assert value(metrics, "value/explained_variance") == pytest.approx(
@@ -153,21 +144,21 @@ def test_critic_and_policy_are_updated(tmp_path: Path) -> None:
 
 def test_a_critic_alone(tmp_path: Path) -> None:
     """--critic-warmup-steps: the policy keeps its weights and its version, nothing is skipped."""
-    run = make(tmp_path)
+    run = make(tmp_path, "--critic-warmup-steps 1")
     batches = prepared(run)
-    before = cast(TablePolicy, run.policy).table.detach().clone()
-    metrics = rl_step.update(run, batches, critic_only=True)
-    assert torch.equal(cast(TablePolicy, run.policy).table, before) and run.version == 0
-    assert len(cast(TableCritic, run.critic).gradients) == 1
+    before = run.policy.table.detach().clone()
+    metrics = run.update(batches)
+    assert torch.equal(run.policy.table, before) and run.state.version == 0
+    assert len(cast(TableCritic, run.parts.models.critic).gradients) == 1
     assert value(metrics, "optimizer/skipped") == 0.0 and value(metrics, "value/loss") > 0.0
 
 
 def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
     run = make(tmp_path)
-    run.phases.to_rollout(run.version)
-    run.phases.to_train()
-    metrics = rl_step.update(run, rl_batch.StepBatches([]))
-    assert cast(TableCritic, run.critic).gradients == []
+    run.to_rollout()
+    run.to_train()
+    metrics = run.update(StepBatches([], cast(Any, None)))
+    assert cast(TableCritic, run.parts.models.critic).gradients == []
     assert value(metrics, "optimizer/skipped") == 1.0
     assert "value/loss" in metrics and "value/lr" in metrics
 
@@ -179,15 +170,20 @@ def test_the_critic_is_saved_and_loaded_with_the_policy(
     seen: list[tuple[str, bool, bool]] = []
 
     def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
-        seen.append(("save", engine is run.policy, companions == {"critic": run.critic}))
+        seen.append(
+            ("save", engine is run.policy, companions == {"critic": run.parts.models.critic})
+        )
 
     def load(job: Any, engine: Any, companions: Any) -> LoadedState:
-        seen.append(("load", engine is run.policy, companions == {"critic": run.critic}))
+        seen.append(
+            ("load", engine is run.policy, companions == {"critic": run.parts.models.critic})
+        )
         return LoadedState(0, {})
 
     monkeypatch.setattr(checkpoints, "save", save)
     monkeypatch.setattr(checkpoints, "load", load)
-    rl_resume.save_if_due(run, rl_resume.start(run), 1)
+    state, report = resume.start(run.parts)
+    resume.save_if_due(run.parts, state, report, 1)
     assert seen == [("load", True, True), ("save", True, True)]
 
 
@@ -207,13 +203,13 @@ def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:
             moves.append(f"{self.owner} away")
 
     groups = {owner: Group(owner) for owner in CRITIC_OWNERS}
-    run.phases._sharing = replace(
-        run.phases._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL
+    run.parts.scheduler._sharing = replace(
+        run.parts.scheduler._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL
     )
     batches = prepared(run)
     assert moves == ["critic here", "critic away"]
     moves.clear()
-    rl_step.update(run, batches)
+    run.update(batches)
     everything = [str(owner) for owner in CRITIC_OWNERS]
     away = [f"{o} away" for o in reversed(everything)]
     assert moves == [f"{o} here" for o in everything] + away

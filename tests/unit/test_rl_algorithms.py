@@ -15,14 +15,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from support.rl_run import TablePolicy, TableRewards, make_run
-from support.table_engine import VOCAB, TableEngine, first_table, response_of, single_rank
+from support.rl_run import TablePolicy, TableRun, make_run
+from support.table_engine import VOCAB, first_table, response_of, single_rank
 
+from mindspeed_rl.algorithms.settings import covariance_settings
 from mindspeed_rl.config.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.advantages import shaped_rewards
+from mindspeed_rl.rl.batches import StepBatches
+from mindspeed_rl.rl.rollouts import generate_rollouts
+from mindspeed_rl.rl.update import select_tokens
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
 COUNTS = [len(response_of(i)) for i in range(6)]
@@ -36,25 +38,21 @@ def world() -> Iterator[None]:
         yield
 
 
-def policy_of(run: RLJob) -> TablePolicy:
-    return cast(TablePolicy, run.policy)
+def policy_of(run: TableRun) -> TablePolicy:
+    return run.policy
 
 
-def step_of(run: RLJob) -> rl_batch.StepBatches:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, 1)
-    run.phases.to_train()
-    batches = rl_batch.build_batches(run, rollouts.samples)
-    batches = rl_batch.annotate(run, batches, rollouts.samples)
-    return rl_batch.with_advantages(run, batches, rollouts.samples, 1, rollouts.greedy)
+def step_of(run: TableRun) -> StepBatches:
+    rollouts = run.generate(1)
+    return run.prepared(rollouts.samples, 1, rollouts.greedy_rewards)
 
 
-def advantages(batches: rl_batch.StepBatches) -> list[list[float]]:
+def advantages(batches: StepBatches) -> list[list[float]]:
     """Of every token, sample by sample."""
     found: dict[int, list[float]] = {i: [] for i in range(6)}
     for m in batches.micro_batches:
-        for owner, a in zip(m.batch.sequence_of.tolist(), m.batch.advantages.tolist(), strict=True):
-            found[m.batch.sample_ids[owner]].append(a)
+        for owner, a in zip(m.sequence_of.tolist(), m.column("advantages").tolist(), strict=True):
+            found[m.sample_ids[owner]].append(a)
     return [found[i] for i in range(6)]
 
 
@@ -99,18 +97,18 @@ def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_updat
     flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
     run = make_run(tmp_path, flags, REWARDS)
     assert advantages(step_of(run)) == same_in_each(by_hand(name))
-    asked = cast(TableEngine, run.engine).asked
+    asked = run.engine.asked
     assert [(len(r), s.temperature) for r, s in asked[1:]] == ([(2, 0.0)] * (name == "remax"))
 
 
 def test_remax_scores_the_greedy_answers(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--rl-advantage-estimator remax", REWARDS)
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, 1)
-    requests = cast(TableRewards, run.rewards).requests
-    assert rollouts.greedy == [1.0, 0.0]
+    run.to_rollout()
+    rollouts = generate_rollouts(run.parts, run.state, 1)
+    requests = run.pool.requests
+    assert rollouts.greedy_rewards == [1.0, 0.0]
     assert [r.prompt for r in requests] == [
-        run.prompts[rollouts.samples[i].prompt_index].text for i in (0, 3)
+        run.parts.data.train[rollouts.samples[i].prompt_index].text for i in (0, 3)
     ]
 
 
@@ -118,12 +116,12 @@ def test_remax_shapes_the_greedy_reward_as_all_others(tmp_path: Path) -> None:
     """A penalty for length counts on both sides: the baseline is of the same reward."""
     flags = "--rl-advantage-estimator remax --rl-overlong-buffer 8 --rl-overlong-penalty 0.8"
     run = make_run(tmp_path, flags, REWARDS)
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, 1)
+    run.to_rollout()
+    rollouts = generate_rollouts(run.parts, run.state, 1)
     # the greedy answers are as long as those of samples 0 and 1
-    assert rollouts.greedy == rl_batch.rewards_of(run, rollouts.samples, 1)[:2]
+    assert rollouts.greedy_rewards == shaped_rewards(run.config, rollouts.samples, 1)[:2]
     penalties = [0.8 * n / 8 for n in COUNTS[:2]]  # of a limit of 8 tokens
-    assert rollouts.greedy == pytest.approx([1.0 - penalties[0], 0.0 - penalties[1]])
+    assert rollouts.greedy_rewards == pytest.approx([1.0 - penalties[0], 0.0 - penalties[1]])
 
 
 def test_discounted_returns_with_the_kl_in_the_reward(tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_discounted_returns_with_the_kl_in_the_reward(tmp_path: Path) -> None:
         REWARDS,
     )
     shift = torch.linspace(-0.5, 0.5, VOCAB)
-    cast(TablePolicy, run.reference).table = first_table() - shift
+    cast(TablePolicy, run.parts.models.reference).table = first_table() - shift
     batches = step_of(run)
     returns = []
     for i in range(6):
@@ -158,14 +156,14 @@ def test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample(tmp_path: Pat
         "k1 --global-batch-size 3",
         REWARDS,
     )
-    cast(TablePolicy, run.reference).table = first_table() - 0.5
+    cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5
     batches = step_of(run)
     rewards = [cast(float, REWARDS[i]) - 0.1 * 0.5 * COUNTS[i] for i in range(6)]
     means = [statistics.fmean(rewards[g : g + 3]) for g in (0, 3)]
     assert advantages(batches) == same_in_each([r - means[i // 3] for i, r in enumerate(rewards)])
     assert value(batches.metrics, "forward/old") == 2  # the KL needs log-probs before the update
     assert value(batches.metrics, "forward/reference") == 2
-    metrics = rl_step.update(run, batches)
+    metrics = run.update(batches)
     assert value(metrics, "reward/kl") == pytest.approx(0.5)
     assert "loss/kl" not in metrics, "the KL must not count twice"
 
@@ -181,16 +179,16 @@ def test_the_coefficient_follows_the_kl(
         f"--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-horizon 60 {where}",
         REWARDS,
     )
-    cast(TablePolicy, run.reference).table = first_table() - distance
-    metrics = rl_step.update(run, step_of(run))
+    cast(TablePolicy, run.parts.models.reference).table = first_table() - distance
+    metrics = run.update(step_of(run))
     assert value(metrics, "policy/kl_beta") == 0.1  # that of the step itself
-    assert run.kl_beta == pytest.approx(0.1 * (1.02 if grows else 0.98))
+    assert run.state.kl_beta == pytest.approx(0.1 * (1.02 if grows else 0.98))
 
 
 def test_a_constant_coefficient_stays(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
-    rl_step.update(run, step_of(run))
-    assert run.kl_beta == 0.1
+    run.update(step_of(run))
+    assert run.state.kl_beta == 0.1
 
 
 # --- losses ------------------------------------------------------------------------------------
@@ -203,17 +201,17 @@ def test_every_loss_trains_and_reports_the_same_names_on_all_ranks(
 ) -> None:
     run = make_run(tmp_path, f"--rl-policy-loss {loss} --global-batch-size 3 {correction}", REWARDS)
     batches = step_of(run)
-    spoken = rl_step.update(run, batches)
-    first, second = policy_of(run).gradients
+    spoken = run.update(batches)
+    first, second = run.policy.gradients
     assert first.isfinite().all() and second.isfinite().all() and first.any() and second.any()
-    assert run.version == 2
+    assert run.state.version == 2
 
     def silent(self: TablePolicy, *args: Any) -> MetricSet:
         self.table.grad = torch.zeros(VOCAB)
         return MetricSet()
 
     monkeypatch.setattr(TablePolicy, "forward_backward", silent)
-    assert rl_step.update(run, batches).keys() == spoken.keys()
+    assert run.update(batches).keys() == spoken.keys()
 
 
 @pytest.mark.parametrize(
@@ -228,9 +226,9 @@ def test_passes_of_a_loss_that_selects(
     flags = f"--rl-policy-loss {loss} --global-batch-size 3 --old-logprob {choice}"
     run = make_run(tmp_path, flags, REWARDS)
     batches = step_of(run)
-    assert policy_of(run).num_passes == before
-    rl_step.update(run, batches)
-    assert policy_of(run).num_passes == before + during
+    assert run.policy.num_passes == before
+    run.update(batches)
+    assert run.policy.num_passes == before + during
 
 
 def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path) -> None:
@@ -239,15 +237,17 @@ def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path
     run = make_run(tmp_path, flags, REWARDS)
     (batch,) = step_of(run).updates
     assert len(batch.micro_batches) == 3
-    chosen = rl_batch.select_tokens(run, batch, first_update=True)
+    chosen = select_tokens(
+        run.policy, batch, covariance_settings(run.config, 0), old_is_present=True
+    )
     logp = first_table()
     of_sample = by_hand("dr_grpo")
-    order = [i for m in batch.micro_batches for i in m.batch.sample_ids]
+    order = [i for m in batch.micro_batches for i in m.sample_ids]
     rows = [(float(logp[t]), of_sample[i]) for i in order for t in response_of(i)]
     mean, advantage = (statistics.fmean(column) for column in zip(*rows, strict=True))
     covariances = [(p - mean) * (a - advantage) for p, a in rows]
     best = {i for i, c in enumerate(covariances) if c == max(covariances)}
-    found = torch.cat([cast(torch.Tensor, m.selected) for m in chosen.micro_batches])
+    found = torch.cat([m.column("covariance_mask") for m in chosen.micro_batches])
     assert int(found.sum()) == 1 and set(found.nonzero()[:, 0].tolist()) <= best
 
 
@@ -255,9 +255,9 @@ def test_a_rejected_sample_has_no_gradient(tmp_path: Path) -> None:
     """The engine is off at every token: sequences of up to two tokens stay within the bound."""
     flags = "--rl-rejection k1 --rl-rejection-threshold 0.3 --rl-rejection-level sequence"
     run = make_run(tmp_path, flags, REWARDS)
-    cast(TableEngine, run.engine).stale = 0.125
-    metrics = rl_step.update(run, step_of(run))
-    (gradient,) = policy_of(run).gradients
+    run.engine.stale = 0.125
+    metrics = run.update(step_of(run))
+    (gradient,) = run.policy.gradients
     kept = [i for i, n in enumerate(COUNTS) if 0.125 * n <= 0.3]
     moved = {int(t) - 4 for t in gradient[4:].nonzero()[:, 0] + 4}
     assert 0 < len(kept) < 6 and moved == set(kept)
@@ -271,10 +271,10 @@ def test_importance_weights_compare_the_engine_with_the_weights_that_sampled(
     """Also in later updates, where the present policy is another one."""
     flags = "--rl-inference-logprobs-is-correction --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
-    cast(TableEngine, run.engine).stale = -0.125
-    metrics = rl_step.update(run, step_of(run))
+    run.engine.stale = -0.125
+    metrics = run.update(step_of(run))
     plain = make_run(tmp_path, "--global-batch-size 3", REWARDS)
-    rl_step.update(plain, step_of(plain))
-    first, _ = policy_of(run).gradients
-    torch.testing.assert_close(first, policy_of(plain).gradients[0] * math.exp(0.125))
+    plain.update(step_of(plain))
+    first, _ = run.policy.gradients
+    torch.testing.assert_close(first, plain.policy.gradients[0] * math.exp(0.125))
     assert value(metrics, "correction/weight") == pytest.approx(math.exp(0.125))

@@ -5,46 +5,49 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.rl_run import make_run
+from support.rl_run import TableRun, make_run
 
+from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.observability.metrics import Max, Total
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rl import assignment as rl_balance
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl import build_engine
+from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
+from mindspeed_rl.rl.build_engine import with_installed_engine
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.samples.rollout_info import Sample
 
 
-def spread(run: RLJob, world: int, rank: int) -> RLJob:
-    """The same run as one rank of ``world`` engines."""
+def spread(run: TableRun, world: int, rank: int) -> tuple[Assignment, RLPlan]:
+    """How one rank of ``world`` engines deals, and its plan."""
     engine = EngineLayout(world, 1)
-    plan = replace(run.plan, engine=engine, vllm=VllmLayout(run.plan.spec, engine))
-    job = replace(run.job, plan=plan, world=replace(run.job.world, rank=rank, size=world))
-    cast(Any, run.engine).max_num_seqs = 16
-    return replace(run, job=job)
+    plan = replace(run.parts.plan, engine=engine, vllm=VllmLayout(run.parts.plan.spec, engine))
+    rules = rebalance_rules(run.config, plan, max_num_seqs=16, item_bytes=4)
+    own = run.parts.rollouts.assignment
+    return replace(own, engine=engine, rank=rank, rules=rules), plan
 
 
 def test_every_sample_has_one_engine_and_open_ones_keep_theirs(tmp_path: Path) -> None:
     """The new ones are dealt by length; prompt 3 is known to be long."""
     run = make_run(tmp_path)
-    run.lengths.observe({3: [8, 8, 8], 4: [1, 1, 1], 5: [1, 1, 1]})
-    prompts = [run.prompts[i] for i in (4, 3, 3, 5, 4, 3, 3)]
+    run.state.lengths.observe({3: [8, 8, 8], 4: [1, 1, 1], 5: [1, 1, 1]})
+    prompts = [run.parts.data.train[i] for i in (4, 3, 3, 5, 4, 3, 3)]
     begun: list[Sample | None] = [None] * 7
     begun[0] = Sample(0, 4, 2, 2, False, 0, 1, math.nan)
     shares = [
-        rl_balance.my_share(spread(run, 2, rank), prompts, run.lengths, begun) for rank in (0, 1)
+        spread(run, 2, rank)[0].own_samples(prompts, run.state.lengths, begun) for rank in (0, 1)
     ]
     assert sorted(shares[0] + shares[1]) == list(range(7))
     assert 0 in shares[1], "its tokens are there"
     hard = [sum(i in (1, 2, 5, 6) for i in share) for share in shares]
     assert hard == [2, 2]
-    for flags, history in (("--rollout-balance even", run.lengths), ("", None)):
+    for flags, history in (("--rollout-balance even", run.state.lengths), ("", None)):
         plain = make_run(tmp_path, flags)
-        found = [rl_balance.my_share(spread(plain, 2, r), prompts, history) for r in (0, 1)]
+        found = [spread(plain, 2, r)[0].own_samples(prompts, history) for r in (0, 1)]
         assert found == [[0, 1, 2], [3, 4, 5, 6]], "in order"
 
 
@@ -53,9 +56,9 @@ def test_rules_are_those_of_every_rank(tmp_path: Path) -> None:
         tmp_path, "--rollout-rebalance waiting --rollout-rebalance-interval 7 "
         "--rollout-kv-cache-gb 0.125",
     )  # fmt: skip
-    first, second = (rl_balance.rules_of(spread(run, 2, rank)) for rank in (0, 1))
-    assert first == second
-    layout = spread(run, 2, 0).plan.vllm
+    first, second = (spread(run, 2, rank)[0].rules for rank in (0, 1))
+    assert first is not None and first == second
+    layout = spread(run, 2, 0)[1].vllm
     weights = 4 * sum(math.prod(shape) for shape in dict(layout.local_shapes(0)).values())
     token_bytes = 4 * 2 * 4  # one layer, keys and values of 4 channels, fp32
     assert first.cost.context_tokens == weights / token_bytes
@@ -66,30 +69,35 @@ def test_rules_are_those_of_every_rank(tmp_path: Path) -> None:
 
 def test_one_engine_has_nobody_to_give_to(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--rollout-rebalance all")
-    settings = run.sampling(1.0)
-    assert rl_balance.make_rebalancer(run, run.prompts[:2], settings, None) is None
-    found = rl_balance.make_rebalancer(spread(run, 2, 1), run.prompts[:2], settings, None)
+    settings, own = run.parts.rollouts.settings(1.0), run.parts.rollouts.assignment
+    assert own.rebalancer(run.parts.data.train[:2], settings, None) is None
+    found = spread(run, 2, 1)[0].rebalancer(run.parts.data.train[:2], settings, None)
     assert found is not None and found.steps == 128
+
+
+def on_npu(run: TableRun) -> Any:
+    """Its job on another platform."""
+    return replace(run.parts.job, platform=cast(Any, SimpleNamespace(name="npu")))
 
 
 def test_engines_that_cannot_continue_a_stream_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, "--rollout-rebalance all")
-    monkeypatch.setattr(rl_balance, "installed_version", lambda: "0.11.0")
+    monkeypatch.setattr(build_engine, "installed_version", lambda: "0.11.0")
     with pytest.raises(ValueError, match=r"all: vLLM 0.11.x on npu .* use waiting"):
-        rl_balance.check_rebalance(run.config, "npu")
+        with_installed_engine(on_npu(run))
     waiting = make_run(tmp_path, "--rollout-rebalance waiting")
-    rl_balance.check_rebalance(waiting.config, "npu")
-    monkeypatch.setattr(rl_balance, "installed_version", lambda: "0.23.0")
-    rl_balance.check_rebalance(run.config, "npu")
+    with_installed_engine(on_npu(waiting))
+    monkeypatch.setattr(build_engine, "installed_version", lambda: "0.23.0")
+    with_installed_engine(on_npu(run))
 
 
 def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:
     stats = StepStats(steps=9, moved=2, moved_tokens=70, settle_seconds=0.5)
-    plain = rl_balance.balance_metrics(make_run(tmp_path), stats)
+    plain = make_run(tmp_path).parts.rollouts.assignment.metrics(stats)
     assert plain == {"rollout/steps_max": Max(9.0)}
-    found = rl_balance.balance_metrics(make_run(tmp_path, "--rollout-rebalance all"), stats)
+    found = spread(make_run(tmp_path, "--rollout-rebalance all"), 2, 0)[0].metrics(stats)
     assert found["rollout/moved_samples"] == Total(2.0)
     assert found["rollout/moved_tokens"] == Total(70.0)
     assert found["throughput/settle_s"] == Max(0.5)
