@@ -53,7 +53,7 @@ def with_experts(samples: Sequence[TrainSample], spec: ModelSpec) -> list[TrainS
     for sample in samples:
         scores = torch.rand((sample.length - 1, layers, spec.num_experts), generator=generator)
         experts = scores.topk(spec.moe.top_k).indices.to(torch.uint8).flatten(1)
-        found.append(replace(sample, num_prompt_tokens=1, rollout_logprobs=None, experts=experts))
+        found.append(replace(sample, num_prompt_tokens=1, columns={"experts": experts}))
     return found
 
 
@@ -69,15 +69,15 @@ def family_world(
     With ``given_experts`` routers take those of :func:`with_experts`, so that no rounding sends a
     token elsewhere.
     """
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     facts: dict[str, FamilyFacts] = {}
     for name, folder in models.items():
         job = make_job(world, folder, [*SMALL, *flags])
         if not facts:
-            training.initialize_parallel(job)
+            initialize_parallel(job)
         routing = "engine" if given_experts and job.plan.spec.moe else "free"
-        engine = training.build_engine(job, "policy", 1, routing=routing)
+        engine = build_engine(job, "policy", 1, routing=routing)
         samples = make_samples(vocab_size)
         if given_experts:
             samples = with_experts(samples, job.plan.spec)
@@ -117,18 +117,20 @@ class MemoryFacts:
 
 def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     """The same steps with everything resident, and with everything away in between."""
+    from support.batches import local_batches
+
     from mindspeed_rl.memory.owners import OffloadMode
     from mindspeed_rl.phases.machine import Sharing
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     facts = MemoryFacts({}, {}, 0, 0)
     for mode in (OffloadMode.NONE, OffloadMode.ALL):
         job = make_job(world, model, [*SMALL, "--use-distributed-optimizer"])
         if not facts.weights:
-            training.initialize_parallel(job)
-        policy = training.build_engine(job, "policy", num_steps)
-        reference = training.build_engine(job, "reference", 0)
+            initialize_parallel(job)
+        policy = build_engine(job, "policy", num_steps)
+        reference = build_engine(job, "reference", 0)
         platform = job.platform
         sharing = Sharing(
             trainer_memory(policy, reference),
@@ -137,7 +139,7 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
             wait_for_copies=platform.wait_for_copies,
         )
         samples = make_samples(policy.spec.vocab_size)
-        batches = training.local_batches(job, policy, samples)
+        batches = local_batches(job, policy, samples)
         loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
         owned: dict[str, int] = {}
         freed = back = 0
@@ -168,15 +170,17 @@ def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int
     """
     import multiprocessing
 
+    from support.batches import local_batches
+
     from mindspeed_rl.observability.profiler import StepProfiler
     from mindspeed_rl.observability.timers import PhaseTimer
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*SMALL, *flags])
-    training.initialize_parallel(job)
-    policy = training.build_engine(job, "policy", num_steps)
+    initialize_parallel(job)
+    policy = build_engine(job, "policy", num_steps)
     samples = make_samples(policy.spec.vocab_size)[:2]
-    batches = training.local_batches(job, policy, samples)
+    batches = local_batches(job, policy, samples)
     loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
     multiprocessing.set_start_method("spawn", force=True)
     profiler = StepProfiler(job.config.profiler, job.platform, world.rank, "unused")

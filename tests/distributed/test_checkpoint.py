@@ -74,12 +74,12 @@ def build(
     from support.training_worlds import make_job
 
     from mindspeed_rl.bootstrap import seed_everything
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*FLAGS, *flags])
-    training.initialize_parallel(job)
+    initialize_parallel(job)
     seed_everything(job.config.train.seed)
-    return job, training.build_engine(job, "policy", NUM_STEPS)
+    return job, build_engine(job, "policy", NUM_STEPS)
 
 
 def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
@@ -87,11 +87,11 @@ def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed_rl.bootstrap import seed_everything
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine
 
     model_parallel_cuda_manual_seed(job.config.train.seed)
     seed_everything(job.config.train.seed)
-    return training.build_engine(job, "policy", NUM_STEPS)
+    return build_engine(job, "policy", NUM_STEPS)
 
 
 def train(
@@ -103,11 +103,11 @@ def train(
     notes: tuple[str, ...] = (),
 ) -> Trace:
     """Steps start+1 .. stop, each on samples of its own."""
+    from support.batches import local_batches
     from support.training_worlds import in_hf_coordinates, make_samples
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.rl import training
     from mindspeed_rl.trainer.optimizer import torch_optimizers
 
     steps = []
@@ -115,7 +115,7 @@ def train(
         samples = make_samples(307, seed=step)
         num_tokens = sum(s.num_trained for s in samples)
         found = engine.forward_backward(
-            training.local_batches(job, engine, samples),
+            local_batches(job, engine, samples),
             partial(supervised_loss, num_tokens=num_tokens),
         )
         stats = engine.step()

@@ -35,12 +35,12 @@ def load_all(
     """Rank function: whole weights, step and notes after each load into zeros; then a save."""
     from support.training_worlds import in_hf_coordinates, make_job
 
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 
     job = make_job(world, model, FLAGS)
-    training.initialize_parallel(job)
-    engine = training.build_engine(job, "policy", 1)
+    initialize_parallel(job)
+    engine = build_engine(job, "policy", 1)
     found = []
     for folder in folders:
         with torch.no_grad():

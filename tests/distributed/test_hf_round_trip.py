@@ -31,14 +31,15 @@ LAYOUT = (
 
 def export_world(world: World, model: str, exports: Sequence[tuple[str, list[str]]]) -> None:
     """Rank function: load the model and export it, once for each (directory, flags)."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.export import export_policy
 
     for number, (target, flags) in enumerate(exports):
         job = make_job(world, model, [*LAYOUT, *flags])
         if number == 0:
-            training.initialize_parallel(job)
-        engine = training.build_engine(job, "policy", 1)
-        training.export_hf(job, engine, target, 3)
+            initialize_parallel(job)
+        engine = build_engine(job, "policy", 1)
+        export_policy(job, engine, target, 3)
 
 
 @pytest.fixture(scope="module")

@@ -85,11 +85,11 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     def gradients(models: Any, batches: Any, update: int) -> Any:
         marked = []
         for b in batches:
-            places = b.batch.positions[b.batch.loss_mask].float()
-            of_sample = torch.tensor([0.2 + 0.3 * (i % 5) - i % 2 for i in b.batch.sample_ids])
-            old = b.batch.rollout_logprobs + 0.05 * places.sin()
-            b = replace(b, old_logprobs=old, ref_logprobs=b.batch.rollout_logprobs)
-            marked.append(b.with_advantages(of_sample[b.batch.sequence_of]))
+            places = b.positions[b.loss_mask].float()
+            of_sample = torch.tensor([0.2 + 0.3 * (i % 5) - i % 2 for i in b.sample_ids])
+            old = b.column("rollout_logprobs") + 0.05 * places.sin()
+            b = replace(b, old_logprobs=old, ref_logprobs=b.column("rollout_logprobs"))
+            marked.append(b.with_advantages(of_sample[b.sequence_of]))
         loss = selftest.make_loss(Case("ppo", "token-mean"), counts[update])
         models.policy.forward_backward(marked, loss)
         return models.whole.gather(models.policy.gradients())

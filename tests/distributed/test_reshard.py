@@ -77,7 +77,8 @@ class Report:
 
 def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, Report]:
     """Reshard both models to every engine size, then export the first, doubled."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.export import export_policy
 
     reports: dict[str, Report] = {}
     for model, folder in models.items():
@@ -86,8 +87,8 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
             flags = [*layout, "--make-vocab-size-divisible-by", "8", "--rollout-tp", str(size)]
             job = make_job(world, folder, flags)
             if not reports:
-                training.initialize_parallel(job)
-            engine = training.build_engine(job, "policy", 1)
+                initialize_parallel(job)
+            engine = build_engine(job, "policy", 1)
             for dtype in (torch.float32, torch.bfloat16):
                 name = f"{model}-tp{size}-{str(dtype).removeprefix('torch.')}"
                 reports[name] = reshard_and_prove(job, engine.named_parameters(), folder, dtype)
@@ -95,7 +96,7 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
             with torch.no_grad():
                 for parameter in engine.named_parameters().values():
                     parameter *= 2.0
-            training.export_hf(job, engine, export, 1)
+            export_policy(job, engine, export, 1)
     return reports
 
 

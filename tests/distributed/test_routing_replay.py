@@ -39,9 +39,11 @@ def replayed(
     world: World, model: str, runs: Sequence[Sequence[str]], replays: bool = True
 ) -> list[Found]:
     """Rank function: the gradient of an update after the routers drifted, and the agreement."""
+    from support.batches import local_batches
+
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.routing_replay import AGREEMENT
 
     samples = make_samples(VOCAB)
@@ -50,10 +52,10 @@ def replayed(
     for flags in runs:
         job = make_job(world, model, [*COMMON, *flags])
         if not results:
-            training.initialize_parallel(job)
+            initialize_parallel(job)
         routing = "replay" if replays else "compare"
-        engine = training.build_engine(job, "policy", 1, routing=routing)
-        batches = training.local_batches(job, engine, samples)
+        engine = build_engine(job, "policy", 1, routing=routing)
+        batches = local_batches(job, engine, samples)
         engine.logprobs(batches)
         with torch.no_grad():
             for name, param in engine.named_parameters().items():

@@ -40,17 +40,18 @@ def make_samples() -> tuple[list[Sample], list[TrainSample]]:
         ids = torch.randint(5, 300, (4 + length,), generator=generator)
         logprobs = -torch.rand(length, generator=generator)
         samples.append(Sample(i, 0, length, length, True, 0, 0, reward))
-        rows.append(TrainSample(i, ids, 4, logprobs))
+        rows.append(TrainSample(i, ids, 4, {"rollout_logprobs": logprobs}))
     return samples, rows
 
 
 def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] | None:
     """Rank function: of every token, by layout and estimator; on rank 0."""
     import torch.distributed as dist
+    from support.batches import local_batches
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.rl import selftest, training
+    from mindspeed_rl.rl import selftest
     from mindspeed_rl.rl.advantages import StepBatches, UpdateBatch, with_advantages
     from mindspeed_rl.rl.selftest_cases import Layout
 
@@ -62,14 +63,14 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
             local, engine = models.job, models.policy
             result[name] = {}
             for estimator, flags in FLAGS.items():
-                batches = training.local_batches(local, engine, rows)
+                batches = local_batches(local, engine, rows)
                 annotated = [
                     replace(
                         b,
-                        old_logprobs=b.batch.rollout_logprobs,
-                        ref_logprobs=b.batch.rollout_logprobs
-                        - 0.02 * (b.batch.positions[b.batch.loss_mask] - 3),
-                        old_values=0.3 * (b.batch.positions[b.batch.loss_mask] - 3.0).cos(),
+                        old_logprobs=b.column("rollout_logprobs"),
+                        ref_logprobs=b.column("rollout_logprobs")
+                        - 0.02 * (b.positions[b.loss_mask] - 3),
+                        old_values=0.3 * (b.positions[b.loss_mask] - 3.0).cos(),
                     )
                     for b in batches
                 ]
@@ -82,11 +83,11 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
                 found = with_advantages(cast(Any, run), step, samples, 1)
                 mine: Advantages = {}
                 for m in found.micro_batches if engine.is_last else []:
-                    places = (m.batch.positions[m.batch.loss_mask] - 3).tolist()
-                    owners = m.batch.sequence_of.tolist()
-                    values = m.batch.advantages.tolist()
+                    places = (m.positions[m.loss_mask] - 3).tolist()
+                    owners = m.sequence_of.tolist()
+                    values = m.column("advantages").tolist()
                     for owner, place, value in zip(owners, places, values, strict=True):
-                        mine[m.batch.sample_ids[owner], place] = value
+                        mine[m.sample_ids[owner], place] = value
                 everyone: list[Advantages] = [{}] * world.size
                 dist.all_gather_object(everyone, mine)
                 result[name][estimator] = {k: v for part in everyone for k, v in part.items()}

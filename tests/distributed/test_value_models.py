@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from support.training_worlds import make_job, make_samples
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.samples.packing import TrainSample
-    from mindspeed_rl.trainer.prepared import PreparedBatch
+    from mindspeed_rl.samples.packing import MicroBatch, TrainSample
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
@@ -65,11 +63,18 @@ class Facts:
 
 def value_world(world: World, flags: Sequence[str], model: str, scorer: str, save: str) -> Facts:
     """Rank function."""
+    from support.batches import local_batches
+
     from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
     from mindspeed_rl.memory.prediction import predict
     from mindspeed_rl.phases.machine import Sharing
-    from mindspeed_rl.rl import checkpoints, training
-    from mindspeed_rl.rl.build_models import build_critic, build_reward_model
+    from mindspeed_rl.rl import checkpoints
+    from mindspeed_rl.rl.build_models import (
+        build_critic,
+        build_engine,
+        build_reward_model,
+        initialize_parallel,
+    )
     from mindspeed_rl.rl.reward_model import last_token_values
     from mindspeed_rl.samples.packing import TrainSample
     from mindspeed_rl.trainer.resident_memory import trainer_memory
@@ -78,23 +83,23 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     own += ("--critic-lr", "1e-2", "--reward-model-hf-checkpoint", scorer, "--lr", "1e-2")
     own += ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "3", "--save", save)
     job = make_job(world, model, [*flags, *own])
-    training.initialize_parallel(job)
+    initialize_parallel(job)
     samples = make_samples(VOCAB)
 
     def build() -> tuple[TrainEngine, TrainEngine]:
         critic = build_critic(job)
         assert critic is not None
-        return training.build_engine(job, "policy", 4), critic
+        return build_engine(job, "policy", 4), critic
 
     policy, critic = build()
     scores_by = build_reward_model(job)
     assert scores_by is not None
-    batches = training.local_batches(job, policy, samples)
+    batches = local_batches(job, policy, samples)
     values = _by_sample(critic, batches)
     at_the_end = [TrainSample(s.sample_id, s.token_ids, s.length, token_after=0) for s in samples]
-    rows = training.local_batches(job, scores_by, at_the_end)
+    rows = local_batches(job, scores_by, at_the_end)
     ids = [s.sample_id for s in samples]
-    scores = last_token_values(cast(Any, SimpleNamespace(job=job)), scores_by, ids, [rows])
+    scores = last_token_values(scores_by, ids, [rows], job.platform.device)
 
     groups = trainer_memory(policy, None, critic, scores_by)
     prediction = predict(job.config, job.plan)
@@ -142,14 +147,14 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
 
 
 def _by_sample(
-    critic: TrainEngine, batches: Sequence[PreparedBatch]
+    critic: TrainEngine, batches: Sequence[MicroBatch]
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Sample -> (which of its trained tokens, their values), on the last stage."""
     found = {}
     for prepared, values in zip(batches, critic.values(batches), strict=True):
         if values is None:
             continue
-        batch = prepared.batch
+        batch = prepared
         starts = torch.tensor([0, *batch.num_trained]).cumsum(0)
         for i, sample_id in enumerate(batch.sample_ids):
             mine = batch.sequence_of == i
@@ -160,11 +165,10 @@ def _by_sample(
 def _train(
     policy: TrainEngine,
     critic: TrainEngine,
-    batches: Sequence[PreparedBatch],
+    batches: Sequence[MicroBatch],
     samples: Sequence[TrainSample],
 ) -> None:
     """One update of both, on targets that are a function of the token."""
-    from dataclasses import replace
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
@@ -174,9 +178,12 @@ def _train(
     counts = Denominators.of(s.num_trained for s in samples)
     given = []
     for prepared, values in zip(batches, critic.values(batches), strict=True):
-        places = prepared.batch.positions[prepared.batch.loss_mask].float()
-        targets = {} if values is None else {"old_values": values, "returns": places.cos()}
-        given.append(replace(prepared, **targets))
+        places = prepared.positions[prepared.loss_mask].float()
+        if values is not None:
+            prepared = prepared.with_column("old_values", values).with_column(
+                "returns", places.cos()
+            )
+        given.append(prepared)
     critic.forward_backward(given, value_loss_function(ValueLossSettings(0.5), counts))
     critic.step()
     policy.forward_backward(given, lambda inputs: supervised_loss(inputs, counts.tokens))
@@ -238,14 +245,14 @@ def critic_moments(world: World, model: str, cases: Sequence[Sequence[str]]) -> 
     """Rank function: the largest moment of a critic's forward and backward passes."""
     from dataclasses import replace
 
+    from support.batches import local_batches
     from support.memory_worlds import LENGTH, NUM_SAMPLES, _workload
 
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.algorithms.value_loss import ValueLossSettings
     from mindspeed_rl.memory.prediction import predict
     from mindspeed_rl.observability.tensor_tracker import TensorTracker
-    from mindspeed_rl.rl import training
-    from mindspeed_rl.rl.build_models import build_critic
+    from mindspeed_rl.rl.build_models import build_critic, initialize_parallel
     from mindspeed_rl.rl.critic import value_loss_function
     from mindspeed_rl.samples.packing import TrainSample
 
@@ -254,13 +261,13 @@ def critic_moments(world: World, model: str, cases: Sequence[Sequence[str]]) -> 
         own = ("--rl-advantage-estimator", "gae", "--make-vocab-size-divisible-by", "8")
         job = make_job(world, model, [*own, *flags])
         if not result:
-            training.initialize_parallel(job)
+            initialize_parallel(job)
         critic = build_critic(job)
         assert critic is not None and job.plan.critic is not None
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(5, job.plan.spec.vocab_size, (NUM_SAMPLES, LENGTH), generator=generator)
         samples = [TrainSample(i, row, 1) for i, row in enumerate(ids)]
-        batches = training.local_batches(job, critic, samples)
+        batches = local_batches(job, critic, samples)
         given = [
             replace(b, old_values=v, returns=v + 1.0)
             for b, v in zip(batches, critic.values(batches), strict=True)

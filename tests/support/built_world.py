@@ -49,14 +49,14 @@ def built_world(
 
     The last one of a model is of a chunk that has a layer less than it should.
     """
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     found: dict[str, list[str]] = {}
     for name, folder in models.items():
         job = make_job(world, folder, FLAGS)
         if not found:
-            training.initialize_parallel(job)
-        (model,) = training.build_engine(job, "policy", 1).modules
+            initialize_parallel(job)
+        (model,) = build_engine(job, "policy", 1).modules
         spec, layers = job.plan.spec, len(model.decoder.layers)
         found[name] = [_finding(model, spec, layers, change) for change in changes[name]]
         check_built(model, spec, layers)  # as it was built

@@ -72,14 +72,14 @@ def family_reshard_world(
     world: World, models: Mapping[str, str], flags: Sequence[str], rollouts: Sequence[Rollout]
 ) -> dict[str, list[Moved]]:
     """Rank function: build every trainer, reshard it three times to every engine layout."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     reports: dict[str, list[Moved]] = {}
     for name, folder in models.items():
         job = make_job(world, folder, flags)
         if not reports:
-            training.initialize_parallel(job)
-        engine = training.build_engine(job, "policy", 1)
+            initialize_parallel(job)
+        engine = build_engine(job, "policy", 1)
         reports[name] = [
             three_syncs(job.plan.megatron, world, engine.named_parameters(), folder, rollout)
             for rollout in rollouts

@@ -40,7 +40,7 @@ def family_sync_world(
     world: World, model: str, flags: Sequence[str], work_dir: str
 ) -> list[FamilySync]:
     """Rank function: build trainer and engine, update three times."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
@@ -48,8 +48,8 @@ def family_sync_world(
     job = make_job(world, model, [*common, *flags])
     vllm = installed_layout(job.plan.vllm, job.platform.name)
     job = replace(job, plan=replace(job.plan, vllm=vllm))
-    training.initialize_parallel(job)
-    both = build_both(job, training.build_engine(job, "policy", 1, TEMPERATURE))
+    initialize_parallel(job)
+    both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
     both.phases.to_rollout(0)
     return [one_sync(both, version, work_dir) for version in (11, 12, 13)]
 

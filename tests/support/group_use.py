@@ -51,12 +51,12 @@ def used_groups_world(
     from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
     from mindspeed_rl.memory.prediction import predict
     from mindspeed_rl.platforms.process_groups import existing_groups
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*layout, "--lr", "1e-3"])
     with watched_groups() as used:
-        training.initialize_parallel(job)
-        engine = training.build_engine(job, "policy", 1)
+        initialize_parallel(job)
+        engine = build_engine(job, "policy", 1)
         run_case(job, engine, Case("step", loss="on-policy", num_steps=1), make_samples(67))
     there = {(group.name, group.ranks) for group in existing_groups()}
     assert used <= there

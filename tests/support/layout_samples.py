@@ -29,15 +29,15 @@ def asked() -> list[GenerationRequest]:
 
 def sampling_world(world: World, model: str, engine_tp: int) -> list[tuple[int, ...]]:
     """Rank function: the tokens of all requests, dealt out to the engines in turns."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = engine_job(world, model, 2, engine_tp)
-    training.initialize_parallel(job)
-    both = build_both(job, training.build_engine(job, "policy", 1, TEMPERATURE))
+    initialize_parallel(job)
+    both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
     both.phases.to_rollout(0)
     engine = job.plan.engine
     mine = asked()[engine.replica_of(world.rank) :: engine.num_replicas]
-    completions = both.engine.generate(mine, SAMPLING, 0)
+    completions = list(both.engine.generate(mine, SAMPLING, 0).values())
     parts: list[dict[int, tuple[int, ...]]] = [{}] * world.size
     own = {r.sample_id: c.token_ids for r, c in zip(mine, completions, strict=True)}
     dist.all_gather_object(parts, own)

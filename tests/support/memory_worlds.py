@@ -27,7 +27,8 @@ from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
-    from mindspeed_rl.trainer.train_engine import PreparedBatch, TrainEngine
+    from mindspeed_rl.samples.packing import MicroBatch
+    from mindspeed_rl.trainer.train_engine import TrainEngine
 
 NUM_SAMPLES, LENGTH = 4, 48
 _EXPERTS = "mlp.experts"
@@ -74,24 +75,24 @@ def measure_world(
     world: World, layout: Sequence[str], cases: Sequence[MemoryCase]
 ) -> dict[str, Measured]:
     """Rank function: build every case, measure, predict."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     results: dict[str, Measured] = {}
     for case in cases:
         job = make_job(world, case.model, [*layout, *case.flags])
         if not results:
-            training.initialize_parallel(job)
-        engine = training.build_engine(job, "policy", 1)
+            initialize_parallel(job)
+        engine = build_engine(job, "policy", 1)
         measured = _measure(job, engine)
         if case.borders:
-            reference = training.build_engine(job, "reference", 0)
+            reference = build_engine(job, "reference", 0)
             measured = replace(measured, borders=walk_borders(job, engine, reference))
         results[case.name] = measured
     return results
 
 
 def _measure(job: Any, engine: TrainEngine) -> Measured:
-    from mindspeed_rl.rl import training
+    from support.batches import local_batches
 
     vocab = job.plan.spec.vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +100,7 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
         TrainSample(i, torch.randint(5, vocab, (LENGTH,), generator=generator), 1)
         for i in range(NUM_SAMPLES)
     ]
-    batches = training.local_batches(job, engine, samples)
+    batches = local_batches(job, engine, samples)
     at_start = _optimizer_bytes(engine)
     tracker = TensorTracker()
     num_tokens = NUM_SAMPLES * (LENGTH - 1)
@@ -204,9 +205,9 @@ def _is_sorted(module: torch.nn.Module) -> bool:
     return names == sorted(names, key=registration_key)
 
 
-def _workload(job: Any, batches: Sequence[PreparedBatch]) -> Workload:
+def _workload(job: Any, batches: Sequence[MicroBatch]) -> Workload:
     """What the packed batches are; every sample is as long as the others."""
-    sequences = max(len(b.batch.sample_ids) for b in batches)
+    sequences = max(len(b.sample_ids) for b in batches)
     return Workload(
         tokens=batches[0].batch.num_tokens * job.plan.parallel.cp,
         sequence=LENGTH,

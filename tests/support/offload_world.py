@@ -63,29 +63,31 @@ def tensor_bytes(device_only: set[int]) -> int:
 
 def offload_world(world: World, model: str, flags: Sequence[str]) -> OffloadFacts:
     """Rank function: the same ten steps in every mode."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import initialize_parallel
 
     facts = OffloadFacts({}, {}, {}, {}, {}, 0, "")
     started = False
     for mode in MODES:
         job = make_job(world, model, flags)
         if not started:
-            training.initialize_parallel(job)
+            initialize_parallel(job)
             started = True
         facts = _train(job, mode, facts)
     return facts
 
 
 def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type: ignore[no-untyped-def]
-    from mindspeed_rl.rl import training
+    from support.batches import local_batches
+
+    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
-    policy = training.build_engine(job, "policy", NUM_STEPS)
-    reference = training.build_engine(job, "reference", 0)
+    policy = build_engine(job, "policy", NUM_STEPS)
+    reference = build_engine(job, "reference", 0)
     groups = trainer_memory(policy, reference)
     sharing = Sharing(groups, mode, wait_for_copies=job.platform.wait_for_copies)
     samples = make_samples(VOCAB)
-    batches = training.local_batches(job, policy, samples)
+    batches = local_batches(job, policy, samples)
     loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
     refusal = ""
     for step in range(NUM_STEPS):

@@ -79,8 +79,8 @@ def requests_of(group: int) -> list[GenerationRequest]:
 
 def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str, Run]:
     """Rank function: the same requests in every mode."""
-    from mindspeed_rl.rl import training
     from mindspeed_rl.rl.build_engine import build_rollout_engine
+    from mindspeed_rl.rl.build_models import load_weights
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 
     job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
@@ -88,7 +88,7 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     job = replace(job, plan=replace(job.plan, vllm=vllm))
     engine = build_rollout_engine(job)
     engine.begin_update()
-    training.load_weights(job, vllm, engine.weight_views())
+    load_weights(job, vllm, engine.weight_views())
     engine.finish_update(0)
     layout = job.plan.engine
     group = layout.group_of(world.rank)
@@ -101,12 +101,12 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
             rules, group, layout.tp_rank(world.rank) == 0, lambda _, done: done + 16
         )
         engine.stats = StepStats()
-        done = engine.generate_shared(
+        done = engine.generate(
             requests_of(group), SETTINGS, 0, None, None if mode == "off" else rebalancer
         )
         runs[mode] = Run(done, engine.stats)
     for name, streams in (("shaken", True), ("shaken without streams", False)):
         shaker, engine.stats = Shaker(streams), StepStats()
-        done = engine.generate_shared(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
+        done = engine.generate(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
         runs[name] = Run(done, engine.stats, shaker.begun)
     return runs

@@ -95,13 +95,14 @@ def engine_world(
     world: World, model: str, trainer_tp: int, engine_tp: int, work_dir: str
 ) -> EngineFacts:
     """Rank function: every check, in an order in which each leaves the engine awake."""
+
     from mindspeed_rl.platforms.cpu_install import unshimmed_modules
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     facts = EngineFacts()
     job = engine_job(world, model, trainer_tp, engine_tp)
-    training.initialize_parallel(job)
-    policy = training.build_engine(job, "policy", 1, TEMPERATURE)
+    initialize_parallel(job)
+    policy = build_engine(job, "policy", 1, TEMPERATURE)
     with noted_changes(facts.changed_by_build):
         both = build_both(job, policy)
     facts.refusals["asleep"] = refusal(both, version=0)
@@ -128,13 +129,15 @@ def engine_world(
 
 def killed_world(world: World, model: str, work_dir: str) -> None:
     """Rank function: build an engine of all ranks, say its nonce, die of SIGKILL."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = engine_job(world, model, 1, world.size)
-    training.initialize_parallel(job)
-    both = build_both(job, training.build_engine(job, "policy", 1, TEMPERATURE))
+    initialize_parallel(job)
+    both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
     both.phases.to_rollout(0)
-    tokens = sum(len(c.token_ids) for c in both.engine.generate(requests()[:4], SAMPLED, 0))
+    tokens = sum(
+        len(c.token_ids) for c in both.engine.generate(requests()[:4], SAMPLED, 0).values()
+    )
     nonce, _ = shared_memory()
     (Path(work_dir) / f"killed-{world.rank}").write_text(f"{nonce} {tokens}")
     dist.barrier()
@@ -179,14 +182,14 @@ def check_sampling(both: Both, facts: EngineFacts) -> None:
     cut = NUM_REQUESTS // 3 if both.job.plan.engine.num_replicas > 1 else NUM_REQUESTS
     mine = everything[:cut] if replica == 0 else everything[cut:]
     with noted_changes(facts.changed_by_generate):
-        completions = engine.generate(mine, SAMPLED, 0)
+        completions = list(engine.generate(mine, SAMPLED, 0).values())
     gathered: list[dict[int, Completion]] = [{}] * both.job.world.size
     dist.all_gather_object(
         gathered, {r.sample_id: c for r, c in zip(mine, completions, strict=True)}
     )
     union = {i: c for part in gathered for i, c in part.items()}
     facts.samples = [union[i] for i in range(NUM_REQUESTS)]
-    singles = [engine.generate([r], SAMPLED, 0)[0] for r in reversed(everything)]
+    singles = [engine.generate([r], SAMPLED, 0)[r.sample_id] for r in reversed(everything)]
     facts.other_batches = singles[::-1]
     facts.sampled_mismatch = mismatch(both, everything, facts.samples)
 
@@ -234,24 +237,24 @@ def check_prefix_cache(both: Both, facts: EngineFacts) -> None:
             engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
         engine.finish_update(version)
         engine._reset_prefix_cache = reset  # type: ignore[method-assign]
-        completions = engine.generate(long, GREEDY, version)
+        completions = list(engine.generate(long, GREEDY, version).values())
         facts.cached_prefix[name] = mismatch(both, long, completions, temperature=1.0)
 
 
 def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     """Change the weights, hand over, generate greedily, compare. Collective: the world."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.export import export_policy
 
     probe = requests()[:6]
-    old = both.engine.generate(probe, GREEDY, both.engine.weights_version)
+    old = list(both.engine.generate(probe, GREEDY, both.engine.weights_version).values())
     before = torch.cat(trainer_logprobs(both, probe, old, 1.0))
     both.phases.to_train()
     scale_weights(both, 1.05)
     after = torch.cat(trainer_logprobs(both, probe, old, 1.0))
     both.phases.to_rollout(version)
-    completions = both.engine.generate(probe, GREEDY, version)
+    completions = list(both.engine.generate(probe, GREEDY, version).values())
     target = Path(work_dir) / f"export-{version}"
-    training.export_hf(both.job, both.policy, str(target), 1)
+    export_policy(both.job, both.policy, str(target), 1)
     fresh = gap = 0.0
     if both.job.world.rank == 0:
         expected, gap = transformers_logprobs(target, probe, completions)
@@ -291,7 +294,8 @@ def trainer_logprobs(
     temperature: float,
 ) -> list[torch.Tensor]:
     """Log-probs of the trainer at ``temperature``, per request. Collective: the world."""
-    from mindspeed_rl.rl import training
+    from support.batches import local_batches
+
     from mindspeed_rl.trainer.heads import LogProbHead
 
     samples = [
@@ -299,21 +303,21 @@ def trainer_logprobs(
             i,
             torch.tensor([*r.token_ids, *c.token_ids]),
             len(r.token_ids),
-            torch.tensor(c.logprobs),
+            {"rollout_logprobs": torch.tensor(c.logprobs)},
         )
         for i, (r, c) in enumerate(zip(asked, completions, strict=True))
     ]
-    batches = training.local_batches(both.job, both.policy, samples)
+    batches = local_batches(both.job, both.policy, samples)
     head = both.policy._head
     assert isinstance(head, LogProbHead)
     kept, head.temperature = head.temperature, temperature
     tensors = both.policy.logprobs(batches)
     head.temperature = kept
     mine = {
-        sample_id: tensor[b.batch.sequence_of == i]
+        sample_id: tensor[b.sequence_of == i]
         for b, tensor in zip(batches, tensors, strict=True)
         if tensor is not None
-        for i, sample_id in enumerate(b.batch.sample_ids)
+        for i, sample_id in enumerate(b.sample_ids)
     }
     gathered: list[dict[int, torch.Tensor]] = [{}] * both.job.world.size
     dist.all_gather_object(gathered, mine)

@@ -9,13 +9,14 @@ import torch
 
 from mindspeed_rl.parallel.layout import ParallelLayout
 from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, Column, TensorCache
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
+from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Parcel, Redistribution, num_words
 from mindspeed_rl.samples.rollout_info import SampleKey
 from mindspeed_rl.samples.routes import AXES, Holders, Leg, plan_legs
 
-EXPERTS = Column("experts", torch.uint8, 3)
-COLUMNS = (TOKENS, LOGPROBS, EXPERTS)
+EXPERTS = Column("experts", torch.uint8, "the engine", 3)
+COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS, EXPERTS)
 STEP = 5
 
 
@@ -74,9 +75,9 @@ class Case:
         size = self.lengths[item] * column.width
         if column.dtype is torch.float32:
             return torch.randn(size, generator=generator)
-        return torch.randint(-100 if column is TOKENS else 0, 200, (size,), generator=generator).to(
-            column.dtype
-        )
+        return torch.randint(
+            -100 if column is TOKEN_IDS else 0, 200, (size,), generator=generator
+        ).to(column.dtype)
 
     def cache(self, rank: int) -> TensorCache:
         """What a rank has at first."""

@@ -52,8 +52,8 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
 
     Every rank has as many requests as :data:`LOADS` says, so that one of them only keeps pace.
     """
-    from mindspeed_rl.rl import training
     from mindspeed_rl.rl.build_engine import build_rollout_engine
+    from mindspeed_rl.rl.build_models import load_weights
     from mindspeed_rl.rollout.patches import step_sync
     from mindspeed_rl.rollout.vllm_versions import installed_layout
 
@@ -62,7 +62,7 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     job = replace(job, plan=replace(job.plan, vllm=vllm))
     engine = build_rollout_engine(job)
     engine.begin_update()
-    training.load_weights(job, vllm, engine.weight_views())
+    load_weights(job, vllm, engine.weight_views())
     engine.finish_update(0)
     requests = [
         GenerationRequest(i, tuple(range(3, 6 + i)), request_seed(5, 0, 10 * world.rank + i))
@@ -75,6 +75,6 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
             engine._interval = interval
         engine.stats = StepStats()
         with CountReductions() as counter:
-            completions = engine.generate(requests, SETTINGS, 0)
+            completions = list(engine.generate(requests, SETTINGS, 0).values())
         runs[name] = Run(completions, engine.stats, counter.count)
     return runs

@@ -36,7 +36,7 @@ from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
-    from mindspeed_rl.trainer.prepared import PreparedBatch
+    from mindspeed_rl.samples.packing import MicroBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 14), (3, 2), (9, 11), (4, 17), (6, 5))
@@ -128,8 +128,17 @@ def make_samples(vocab_size: int, seed: int = 0) -> list[TrainSample]:
         ids = torch.randint(5, vocab_size, (num_prompt + num_response,), generator=generator)
         noise = torch.randn(num_response, generator=generator)
         advantage = float(torch.randn((), generator=generator))
-        samples.append(TrainSample(i, ids, num_prompt, noise, advantage))
+        columns = {
+            "rollout_logprobs": noise,
+            "advantages": torch.full((num_response,), advantage),
+        }
+        samples.append(TrainSample(i, ids, num_prompt, columns))
     return samples
+
+
+def with_columns(sample: TrainSample, **columns: torch.Tensor) -> TrainSample:
+    """The same with other columns in place of some."""
+    return replace(sample, columns={**sample.columns, **columns})
 
 
 def with_logprobs(
@@ -137,7 +146,7 @@ def with_logprobs(
 ) -> list[TrainSample]:
     """Behaviour log-probs 0.15 sigma around ``near``: some ratios are clipped, most are not."""
     return [
-        replace(s, rollout_logprobs=p + 0.15 * cast(torch.Tensor, s.rollout_logprobs))
+        with_columns(s, rollout_logprobs=p + 0.15 * s.columns["rollout_logprobs"])
         for s, p in zip(samples, near, strict=True)
     ]
 
@@ -170,16 +179,16 @@ def train_world(
     samples: Sequence[TrainSample],
 ) -> WorldResult | None:
     """Rank function: run all cases in one layout; the result is on rank 0."""
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     results: dict[str, CaseResult] = {}
     deallocates = False
     for case in cases:
         job = make_job(world, case.model or model, [*layout, *case.flags])
         if not results:
-            training.initialize_parallel(job)
+            initialize_parallel(job)
         with planted(case.fault):
-            engine = training.build_engine(
+            engine = build_engine(
                 job, "policy", max(1, case.num_steps), job.config.rl.rl_default_temperature
             )
             results[case.name] = run_case(job, engine, case, samples)
@@ -203,12 +212,14 @@ def run_case(
     samples: Sequence[TrainSample],
 ) -> CaseResult:
     """Collective: the world. Every rank gets the gathered result; tensors are on rank 0 only."""
-    from mindspeed_rl.rl import training
+    from support.batches import local_batches
 
-    batches = training.local_batches(job, engine, samples)
+    batches = local_batches(job, engine, samples)
     if case.loss == "grpo":
         batches = [
-            replace(b, old_logprobs=b.batch.rollout_logprobs, ref_logprobs=_reference(b))
+            b.with_column("old_logprobs", b.column("rollout_logprobs")).with_column(
+                "ref_logprobs", _reference(b)
+            )
             for b in batches
         ]
     annotated = engine.logprobs(batches)
@@ -303,9 +314,9 @@ def in_hf_coordinates(
     return {name: tensor.cpu() for name, tensor in whole.items()}
 
 
-def _reference(batch: PreparedBatch) -> torch.Tensor:
+def _reference(batch: MicroBatch) -> torch.Tensor:
     """Reference log-probs that are a function of the sample alone."""
-    return batch.batch.rollout_logprobs - 0.1
+    return batch.column("rollout_logprobs") - 0.1
 
 
 def _reduced_gradients(
@@ -335,7 +346,7 @@ def _gather_shares(buffers: Sequence[Any], group: dist.ProcessGroup) -> None:
 
 def _by_sample(
     engine: TrainEngine,
-    batches: Sequence[PreparedBatch],
+    batches: Sequence[MicroBatch],
     tensors: Sequence[torch.Tensor],
     num_samples: int,
 ) -> list[torch.Tensor]:
@@ -343,10 +354,10 @@ def _by_sample(
     mine: dict[tuple[int, int], torch.Tensor] = {}
     if engine.is_last:
         for prepared, tensor in zip(batches, tensors, strict=True):
-            for i, sample_id in enumerate(prepared.batch.sample_ids):
-                own = prepared.batch.sequence_of == i
+            for i, sample_id in enumerate(prepared.sample_ids):
+                own = prepared.sequence_of == i
                 # a context-parallel rank has some of a sample's tokens, possibly none
-                places = prepared.batch.positions[prepared.batch.loss_mask][own].tolist()
+                places = prepared.positions[prepared.loss_mask][own].tolist()
                 for place, value in zip(places, tensor[own].cpu(), strict=True):
                     mine[sample_id, place] = value
     everyone: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()

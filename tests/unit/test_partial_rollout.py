@@ -271,7 +271,7 @@ def test_a_run_that_replays_experts_needs_them_in_the_checkpoint() -> None:
     group = [Sample(0, 0, 1, 1, False, 0, 0, math.nan)]
     state = carryover_state([group], [response([4], [-1.0])])
     columns = response_columns(has_environment=False, experts=experts_column(8, 4))
-    with pytest.raises(ValueError, match="--load: .* experts"):
+    with pytest.raises(ValueError, match=r"--load: .* experts"):
         restored_carryover(state, 1, columns, 1)
 
 

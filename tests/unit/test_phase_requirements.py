@@ -11,17 +11,14 @@ import pytest
 from support.rl_run import make_run
 
 from mindspeed_rl.phases.machine import Phase
-from mindspeed_rl.rl import resume as rl_resume
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.rl.evaluate import evaluate
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 ABSENT = cast(Any, None)  # what is refused looks at nothing
-IN_TRAIN: dict[str, Callable[[RLJob], object]] = {
+IN_TRAIN: dict[str, Callable[[TableRun], object]] = {
     "save": lambda run: rl_resume.save_if_due(run, ABSENT, 1),
     "load": rl_resume.start,
-    "update": lambda run: rl_step.update(run, ABSENT),
+    "update": lambda run: run.update(ABSENT),
 }
 
 
@@ -37,7 +34,7 @@ def test_refused_while_the_engine_has_the_device(what: str, tmp_path: Path) -> N
 def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
-        evaluate(run, run.prompts, 0)
+        evaluate(run, run.parts.data.train, 0)
 
 
 def test_an_update_waits_for_its_optimizer_state() -> None:

@@ -25,8 +25,6 @@ from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.rl import advantages as rl_batch
-from mindspeed_rl.rl import update as rl_step
 
 WINDOW = ProfilerConfig(profile=True, profile_step_start=2, profile_step_end=4)
 
@@ -86,11 +84,11 @@ def test_a_run_leaves_a_trace_with_its_phases(tmp_path: Path) -> None:
     with single_rank():
         for step in (1, 2, 3):
             run.profiler.begin_step(step)
-            run.phases.to_rollout(run.version)
-            samples = rl_step.collect(run, step).samples
-            run.phases.to_train()
+            run.to_rollout()
+            samples = generate_rollouts(run.parts, run.state, step).samples
+            run.to_train()
             with run.phase("train"):
-                rl_batch.build_batches(run, samples)
+                run.build(samples)
     run.close()
     (file,) = (tmp_path / "out" / "profile").iterdir()
     assert file.name == "rank0_steps2-2.pt.trace.json"

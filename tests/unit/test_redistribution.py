@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
-from mindspeed_rl.samples.device_cache import TOKENS
+from mindspeed_rl.samples.columns import TOKEN_IDS
 from mindspeed_rl.samples.exchange import Parcel, Redistribution
 from mindspeed_rl.samples.rollout_info import SampleKey
 from mindspeed_rl.samples.routes import AXES, Holders, copies_moved, plan_gather, plan_legs
@@ -146,7 +146,7 @@ def test_what_arrived_is_kept_under_its_key() -> None:
     part = Redistribution(cache, case.parcels, COLUMNS, [leg])
     part.take(leg, sender.outgoing(*sender.legs)[0])
     part.keep()
-    assert torch.equal(cache.read(TOKENS, SampleKey(5, 0), 100), case.values(0, TOKENS))
+    assert torch.equal(cache.read(TOKEN_IDS, SampleKey(5, 0), 100), case.values(0, TOKEN_IDS))
     with pytest.raises(RuntimeError, match="written twice"):
         part.take(leg, sender.outgoing(*sender.legs)[0])
         part.keep()

@@ -19,7 +19,6 @@ from support.answering_run import Answers, make_run
 
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.rl.evaluate import evaluate, is_right
 from mindspeed_rl.rl.report import Report, check_computation, check_mismatch, worse_mismatch
 from mindspeed_rl.rl.update import collect
@@ -76,7 +75,7 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     """Greedy and three samples per prompt, with seeds of their own."""
     flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
     run = make_run(tmp_path, ROWS, ["math"], flags)
-    run.eval_sets = {"": run.prompts, "hard": cast(Any, run.prompts[2:])}
+    run.eval_sets = {"": run.parts.data.train, "hard": cast(Any, run.parts.data.train[2:])}
     report = Report(run)
     report.evaluate_if_due(0)
     (record,) = metrics_of(tmp_path)
@@ -99,7 +98,7 @@ def test_the_first_verdict_that_scored_a_sample_counts() -> None:
     assert is_right({"format": 0.0, "code": math.nan}, "8", "8") is True
 
 
-def log(run: RLJob, report: Report, step: int, mismatch: float) -> None:
+def log(run: TableRun, report: Report, step: int, mismatch: float) -> None:
     rollouts = collect(run, step)
     metrics = MetricSet({"mismatch/max_abs_logprob": Max(mismatch)})
     report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))

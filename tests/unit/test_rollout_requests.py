@@ -10,7 +10,6 @@ import pytest
 
 from mindspeed_rl.config import RolloutBalanceConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rl.build import RLJob
 from mindspeed_rl.rl.rollouts import generate
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt
@@ -37,10 +36,10 @@ class Recorder:
         return [Completion((r.sample_id,), (-1.0,), "stop", version) for r in requests]
 
 
-def rank_of(layout: EngineLayout, rank: int) -> RLJob:
+def rank_of(layout: EngineLayout, rank: int) -> TableRun:
     """The fields of an RL job that generating reads."""
     return cast(
-        RLJob,
+        TableRun,
         SimpleNamespace(
             plan=SimpleNamespace(engine=layout),
             rank=rank,

@@ -210,11 +210,13 @@ def test_trained_tokens_without_the_experts_of_the_engine_are_no_choice_of_the_r
 def test_each_rank_gives_its_routers_their_tokens_and_layers() -> None:
     """A share of a packed row; the layers of a stage with two chunks and a dense layer."""
     samples = [
-        TrainSample(i, torch.arange(n), 2, experts=torch.arange((n - 2) * 6).view(-1, 6) + 50 * i)
+        TrainSample(
+            i, torch.arange(n), 2, {"experts": torch.arange((n - 2) * 6).view(-1, 6) + 50 * i}
+        )
         for i, n in enumerate((5, 4))
     ]
     row = pack(samples, 12)
-    assert row.experts.shape == (5, 6) and row.experts[3, 0] == 50
+    assert row.columns["experts"].shape == (5, 6) and row.columns["experts"][3, 0] == 50
     for half in range(2):
         part = routes_of(row, lambda x, half=half: x.chunk(2)[half], 3)
         assert part.given is not None and part.given.shape == (int(part.counted.sum()), 3, 2)

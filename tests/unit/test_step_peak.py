@@ -9,23 +9,22 @@ from typing import Any, cast
 
 import pytest
 import torch
+from mindspeed_rl.orchestration.step_peak import MEASURED, PREDICTED, watch_update
+from support.batches import local_batches
 from support.rl_run import make_run
 
 from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.memory.training import Workload
 from mindspeed_rl.observability.metrics import MetricSet
-from mindspeed_rl.orchestration.step_peak import MEASURED, PREDICTED, watch_update
-from mindspeed_rl.rl import training
 from mindspeed_rl.rl.build import RLJob
-from mindspeed_rl.samples.packing import TrainSample
-from mindspeed_rl.trainer.prepared import PreparedBatch
+from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 
 KEPT = 4096
 
 
-def batches_of(run: RLJob, length: int = 8) -> list[PreparedBatch]:
+def batches_of(run: RLJob, length: int = 8) -> list[MicroBatch]:
     samples = [TrainSample(i, torch.arange(4, 4 + length), 3, None, 1.0) for i in range(4)]
-    return training.local_batches(run.job, run.policy, samples)
+    return local_batches(run.job, run.policy, samples)
 
 
 def watched(run: RLJob) -> MetricSet:
@@ -73,7 +72,7 @@ def test_the_prediction_is_that_of_the_micro_batches_of_the_step(tmp_path: Path)
         batches = batches_of(run, length)
         with watch_update(run, batches) as found:
             pass
-        trained = max(int(b.batch.loss_mask.sum()) for b in batches)
+        trained = max(int(b.loss_mask.sum()) for b in batches)
         work = Workload(2 * length, length, trained, num_micro_batches=2)
         assert trained == 2 * (length - 3)
         assert found[PREDICTED].value == training_memory.peak(0, work).in_step

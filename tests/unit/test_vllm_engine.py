@@ -36,13 +36,13 @@ def update(engine: EngineDouble, version: int) -> None:
 
 
 def answers(engine: EngineDouble, version: int) -> list[float]:
-    return [c.logprobs[0] for c in engine.generate(REQUESTS, SETTINGS, version)]
+    return [c.logprobs[0] for c in engine.generate(REQUESTS, SETTINGS, version).values()]
 
 
 def test_completions_come_in_the_order_of_requests() -> None:
     engine = EngineDouble()
     update(engine, 3)
-    first, second = engine.generate(REQUESTS, SETTINGS, 3)
+    first, second = engine.generate(REQUESTS, SETTINGS, 3).values()
     assert first.logprobs[0] == second.logprobs[0] - 2  # prompts that sum to 6 and to 4
     assert (first.token_ids, first.finish_reason, first.weights_version) == ((7,), "stop", 3)
 

@@ -100,13 +100,14 @@ def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
     """The product's trainer (after one update), engine and state machine, in TRAIN."""
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.rl import build_engine as rl_phases
-    from mindspeed_rl.rl import training
+    from support.batches import local_batches
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.samples.packing import TrainSample
 
-    training.initialize_parallel(job)
-    policy = training.build_engine(job, "policy", 1)
+    initialize_parallel(job)
+    policy = build_engine(job, "policy", 1)
     samples = [TrainSample(i, torch.arange(5, 21), 8, None, 0.0) for i in range(job.world.size)]
-    batches = training.local_batches(job, policy, samples)
+    batches = local_batches(job, policy, samples)
     num_tokens = 8 * len(samples)
     policy.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
     policy.step()  # makes the moments
