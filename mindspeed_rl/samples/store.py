@@ -93,17 +93,8 @@ class SampleStore:
         self.cache.begin_step(step, [s.key for s in carried])
 
     def keep(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> None:
-        """Keep what this rank's engine sampled: one copy to the device for each tensor. Local.
-
-        Args:
-            rollouts: of this rank's engine.
-            samples: the table of all, by sample id.
-        """
-        completions = [r.completion for r in rollouts]
-        self._put(
-            [samples[r.sample_id] for r in rollouts],
-            {column.name: column.gather(completions) for column in self.columns},
-        )
+        """Keep what this rank's engine sampled: see :func:`keep_rollouts`. Local."""
+        keep_rollouts(self.cache, self.columns, rollouts, samples)
 
     def keep_responses(self, responses: Sequence[Response], samples: Sequence[Sample]) -> None:
         """Keep the responses, one for each sample, of which this rank is a holder. Local."""
@@ -116,17 +107,7 @@ class SampleStore:
                 column.name: torch.cat([responses[i][column.name] for i in mine]).flatten()
                 for column in self.columns
             }
-            self._put([samples[i] for i in mine], values)
-
-    def _put(self, samples: Sequence[Sample], values: Mapping[str, torch.Tensor]) -> None:
-        for column in self.columns:
-            self.cache.put(
-                column,
-                [s.key for s in samples],
-                values[column.name],
-                [s.num_tokens for s in samples],
-                [s.weights_version for s in samples],
-            )
+            _put(self.cache, self.columns, [samples[i] for i in mine], values)
 
     def holders(self, samples: Sequence[Sample]) -> Holders:
         """Where the tokens of samples are: on all tensor ranks of an engine, or on its first.
@@ -199,7 +180,7 @@ class SampleStore:
         moved, _ = self._move(samples, legs, self.cache, wanted)
         if self.rank:
             return []
-        found = self.responses(moved, range(len(samples)), samples, wanted)
+        found = responses_in(moved, range(len(samples)), samples, wanted)
         return [{name: values.cpu() for name, values in r.items()} for r in found]
 
     def _move(
@@ -251,7 +232,7 @@ class SampleStore:
                 )
                 for s, p in zip(samples, prompts, strict=True)
             ]
-        responses = self.responses(placed.moved, items, samples, self.columns)
+        responses = responses_in(placed.moved, items, samples, self.columns)
         if at_the_end:
             return [
                 TrainSample(s.sample_id, ids, ids.numel(), token_after=0)
@@ -268,34 +249,69 @@ class SampleStore:
         known = dict(zip(indices, parts, strict=True))
         return [known[s.prompt_index] for s in samples]
 
-    def responses(
-        self,
-        moved: Redistribution,
-        items: Sequence[int],
-        samples: Sequence[Sample],
-        columns: Sequence[Column],
-    ) -> list[Response]:
-        """Responses that were here or have arrived, on the device: views of one tensor each. Local.
 
-        Args:
-            moved: what has arrived.
-            items: positions in its plan.
-            samples: their rows of the sample table.
-            columns: what is wanted of them.
+def responses_in(
+    moved: Redistribution,
+    items: Sequence[int],
+    samples: Sequence[Sample],
+    columns: Sequence[Column],
+) -> list[Response]:
+    """Responses that were here or have arrived, on the device: views of one tensor each. Local.
 
-        Raises:
-            RuntimeError: one is not here.
-        """
-        sizes = [s.num_tokens for s in samples]
-        parts: dict[str, Sequence[torch.Tensor]] = {}
-        for column in columns:
-            values = moved.read_all(items, column)
-            if column is TOKEN_IDS:
-                values = values.to(torch.int64)
-            if column.width > 1:
-                values = values.view(-1, column.width)
-            parts[column.name] = torch.split(values, sizes)
-        return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
+    Args:
+        moved: what has arrived.
+        items: positions in its plan.
+        samples: their rows of the sample table.
+        columns: what is wanted of them.
+
+    Raises:
+        RuntimeError: one is not here.
+    """
+    sizes = [s.num_tokens for s in samples]
+    parts: dict[str, Sequence[torch.Tensor]] = {}
+    for column in columns:
+        values = moved.read_all(items, column)
+        if column is TOKEN_IDS:
+            values = values.to(torch.int64)
+        if column.width > 1:
+            values = values.view(-1, column.width)
+        parts[column.name] = torch.split(values, sizes)
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
+
+
+def keep_rollouts(
+    cache: TensorCache,
+    columns: Sequence[Column],
+    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
+) -> None:
+    """Keep what this rank's engine sampled: one copy to the device for each column. Local.
+
+    Args:
+        cache: of this rank.
+        columns: what is kept of every token.
+        rollouts: of this rank's engine.
+        samples: the table of all, by sample id.
+    """
+    completions = [r.completion for r in rollouts]
+    values = {column.name: column.gather(completions) for column in columns}
+    _put(cache, columns, [samples[r.sample_id] for r in rollouts], values)
+
+
+def _put(
+    cache: TensorCache,
+    columns: Sequence[Column],
+    samples: Sequence[Sample],
+    values: Mapping[str, torch.Tensor],
+) -> None:
+    for column in columns:
+        cache.put(
+            column,
+            [s.key for s in samples],
+            values[column.name],
+            [s.num_tokens for s in samples],
+            [s.weights_version for s in samples],
+        )
 
 
 def as_train_samples(

@@ -18,16 +18,21 @@ from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.metrics import MetricSet
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.rl.assignment import Assignment
+from mindspeed_rl.rl.components import Components, PromptData, RunState, Telemetry
+from mindspeed_rl.rl.rollout_worker import RolloutWorker
+from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.samples.batching import BatchRules
+from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.lengths import LengthHistory
+from mindspeed_rl.samples.store import SampleStore
 from mindspeed_rl.types import Completion, Prompt
 
 END = 0
-SETTINGS = SamplingSettings(temperature=0.0, max_response_tokens=64, stop_token_ids=(END,))
 
 
 class Letters:
@@ -55,6 +60,7 @@ class Answers:
         self.asked: list[list[GenerationRequest]] = []
         self.clock = clock
         self.stats = StepStats()
+        self.max_num_seqs, self.weight_format = 8, ""
 
     def generate(
         self,
@@ -62,19 +68,19 @@ class Answers:
         settings: SamplingSettings,
         version: int,
         on_step: OnStep | None = None,
-    ) -> list[Completion]:
+        rebalancer: object | None = None,
+    ) -> dict[int, Completion]:
         self.clock.now_s += 2.0
         self.stats.steps += 1
         self.asked.append(list(requests))
         found = [self.answers[r.token_ids] for r in requests]
         ids = [tuple(map(ord, text)) + (END,) * (why == "stop") for text, why in found]
-        completions = [
-            Completion(i, (-0.5,) * len(i), why, version)
-            for i, (_, why) in zip(ids, found, strict=True)
-        ]
+        completions = {
+            r.sample_id: Completion(i, (-0.5,) * len(i), why, version)
+            for r, i, (_, why) in zip(requests, ids, found, strict=True)
+        }
         if on_step is not None:
-            pairs = zip(requests, completions, strict=True)
-            on_step({r.sample_id: c for r, c in pairs})
+            on_step(completions)
         return completions
 
 
@@ -84,7 +90,7 @@ def make_run(
     rewards: Sequence[str] = ("math",),
     flags: Sequence[str] = (),
     world: World | None = None,
-) -> RLJob:
+) -> Components:
     """A run whose held-out prompts are ``rows`` of response, finish reason and answer.
 
     Every rank of ``world``, by default one, has an engine of its own.
@@ -102,33 +108,60 @@ def make_run(
         with timer(name):
             yield
 
+    engine_layout = EngineLayout(world.size, 1)
+    parallel = ParallelLayout.build(world=world.size, stages=even_stages(1))
     job = SimpleNamespace(
         config=config,
         world=world,
         say=lambda *lines: None,
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
     )
+    names = tuple(r.partition("=")[0] for r in rewards)
+    cache = TensorCache(torch.device("cpu"))
+    worker = RolloutWorker(
+        engine=cast(Any, Answers(answers, clock)),
+        assignment=Assignment(engine_layout, world.rank, limit=64),
+        rewards=RewardFunctions(names, cast(Any, InlinePool(rewards)), cast(Any, Letters())),
+        cache=cache,
+        seed=config.train.seed,
+        stop_token_ids=(END,),
+        num_copies=1,
+    )
+    store = SampleStore(
+        rank=world.rank,
+        parallel=parallel,
+        engine=engine_layout,
+        prompts=prompts,
+        rules=BatchRules(dp=world.size, dp_rank=world.rank, micro_batch_size=1),
+        samples_per_update=len(rows),
+        cache=cache,
+        num_copies=1,
+        stages=(0,),
+        one_node=True,
+        columns=response_columns(has_environment=False, experts=None),
+        drop_truncated=False,
+        group_along=lambda axis: None,
+    )
+    sampler = SimpleNamespace(next=lambda count: list(range(count)))
     run = SimpleNamespace(
-        job=job, config=config, rank=world.rank, leads_engine=True, version=0,
-        timer=timer, phase=phase,
+        job=job, config=config, phase=phase, reward_names=names, rollouts=worker, samples=store,
         plan=SimpleNamespace(
-            engine=EngineLayout(world.size, 1),
+            engine=engine_layout,
             batch=SimpleNamespace(prompts=len(rows), group_size=1, samples=len(rows)),
         ),
-        engine=Answers(answers, clock), tokenizer=Letters(),
-        sampling=lambda temperature: SETTINGS,
-        sampler=SimpleNamespace(next=lambda count: list(range(count))),
-        prompts=prompts, eval_sets={"": prompts}, lengths=LengthHistory(),
-        environment=None, rewards=InlinePool(rewards), surplus=[], pending=[],
-        cache=TensorCache(torch.device("cpu")),
-        reward_names=tuple(r.partition("=")[0] for r in rewards),
-        part_names=tuple(r.partition("=")[0] for r in rewards),
-        logger=RunLogger(output, world.rank == 0, ("jsonl",)),
-        dump=RolloutDump(output / "rollouts.jsonl", 1, world.rank == 0),
-        ledger=SimpleNamespace(metrics=MetricSet),
-        phases=SimpleNamespace(sync_metrics=MetricSet(), require=lambda phase, what: None),
+        data=PromptData(
+            cast(Any, Letters()), cast(Any, prompts), {"": cast(Any, prompts)}, cast(Any, sampler)
+        ),
+        telemetry=Telemetry(
+            timer=timer,
+            profiler=cast(Any, None),
+            ledger=cast(Any, SimpleNamespace(metrics=MetricSet)),
+            logger=RunLogger(output, world.rank == 0, ("jsonl",)),
+            dump=RolloutDump(output / "rollouts.jsonl", 1, world.rank == 0),
+        ),
+        scheduler=SimpleNamespace(require=lambda phase, what: None),
     )  # fmt: skip
-    return cast(RLJob, run)
+    return cast(Components, run)
 
 
 def evaluation_world(
@@ -146,7 +179,7 @@ def evaluation_world(
         rows = [(str(i), "stop", str(i) if i % 2 else "no") for i in range(size)]
         flags = ["--rl-eval-samples", "2", "--rl-eval-temperature", "0.5"]
         run = make_run(Path(output) / f"{size}", rows, ["math"], flags, world)
-        result = evaluate(run, run.eval_sets[""], 0)
-        asked = cast(Answers, run.engine).asked[0]
+        result = evaluate(run, RunState(), run.data.held_out[""], 0)
+        asked = cast(Answers, run.rollouts.engine).asked[0]
         found.append((result.metrics() | {"eval/time_s": 0.0}, [r.sample_id for r in asked]))
     return found

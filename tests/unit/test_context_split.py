@@ -20,9 +20,10 @@ def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
             i,
             torch.arange(n) + 100 * i,
             1,
-            torch.arange(n - 1.0) + 100 * i,
-            float(i),
-            experts=torch.arange(2 * n - 2).view(-1, 2) + 100 * i,
+            {
+                "rollout_logprobs": torch.arange(n - 1.0) + 100 * i,
+                "experts": torch.arange(2 * n - 2).view(-1, 2) + 100 * i,
+            },
         )
         for i, n in enumerate(sizes)
     ]
@@ -51,9 +52,10 @@ def test_ranks_share_every_token_once(sizes: list[int], cp: int, tail: int) -> N
         assert torch.equal(joined, getattr(row, name)[where])
     trained = torch.cat([s.row_index[s.loss_mask] for s in shares if s.row_index is not None])
     order = trained.argsort()
-    for name in ("rollout_logprobs", "advantages", "sequence_of", "experts"):
-        joined = torch.cat([getattr(s, name) for s in shares])
-        assert torch.equal(joined[order], getattr(row, name))
+    for name, values in row.columns.items():
+        joined = torch.cat([s.columns[name] for s in shares])
+        assert torch.equal(joined[order], values)
+    assert torch.equal(torch.cat([s.sequence_of for s in shares])[order], row.sequence_of)
 
 
 def test_ranks_have_equal_attention_work() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from support.rl_run import make_run
 from support.sample_world import layout_of
 
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rl import batches as rl_samples
 from mindspeed_rl.samples.locality import best_assignment, bytes_moved, keep_near
 from mindspeed_rl.samples.placement import MicroBatchPlan, plan_micro_batches
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 from mindspeed_rl.samples.routes import Holders, copies_moved
+from mindspeed_rl.samples.store import SampleStore
 
 
 def placed(lengths: list[int], dp: int, max_tokens: int = 12) -> MicroBatchPlan:
@@ -124,39 +125,31 @@ def test_a_step_prefers_the_ranks_that_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`place` of four data-parallel ranks, two optimizer steps: no leg is left."""
-    run = make_run(tmp_path)
+    store = make_run(tmp_path).parts.samples
     layout = layout_of(4)
-    plan = SimpleNamespace(
-        engine=EngineLayout(4, 1),
-        parallel=layout,
-        spec=run.plan.spec,
-        batch=SimpleNamespace(samples_per_update=8),
-    )
     engines = (3, 1, 0, 2, 2, 0, 1, 3, 0, 0, 1, 1, 2, 2, 3, 3)
     samples = [
         Sample(i, 3 * (i % 4), 5, 5, True, 0, engine, 0.0, key=SampleKey(1, i))
         for i, engine in enumerate(engines)
     ]
-    world = SimpleNamespace(size=4, local_size=2)
-    job = SimpleNamespace(plan=plan, config=run.config, world=world)
     legs: list[Any] = []
 
-    def moved(run: object, samples: object, found: Any, *_: object) -> Any:
+    def moved(self: object, samples: object, found: Any, *_: object) -> Any:
         legs.append(found)
         return SimpleNamespace(keep=lambda: None), {}
 
-    monkeypatch.setattr(rl_samples, "_move", moved)
+    monkeypatch.setattr(SampleStore, "_move", moved)
     for rank in range(4):
-        fake = SimpleNamespace(
-            job=job,
-            config=run.config,
-            plan=plan,
+        own = replace(
+            store,
             rank=rank,
-            environment=None,
-            cache=None,
-            prompts=run.prompts,
+            parallel=layout,
+            engine=EngineLayout(4, 1),
+            rules=replace(store.rules, dp=4, dp_rank=rank),
+            samples_per_update=8,
+            one_node=False,
         )
-        placed = rl_samples.place(cast(Any, fake), samples)
+        placed = own.place(samples)
         for number, update in enumerate(placed.plans):
             for dp, rows in enumerate(update.assignment):
                 assert [engines[8 * number + i] for row in rows for i in row] == [dp, dp]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,8 +22,12 @@ def sample(sample_id: int, length: int, num_prompt: int, supervised: bool = Fals
         sample_id=sample_id,
         token_ids=torch.arange(first, first + length) + 1,
         num_prompt_tokens=num_prompt,
-        rollout_logprobs=None if supervised else -torch.arange(num_prompt, length) - first * 1.0,
-        advantage=0.5 + sample_id,
+        columns={}
+        if supervised
+        else {
+            "rollout_logprobs": -torch.arange(num_prompt, length) - first * 1.0,
+            "advantages": torch.full((length - num_prompt,), 0.5 + sample_id),
+        },
     )
 
 
@@ -72,16 +78,16 @@ def test_no_samples_make_one_empty_micro_batch() -> None:
     row = pack([], plan.padded_length)
     assert row.num_tokens == 8
     assert not row.loss_mask.any()
-    assert row.rollout_logprobs.numel() == row.advantages.numel() == row.sequence_of.numel() == 0
+    assert row.columns == {} and row.sequence_of.numel() == 0
 
 
 @st.composite
 def sample_lists(draw: st.DrawFn) -> list[TrainSample]:
     """Up to five samples with at least one prompt token; a response may be empty."""
-    samples = []
+    samples, supervised = [], draw(st.booleans())
     for i in range(draw(st.integers(1, 5))):
         length = draw(st.integers(1, 12))
-        samples.append(sample(i, length, draw(st.integers(1, length)), draw(st.booleans())))
+        samples.append(sample(i, length, draw(st.integers(1, length)), supervised))
     return samples
 
 
@@ -94,7 +100,8 @@ def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) ->
     tokens, positions, targets, mask = (
         [0] * (total + padding) for _ in range(4)
     )  # fmt: skip
-    logprobs, advantages, owners = [], [], []
+    owners: list[int] = []
+    columns: dict[str, list[float]] = {name: [] for name in samples[0].columns}
     t = 0
     for owner, s in enumerate(samples):
         for i in range(s.length):
@@ -104,18 +111,14 @@ def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) ->
                 if i + 1 >= s.num_prompt_tokens:
                     mask[t] = 1
                     owners.append(owner)
-                    advantages.append(s.advantage)
-                    engine = s.rollout_logprobs
-                    logprobs.append(
-                        0.0 if engine is None else float(engine[i + 1 - s.num_prompt_tokens])
-                    )
+                    for name, values in s.columns.items():
+                        columns[name].append(float(values[i + 1 - s.num_prompt_tokens]))
             t += 1
     assert row.token_ids.tolist() == tokens
     assert row.positions.tolist() == positions
     assert row.targets.tolist() == targets
     assert row.loss_mask.tolist() == [bool(m) for m in mask]
-    assert row.rollout_logprobs.tolist() == logprobs
-    assert row.advantages.tolist() == advantages
+    assert {name: values.tolist() for name, values in row.columns.items()} == columns
     assert row.sequence_of.tolist() == owners
     assert row.lengths == tuple(s.length for s in samples)
     assert row.sample_ids == tuple(s.sample_id for s in samples)
@@ -124,7 +127,7 @@ def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) ->
 def test_types_of_a_row() -> None:
     row = pack([sample(0, 5, 2)], 6)
     assert row.token_ids.dtype == row.targets.dtype == row.positions.dtype == torch.int64
-    assert row.rollout_logprobs.dtype == row.advantages.dtype == torch.float32
+    assert {values.dtype for values in row.columns.values()} == {torch.float32}
     assert row.loss_mask.dtype == torch.bool
 
 
@@ -147,5 +150,27 @@ def test_the_token_behind_a_row_is_trained_on_and_not_read(multiple: int) -> Non
     }
     assert found == expected
     assert batch.sequence_of.tolist() == [0, 0, 0, 1, 2, 2, 2]
-    assert batch.rollout_logprobs.shape == batch.advantages.shape == (7,)
+    assert batch.columns == {}
     assert [row.num_trained, ended.num_trained] == [3, 1]
+
+
+def test_a_column_has_a_row_for_every_trained_token() -> None:
+    whole, short = sample(0, 5, 2), sample(1, 5, 2)
+    cut = replace(short, columns={name: v[:-1] for name, v in short.columns.items()})
+    for other in (cut, sample(1, 5, 2, supervised=True)):
+        with pytest.raises(RuntimeError, match="sample 1: column 'rollout_logprobs'"):
+            pack([whole, other], 12)
+
+
+def test_a_column_of_training_is_declared() -> None:
+    row = pack([sample(0, 5, 2)], 6)
+    values = torch.tensor([0.5, 1.5, 2.5])
+    assert torch.equal(row.with_column("old_logprobs", values).column("old_logprobs"), values)
+    assert row.with_column("old_logprobs", None) is row
+    with pytest.raises(RuntimeError, match=r"old_logprobs.*the pass of the old policy"):
+        row.column("old_logprobs")
+    with pytest.raises(KeyError):
+        row.with_column("made_up", values)
+    for wrong in (values.double(), values[:2]):
+        with pytest.raises(AssertionError, match="old_logprobs"):
+            row.with_column("old_logprobs", wrong)

@@ -8,33 +8,36 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.rl_run import make_run
+from support.rl_run import TableRun, make_run
 
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rl import resume
 from mindspeed_rl.rl.evaluate import evaluate
+from mindspeed_rl.rl.sync import sync_weights
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 ABSENT = cast(Any, None)  # what is refused looks at nothing
 IN_TRAIN: dict[str, Callable[[TableRun], object]] = {
-    "save": lambda run: rl_resume.save_if_due(run, ABSENT, 1),
-    "load": rl_resume.start,
+    "save": lambda run: resume.save_if_due(run.parts, run.state, ABSENT, 1),
+    "load": lambda run: resume.start(run.parts),
     "update": lambda run: run.update(ABSENT),
+    "sync_weights": lambda run: sync_weights(run.parts, 1),
 }
 
 
 @pytest.mark.parametrize("what", IN_TRAIN)
 def test_refused_while_the_engine_has_the_device(what: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, f"--save {tmp_path}/checkpoints --save-interval 1")
-    run.phases.to_rollout(0)
-    with pytest.raises(RuntimeError, match=f"{what}: allowed in train only, not in rollout"):
+    run.to_rollout()
+    with pytest.raises(RuntimeError, match=f"{what}: allowed in (train|sync) only, not in rollout"):
         IN_TRAIN[what](run)
-    assert run.phases.state is Phase.ROLLOUT and not (tmp_path / "checkpoints").exists()
+    assert run.parts.scheduler.state is Phase.ROLLOUT and not (tmp_path / "checkpoints").exists()
 
 
 def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
-        evaluate(run, run.parts.data.train, 0)
+        evaluate(run.parts, run.state, run.parts.data.train, 0)
 
 
 def test_an_update_waits_for_its_optimizer_state() -> None:

@@ -83,13 +83,11 @@ def test_a_run_leaves_a_trace_with_its_phases(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--profile --profile-step-start 2 --profile-step-end 3")
     with single_rank():
         for step in (1, 2, 3):
-            run.profiler.begin_step(step)
-            run.to_rollout()
-            samples = generate_rollouts(run.parts, run.state, step).samples
-            run.to_train()
-            with run.phase("train"):
+            run.parts.telemetry.profiler.begin_step(step)
+            samples = run.generate(step).samples
+            with run.parts.phase("train"):
                 run.build(samples)
-    run.close()
+    run.parts.close()
     (file,) = (tmp_path / "out" / "profile").iterdir()
     assert file.name == "rank0_steps2-2.pt.trace.json"
     assert {"generate", "reward", "wait", "exchange", "train"} <= phases_in(file)

@@ -133,7 +133,7 @@ def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     (leg,) = case.legs(0)
     part = Redistribution(case.cache(0), parcels, COLUMNS, [leg])
     with pytest.raises(
-        RuntimeError, match="'tokens' of sample 0 of step 5 has 4 tokens; the table"
+        RuntimeError, match="'token_ids' of sample 0 of step 5 has 4 tokens; the table"
     ):
         part.outgoing(leg)
 

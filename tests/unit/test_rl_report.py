@@ -19,9 +19,11 @@ from support.answering_run import Answers, make_run
 
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import evaluate, is_right
 from mindspeed_rl.rl.report import Report, check_computation, check_mismatch, worse_mismatch
-from mindspeed_rl.rl.update import collect
+from mindspeed_rl.rl.rollouts import generate_rollouts
+from mindspeed_rl.samples.store import PlacedSamples
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ ROWS = (
 @pytest.mark.usefixtures("alone")
 def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
-    result = evaluate(run, run.eval_sets[""], 3)
+    result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert result.reward == pytest.approx((1.0 + 1.0 + 0.1 + 0.9) / 4)
     assert result.accuracy == 1 / 4
     assert result.accuracy_lenient == 3 / 4
@@ -58,7 +60,7 @@ def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["format"])
-    result = evaluate(run, run.eval_sets[""], 3)
+    result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert result.reward == 3 / 4
     assert (result.accuracy, result.accuracy_lenient) == (1 / 4, 2 / 4)
 
@@ -66,7 +68,7 @@ def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["abstains"])
-    result = evaluate(run, run.eval_sets[""], 3)
+    result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert math.isnan(result.reward) and result.num_unscored == 4
 
 
@@ -75,8 +77,8 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     """Greedy and three samples per prompt, with seeds of their own."""
     flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
     run = make_run(tmp_path, ROWS, ["math"], flags)
-    run.eval_sets = {"": run.parts.data.train, "hard": cast(Any, run.parts.data.train[2:])}
-    report = Report(run)
+    run.data.held_out["hard"] = cast(Any, run.data.train[2:])
+    report = Report(run, RunState())
     report.evaluate_if_due(0)
     (record,) = metrics_of(tmp_path)
     assert record["eval/num_prompts"] == 4 and record["eval/hard/num_prompts"] == 2
@@ -84,10 +86,10 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     assert record["eval/hard/accuracy_lenient"] == 1 / 2 == record["eval/hard/pass@1"]
     assert record["eval/pass@2"] == record["eval/pass@3"] == 3 / 4
     assert record["eval/hard/sampled_reward"] == record["eval/hard/reward"] == 1 / 2
-    asked = cast(Answers, run.engine).asked
+    asked = cast(Answers, run.rollouts.engine).asked
     assert [len(requests) for requests in asked] == [4, 12, 2, 6]
     assert len({r.seed for r in asked[1]}) == 12
-    again = Report(make_run(tmp_path, ROWS, ["math"], flags), 1, report.state_dict())
+    again = Report(make_run(tmp_path, ROWS, ["math"], flags), RunState(), 1, report.state_dict())
     assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
 
 
@@ -98,16 +100,19 @@ def test_the_first_verdict_that_scored_a_sample_counts() -> None:
     assert is_right({"format": 0.0, "code": math.nan}, "8", "8") is True
 
 
-def log(run: TableRun, report: Report, step: int, mismatch: float) -> None:
-    rollouts = collect(run, step)
+NOWHERE = PlacedSamples([], [], [], cast(Any, None), MetricSet())
+
+
+def log(run: Components, report: Report, step: int, mismatch: float) -> None:
+    rollouts = generate_rollouts(run, RunState(), step)
     metrics = MetricSet({"mismatch/max_abs_logprob": Max(mismatch)})
-    report.log_step(step, rollouts.samples, metrics.merge(rollouts.metrics))
+    report.log_step(step, rollouts, metrics, NOWHERE)
 
 
 @pytest.mark.usefixtures("alone")
 def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, flags=["--eval-interval", "2", "--rl-prompts-per-eval", "2"])
-    report = Report(run)
+    report = Report(run, RunState())
     for step in (1, 2):
         report.evaluate_if_due(step - 1)
         log(run, report, step, 1e-6)
@@ -127,7 +132,7 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
 @pytest.mark.usefixtures("alone")
 def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    log(run, Report(run), 1, 0.0)
+    log(run, Report(run, RunState()), 1, 0.0)
     (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert None not in row.values() and row["reward"] == 1.0
 
@@ -135,7 +140,7 @@ def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    report = Report(run)
+    report = Report(run, RunState())
     log(run, report, 1, 0.25)
     with pytest.raises(RuntimeError, match=r"step 2: .* is nan: trainer or engine computes"):
         log(run, report, 2, math.nan)
@@ -161,7 +166,7 @@ def test_the_brake_on_drift() -> None:
 @pytest.mark.usefixtures("alone")
 def test_drift_beyond_the_flag_ends_the_run_after_its_step_is_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", "0.5"])
-    report = Report(run)
+    report = Report(run, RunState())
     log(run, report, 1, 0.5)
     with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
         log(run, report, 2, 0.6)
@@ -174,7 +179,7 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
     said: list[str] = []
     cast(Any, run.job).say = said.append
-    report = Report(run)
+    report = Report(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)
     assert len(said) == 1 and said[0].startswith("warning: step 2: rewards: in each of the last 2")
@@ -184,13 +189,12 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
     """Weights derived wrongly after a proof show in what the engine computes."""
     run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
-    report = Report(run)
+    report = Report(run, RunState())
     mismatch = {"mismatch/max_abs_logprob": Max(0.1), "mismatch/mean_abs_logprob": Mean(0.1, 1.0)}
     for step in (2, 3):
-        rollouts = collect(run, step)
+        rollouts = generate_rollouts(run, RunState(), step)
         with pytest.raises(RuntimeError, match="step 3: mean") if step == 3 else nullcontext():
-            metrics = MetricSet(mismatch).merge(rollouts.metrics)
-            report.log_step(step, rollouts.samples, metrics)
+            report.log_step(step, rollouts, MetricSet(mismatch), NOWHERE)
     check_computation(3, 0.001, 0.001)
     check_computation(3, math.nan, 0.001)  # nothing could be compared
     with pytest.raises(RuntimeError, match=r"step 3: mean .* 0\.01, above --rl-sync-check-tol"):
@@ -205,17 +209,17 @@ def test_the_worst_mismatch_keeps_a_nan() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    log(run, Report(run), 1, 0.0)
-    run.logger.close()
+    log(run, Report(run, RunState()), 1, 0.0)
+    run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
     # --load was given, so that nothing was refused at start, and had no checkpoint
     (tmp_path / "empty").mkdir()
     load = ["--load", str(tmp_path / "empty")]
     with pytest.raises(ValueError, match=r"holds the results.*--load .*empty has no checkpoint"):
-        Report(make_run(tmp_path, ROWS, flags=load))
+        Report(make_run(tmp_path, ROWS, flags=load), RunState())
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / "summary.json").exists()
     again = make_run(tmp_path, ROWS, flags=["--overwrite-output-dir"])
-    log(again, Report(again), 1, 0.5)
+    log(again, Report(again, RunState()), 1, 0.5)
     assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5]
     assert not (tmp_path / "summary.json").exists()
 
@@ -223,12 +227,12 @@ def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    report = Report(run)
+    report = Report(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)
-    run.logger.close()
+    run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
-    Report(make_run(tmp_path, ROWS), 1, report.state_dict())
+    Report(make_run(tmp_path, ROWS), RunState(), 1, report.state_dict())
     assert [r["step"] for r in metrics_of(tmp_path)] == [1]
     assert not (tmp_path / "summary.json").exists()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from mindspeed_rl.config import RolloutBalanceConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rl.rollouts import generate
+from mindspeed_rl.rl.assignment import Assignment
+from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.types import Completion, Prompt
 
@@ -30,34 +29,26 @@ class Recorder:
         settings: SamplingSettings,
         version: int,
         on_step: OnStep | None = None,
-    ) -> list[Completion]:
+        rebalancer: object | None = None,
+    ) -> dict[int, Completion]:
         """One token per request."""
         self.requests = list(requests)
-        return [Completion((r.sample_id,), (-1.0,), "stop", version) for r in requests]
-
-
-def rank_of(layout: EngineLayout, rank: int) -> TableRun:
-    """The fields of an RL job that generating reads."""
-    return cast(
-        TableRun,
-        SimpleNamespace(
-            plan=SimpleNamespace(engine=layout),
-            rank=rank,
-            config=SimpleNamespace(
-                train=TrainConfig(seed=99),
-                balance=RolloutBalanceConfig(),
-                rollout=RolloutConfig(),
-            ),
-            engine=Recorder(),
-            version=6,
-        ),
-    )
+        return {r.sample_id: Completion((r.sample_id,), (-1.0,), "stop", version) for r in requests}
 
 
 def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
-    run = rank_of(layout, rank)
-    rollouts = generate(run, PROMPTS, 3, SETTINGS)
-    requests = cast(Recorder, run.engine).requests
+    engine, none = Recorder(), cast(Any, None)
+    worker = RolloutWorker(
+        engine=cast(Any, engine),
+        assignment=Assignment(layout, rank, limit=4),
+        rewards=none,
+        cache=none,
+        seed=99,
+        stop_token_ids=(1,),
+        num_copies=layout.tp,
+    )
+    rollouts = worker.generate(PROMPTS, 3, SETTINGS, 6)
+    requests = engine.requests
     assert [r.sample_id for r in rollouts] == [r.sample_id for r in requests]
     for rollout in rollouts:
         assert rollout.prompt is PROMPTS[rollout.sample_id]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+from support.rl_run import make_run
 
-from mindspeed_rl.config import RLConfig, RLRunConfig
-from mindspeed_rl.rl import build_engine as rl_phases
-from mindspeed_rl.rl.batches import COLUMNS, as_train_samples, responses_in, store
-from mindspeed_rl.rl.build_engine import check_expert_replay
+from mindspeed_rl.rl import build_engine
+from mindspeed_rl.rl.build_engine import with_installed_engine
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.samples.device_cache import Column, TensorCache
+from mindspeed_rl.samples.columns import experts_column, response_columns
+from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Parcel as SampleParcel
 from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.store import as_train_samples, keep_rollouts, responses_in
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
 LAYERS, TOP_K = 4, 2
@@ -163,7 +166,9 @@ def test_completions_have_the_experts_of_the_places_that_predict_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
 def test_samples_keep_them(dtype: torch.dtype) -> None:
     """From bytes to the trained tokens; nothing of a response that was cut and is left out."""
-    column = Column("experts", dtype, 4)
+    column = experts_column(8 if dtype is torch.uint8 else 600, 4)
+    assert column.dtype is dtype
+    columns = response_columns(has_environment=False, experts=column)
     numbers = torch.arange(12).to(dtype) + (300 if dtype is torch.int16 else 0)
     raw = numbers.numpy().tobytes()
     half = len(raw) // 3
@@ -178,27 +183,31 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
     ]
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(1)
-    store(cache, rollouts, samples, column)
+    keep_rollouts(cache, columns, rollouts, samples)
     parcels = [SampleParcel.of(s) for s in samples]
-    kept = Redistribution(cache, parcels, (*COLUMNS, column), ())
+    kept = Redistribution(cache, parcels, columns, ())
     prompts = [torch.tensor([1, 2])] * 2
-    responses = responses_in(kept, (0, 1), samples, column)
+    responses = responses_in(kept, (0, 1), samples, columns)
     trained = as_train_samples(samples, prompts, responses)
     for sample, expected in zip(trained, numbers.view(3, 4).split([2, 1]), strict=True):
-        assert sample.experts is not None and torch.equal(sample.experts, expected)
-        assert sample.experts.dtype is dtype and sample.num_trained == len(expected)
+        assert torch.equal(sample.columns["experts"], expected)
+        assert sample.columns["experts"].dtype is dtype and sample.num_trained == len(expected)
     for dropped in as_train_samples(samples, prompts, responses, drop_truncated=True):
-        assert dropped.experts is not None and dropped.experts.shape == (0, 4)
+        assert dropped.columns["experts"].shape == (0, 4)
         assert dropped.num_trained == 0
 
 
-def test_an_engine_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, plain = (
-        cast(RLRunConfig, SimpleNamespace(rl=RLConfig(rl_routing_replay=choice)))
-        for choice in ("rollout", "trainer")
+def test_an_engine_that_does_not_tell_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    job = run.parts.job
+    asked = replace(
+        job, config=replace(job.config, rl=replace(job.config.rl, rl_routing_replay="rollout"))
     )
-    check_expert_replay(asked, "cpu")
-    monkeypatch.setattr(rl_phases, "installed_version", lambda: "0.23.0")
-    with pytest.raises(ValueError, match=r"rollout: the experts that vLLM 0\.23\.x on npu .*; use"):
-        check_expert_replay(asked, "npu")
-    check_expert_replay(plain, "npu")
+    with_installed_engine(asked)
+    monkeypatch.setattr(build_engine, "installed_version", lambda: "0.23.0")
+    on_npu = replace(asked, platform=cast(Any, SimpleNamespace(name="npu")))
+    with pytest.raises(ValueError, match="--rl-routing-replay rollout"):
+        with_installed_engine(on_npu)
+    with_installed_engine(replace(job, platform=on_npu.platform))

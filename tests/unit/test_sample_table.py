@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.table_engine import single_rank
 
-from mindspeed_rl.rl.batches import COLUMNS, responses_in, store
+from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Parcel, Redistribution
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey, exchange_table
+from mindspeed_rl.samples.store import keep_rollouts, responses_in
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
+COLUMNS = response_columns(has_environment=True, experts=None)
 PARTS = ("math", "format")
 FIRST = SampleKey(3, 10)
 IDS = st.integers(0, 2**31 - 1)
@@ -65,20 +67,19 @@ def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group
     samples = exchange_table(batch, group, PARTS, len(batch), FIRST, verdicts, 2)
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(3)
-    store(cache, batch, samples)
+    keep_rollouts(cache, COLUMNS, batch, samples)
     kept = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, ())
     order = [rollout.sample_id for rollout in batch]
-    responses = responses_in(kept, order, [samples[i] for i in order])
+    responses = responses_in(kept, order, [samples[i] for i in order], COLUMNS)
     for rollout, response in zip(batch, responses, strict=True):
         sample, done = samples[rollout.sample_id], rollout.completion
         assert_same(sample, rollout, group)
-        assert tuple(response.token_ids.tolist()) == done.token_ids
-        assert tuple(response.logprobs.tolist()) == done.logprobs
-        assert response.token_ids.dtype is torch.int64
-        mask = done.loss_mask if done.loss_mask and not all(done.loss_mask) else None
-        assert (response.loss_mask is None) == (mask is None)
-        if mask is not None and response.loss_mask is not None:
-            assert tuple(response.loss_mask.tolist()) == mask
+        assert tuple(response["token_ids"].tolist()) == done.token_ids
+        assert tuple(response["rollout_logprobs"].tolist()) == done.logprobs
+        assert response["token_ids"].dtype is torch.int64
+        assert response["loss_mask"].dtype is torch.bool
+        mask = done.loss_mask or (True,) * len(done.token_ids)
+        assert tuple(response["loss_mask"].tolist()) == mask
 
 
 def rollout_of(sample_id: int) -> Rollout:

@@ -67,7 +67,7 @@ def test_an_entry_is_written_once() -> None:
     """Another version, and another tensor, are entries of their own."""
     cache = filled()
     with pytest.raises(
-        RuntimeError, match="'tokens' of sample 0 of step 1 of version 7 is written"
+        RuntimeError, match="'token_ids' of sample 0 of step 1 of version 7 is written"
     ):
         cache.put(TOKEN_IDS, KEYS[:1], VALUES[:2] + 5, (2,), (7,))
     assert cache.read(TOKEN_IDS, KEYS[0], 7).tolist() == [0, 1]
@@ -81,7 +81,12 @@ def test_an_entry_is_written_once() -> None:
     ("column", "key", "version", "message"),
     [
         (TOKEN_IDS, SampleKey(1, 0), 8, "version 8 cannot be read: the cache has version 7"),
-        (ROLLOUT_LOGPROBS, SampleKey(1, 0), 7, "'logprobs' .* neither made nor received it"),
+        (
+            ROLLOUT_LOGPROBS,
+            SampleKey(1, 0),
+            7,
+            "'rollout_logprobs' .* neither made nor received it",
+        ),
         (TOKEN_IDS, SampleKey(1, 5), 7, "sample 5 of step 1 .* neither made nor received it"),
         (TOKEN_IDS, SampleKey(0, 0), 7, "it was not carried over into step 1"),
         (TOKEN_IDS, SampleKey(2, 0), 7, "sample 0 of step 2 .* neither made nor received it"),
