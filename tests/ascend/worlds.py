@@ -211,11 +211,12 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
 
     from mindspeed_rl.parallel.layout import ParallelLayout
     from mindspeed_rl.parallel.stages import even_stages
-    from mindspeed_rl.rl.batches import COLUMNS, responses_in, store
-    from mindspeed_rl.samples.device_cache import Column, TensorCache
+    from mindspeed_rl.samples.columns import experts_column, response_columns
+    from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
     from mindspeed_rl.samples.routes import Holders, plan_legs
+    from mindspeed_rl.samples.store import keep_rollouts, responses_in
     from mindspeed_rl.types import Completion, Prompt
     from mindspeed_rl.types import Rollout as Finished
 
@@ -230,22 +231,22 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     table = exchange_table(mine, world.rank, ("math",), num_samples, SampleKey(1, 0))
     cache = TensorCache(torch.device("npu", torch.npu.current_device()))
     cache.begin_step(1)
-    routed = Column("experts", torch.uint8, 3)  # of every token; messages are of 32-bit words
-    store(cache, mine, table, routed)
+    # experts of every token; messages are of 32-bit words
+    columns = response_columns(has_environment=True, experts=experts_column(256, 3))
+    keep_rollouts(cache, columns, mine, table)
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
     legs = plan_legs(Holders([s.group for s in table]), wanted, layout, (0,), world.rank)
-    moved = Redistribution(cache, [Parcel.of(s) for s in table], (*COLUMNS, routed), legs)
+    moved = Redistribution(cache, [Parcel.of(s) for s in table], columns, legs)
     moved.run(GroupWire(lambda axis: None))
     moved.keep()
     found = []
     items = [i for i, rank in enumerate(wanted) if rank == world.rank]
     here = [table[i] for i in items]
-    for item, s, r in zip(items, here, responses_in(moved, items, here), strict=True):
-        experts = moved.read(item, routed)
-        assert r.token_ids.device.type == r.logprobs.device.type == experts.device.type == "npu"
-        assert (r.loss_mask is None) == (s.num_tokens < 2)
-        ids, logprobs = r.token_ids.tolist(), r.logprobs.tolist()
-        chosen = bytes(experts.tolist())
+    for s, r in zip(here, responses_in(moved, items, here, columns), strict=True):
+        assert {values.device.type for values in r.values()} == {"npu"}
+        assert r["loss_mask"].tolist() == [n % 2 == 0 for n in range(s.num_tokens)]
+        ids, logprobs = r["token_ids"].tolist(), r["rollout_logprobs"].tolist()
+        chosen = bytes(r["experts"].flatten().tolist())
         found.append((s.sample_id, s.prompt_index, ids, logprobs, s.reward, s.parts, chosen))
     return found

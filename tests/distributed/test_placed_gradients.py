@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
@@ -20,8 +19,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.rl.batches import Placed, Response
-    from mindspeed_rl.rl.build import RLJob
+    from mindspeed_rl.samples.store import PlacedSamples, Response, SampleStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -32,21 +30,18 @@ PROMPTS = tuple(tuple(range(5, 5 + n)) for n in (2, 7, 1, 12))
 PER_UPDATE = 6
 
 
-def compare_fetched(run: RLJob, placed: Placed, said: Sequence[Response]) -> None:
+def compare_fetched(store: SampleStore, placed: PlacedSamples, said: Sequence[Response]) -> None:
     """Rank 0 gets all samples; those that it trains on are not sent to it again."""
     import torch
     import torch.distributed as dist
 
-    from mindspeed_rl.rl.batches import fetch
-
-    lone = run.plan.parallel.dp == 1
+    lone = store.parallel.dp == 1
     for known, collectives in ((None, 1), (placed, int(not lone))):
         with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as wire:
-            found = fetch(run, placed.samples, known)
+            found = store.fetch(placed.samples, known)
         assert wire.call_count == collectives
-        for response, wanted in zip(found, said if run.rank == 0 else [], strict=True):
-            assert torch.equal(response.token_ids, wanted.token_ids)
-            assert torch.equal(response.logprobs, wanted.logprobs)
+        for response, wanted in zip(found, said if store.rank == 0 else [], strict=True):
+            assert all(torch.equal(response[name], wanted[name]) for name in wanted)
 
 
 def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]]] | None:
@@ -57,19 +52,23 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.observability.metrics import Max
     from mindspeed_rl.parallel.layout import EngineLayout
-    from mindspeed_rl.rl import batches as rl_samples
     from mindspeed_rl.rl import selftest
+    from mindspeed_rl.rl.build_models import batch_rules
     from mindspeed_rl.rl.selftest_cases import Case, Layout, relative_errors
+    from mindspeed_rl.samples.columns import response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.packing import pack
     from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+    from mindspeed_rl.samples.store import SampleStore, as_train_samples
+    from mindspeed_rl.trainer import parallel_state
+    from mindspeed_rl.types import Prompt
 
     generator = torch.Generator().manual_seed(0)
-    said = [
-        rl_samples.Response(
-            torch.randint(5, selftest.VOCAB_SIZE, (n,), generator=generator),
-            0.1 * torch.randn(n, generator=generator) - 5.7,
-        )
+    said: list[Response] = [
+        {
+            "token_ids": torch.randint(5, selftest.VOCAB_SIZE, (n,), generator=generator),
+            "rollout_logprobs": 0.1 * torch.randn(n, generator=generator) - 5.7,
+        }
         for n in LENGTHS
     ]
     table = []
@@ -85,11 +84,13 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     def gradients(models: Any, batches: Any, update: int) -> Any:
         marked = []
         for b in batches:
-            places = b.positions[b.loss_mask].float()
+            places, known = b.positions[b.loss_mask].float(), b.columns.get("rollout_logprobs")
+            if known is None:  # a stage between the first and the last
+                known = torch.zeros_like(places)
             of_sample = torch.tensor([0.2 + 0.3 * (i % 5) - i % 2 for i in b.sample_ids])
-            old = b.column("rollout_logprobs") + 0.05 * places.sin()
-            b = replace(b, old_logprobs=old, ref_logprobs=b.column("rollout_logprobs"))
-            marked.append(b.with_advantages(of_sample[b.sequence_of]))
+            b = b.with_column("old_logprobs", known + 0.05 * places.sin())
+            b = b.with_column("ref_logprobs", known)
+            marked.append(b.with_column("advantages", of_sample[b.sequence_of]))
         loss = selftest.make_loss(Case("ppo", "token-mean"), counts[update])
         models.policy.forward_backward(marked, loss)
         return models.whole.gather(models.policy.gradients())
@@ -99,36 +100,39 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
         Within one node all samples take one leg; over several each axis of the grid has its own.
         """
-        cache = TensorCache(torch.device("cpu"))
-        for step, samples in ((1, table[:3]), (2, table[3:])):
-            cache.begin_step(step, [table[i].key for i in CARRIED])
-            mine = [s for s in samples if s.group == world.rank]
-            rl_samples.store_responses(cache, [said[s.sample_id] for s in mine], mine)
-        plan = SimpleNamespace(
+        here = replace(models.job, world=replace(world, local_size=world.size // nodes))
+        parallel = here.plan.parallel
+        store = SampleStore(
+            rank=world.rank,
+            parallel=parallel,
             engine=EngineLayout(world.size, 1),
-            parallel=models.job.plan.parallel,
-            spec=models.job.plan.spec,
-            batch=SimpleNamespace(samples_per_update=PER_UPDATE),
+            prompts=[Prompt(i, ids, "", "") for i, ids in enumerate(PROMPTS)],
+            rules=batch_rules(here),
+            samples_per_update=PER_UPDATE,
+            cache=TensorCache(torch.device("cpu")),
+            num_copies=1,
+            stages=tuple(sorted({0, parallel.pp - 1})),
+            one_node=nodes == 1,
+            columns=response_columns(has_environment=False, experts=None),
+            drop_truncated=False,
+            group_along=parallel_state.group_along,
         )
-        run = SimpleNamespace(
-            job=replace(models.job, world=replace(world, local_size=world.size // nodes)),
-            config=models.job.config, plan=plan, rank=world.rank,
-            environment=None, cache=cache,
-            prompts=[SimpleNamespace(token_ids=ids) for ids in PROMPTS],
-        )  # fmt: skip
-        placed = rl_samples.place(cast(Any, run), table)
-        rows = [p.num_micro_batches * plan.parallel.dp for p in placed.plans]
+        for step, samples in ((1, table[:3]), (2, table[3:])):
+            store.begin_step(step, [table[i] for i in CARRIED])
+            store.keep_responses([said[s.sample_id] for s in samples], samples)
+        placed = store.place(table)
+        rows = [p.num_micro_batches * parallel.dp for p in placed.plans]
         assert max(rows) < PER_UPDATE, "several samples share a row"
         taken = cast(Max, placed.metrics["exchange/collectives"])
         legs[nodes] = legs.get(nodes, 0) + int(taken.value)
-        compare_fetched(cast(Any, run), placed, said)
-        packed = rl_samples.pack_placed(cast(Any, run), placed, models.policy)
+        compare_fetched(store, placed, said)
+        packed = [models.policy.prepare(micro) for micro in store.pack(placed)]
         return [gradients(models, batches, update) for update, batches in enumerate(packed)]
 
     def gradients_alone(models: Any) -> list[Any]:
         """Every rank trains on every sample, one at a time."""
         prompts = [torch.tensor(PROMPTS[s.prompt_index]) for s in table]
-        rows = rl_samples.as_train_samples(table, prompts, said)
+        rows = as_train_samples(table, prompts, said)
         result = []
         for update, start in enumerate(range(0, len(rows), PER_UPDATE)):
             alone = [pack([row], row.length) for row in rows[start : start + PER_UPDATE]]

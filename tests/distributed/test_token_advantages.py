@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,7 +51,9 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
 
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.rl import selftest
-    from mindspeed_rl.rl.advantages import StepBatches, UpdateBatch, with_advantages
+    from mindspeed_rl.rl.advantages import compute_advantages
+    from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches
+    from mindspeed_rl.rl.components import RunState
     from mindspeed_rl.rl.selftest_cases import Layout
 
     samples, rows = make_samples()
@@ -64,23 +65,23 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
             result[name] = {}
             for estimator, flags in FLAGS.items():
                 batches = local_batches(local, engine, rows)
-                annotated = [
-                    replace(
-                        b,
-                        old_logprobs=b.column("rollout_logprobs"),
-                        ref_logprobs=b.column("rollout_logprobs")
-                        - 0.02 * (b.positions[b.loss_mask] - 3),
-                        old_values=0.3 * (b.positions[b.loss_mask] - 3.0).cos(),
-                    )
-                    for b in batches
-                ]
+                annotated = []
+                for b in batches:
+                    places = b.positions[b.loss_mask] - 3
+                    known = b.column("rollout_logprobs")
+                    b = b.with_column("old_logprobs", known)
+                    b = b.with_column("ref_logprobs", known - 0.02 * places)
+                    annotated.append(b.with_column("old_values", 0.3 * places.float().cos()))
                 config = make_job(world, model, [*flags.split(), "--grpo-group-size", "3"]).config
                 plan = SimpleNamespace(batch=SimpleNamespace(group_size=3))
                 run = SimpleNamespace(
-                    config=config, plan=plan, job=local, policy=engine, kl_beta=BETA
+                    config=config, plan=plan, job=local, models=SimpleNamespace(policy=engine)
                 )
-                step = StepBatches([UpdateBatch(annotated, Denominators(41, 6))])
-                found = with_advantages(cast(Any, run), step, samples, 1)
+                step = StepBatches(
+                    [OptimizerBatch(annotated, Denominators(41, 6))], cast(Any, None)
+                )
+                state = RunState(kl_beta=BETA)
+                found = compute_advantages(cast(Any, run), state, step, samples, 1)
                 mine: Advantages = {}
                 for m in found.micro_batches if engine.is_last else []:
                     places = (m.positions[m.loss_mask] - 3).tolist()
