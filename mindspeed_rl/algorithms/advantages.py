@@ -3,7 +3,8 @@
 Shapes: G groups (prompts) of n samples each.
 
 Every estimator gives an abstained reward (NaN) the advantage 0 and keeps it out of all baselines.
-A group whose rewards are all equal teaches nothing: where the baseline is the group's own, its advantages are exactly 0, also when rounding makes the rewards differ from their mean.
+A group whose rewards are all equal teaches nothing: where the baseline is the group's own, its
+advantages are exactly 0, also when rounding makes the rewards differ from their mean.
 """
 
 from __future__ import annotations
