@@ -200,10 +200,10 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     }
     if vllm_options:
         built["vllm_options"] = vllm_options
-    ignored = [_as_typed(used) for used in use.no_meaning]
+    ignored = [_as_typed(used) for used in use.accepted]
     ignored += _inert(use.own_argv, by_spelling)
     ignored += built["parallel"].idle_flags
-    return ParsedArguments(run_type(**built), tuple(ignored), use.checked_arch)
+    return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
 
 
 def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:

@@ -38,8 +38,8 @@ entry's own flag wins over a row below. `_` and `-` are the same. A value in bra
 although the flag is refused, because it asks for what happens anyway.
 """
 TITLES = {
-    Disposition.CHECKED_ARCH: "Compared with the model",
-    Disposition.NO_MEANING: "Accepted without effect, named once at start",
+    Disposition.COMPARED: "Compared with the model",
+    Disposition.ACCEPTED: "Accepted without effect, named once at start",
     Disposition.REFUSED: "Refused, with the fix",
 }
 
