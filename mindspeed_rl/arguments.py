@@ -23,7 +23,6 @@ from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.flag import FlagInfo, flag_names
 from mindspeed_rl.config.vllm_options import take_vllm_options
-from mindspeed_rl.rollout.ascend_versions import by_version
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -120,7 +119,7 @@ class OwnFlag:
                 parts.append(f"Default: {' '.join(self.default)}.")
         elif self._shows_default:
             parts.append(f"Default: {self.default}.")
-        return " ".join([*parts, *by_version(self.field)])
+        return " ".join(parts)
 
     @property
     def _shows_default(self) -> bool:
