@@ -222,7 +222,11 @@ def test_dispositions_that_must_not_drift(flag, disposition):
     assert foreign_flags()[flag].disposition is disposition
 
 
-KNOWN = sorted(set(foreign_flags().values()), key=lambda flag: flag.name)
+# without the four that are our own in this entry: an own flag wins
+KNOWN = sorted(
+    {flag for flag in foreign_flags().values() if OWN.isdisjoint(flag.spellings)},
+    key=lambda flag: flag.name,
+)
 NUM_VALUES = {"0": (0, 0), "1": (1, 1), "?": (0, 1), "+": (1, 4), "*": (0, 4)}
 VALUES = st.sampled_from(["1", "-1", "-0.5", "a,b", "PATH", "x y", "a=b", "_"])
 
