@@ -13,11 +13,11 @@ from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.observability.metrics import Max, MetricSet, Total
 from mindspeed_rl.orchestration.rl_partial import most_tokens
 from mindspeed_rl.orchestration.rl_phases import rollout_dtype
+from mindspeed_rl.rollout.capabilities import CAPABILITIES
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.rollout.vllm_versions import engine_capabilities, installed_version
 from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -79,11 +79,10 @@ def check_rebalance(config: RLRunConfig, platform: str) -> None:
     """
     if config.balance.rollout_rebalance != "all":
         return
-    row = engine_capabilities(installed_version(), platform)
-    if not row.streams:
+    if not CAPABILITIES[platform].streams:
         raise ValueError(
-            f"--rollout-rebalance all: vLLM {row.version}x on {platform} cannot let the random "
-            "stream of a request go on in another engine; use waiting"
+            f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
+            "request go on in another engine; use waiting"
         )
 
 

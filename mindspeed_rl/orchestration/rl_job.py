@@ -48,9 +48,10 @@ from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import PoolBase, RewardSpec
+from mindspeed_rl.rollout.capabilities import installed_layout
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_versions import installed_layout
+from mindspeed_rl.rollout.vllm_requests import check_option_names
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ def _with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RL
     """The plan as the installed engine keeps experts, after what it cannot do is refused."""
     check_rebalance(job.config, job.platform.name)
     check_expert_replay(job.config, job.platform.name)
+    check_option_names(job.config.vllm_options)
     vllm = installed_layout(job.plan.vllm, job.platform.name)
     return replace(job, plan=replace(job.plan, vllm=vllm))
 

@@ -34,10 +34,10 @@ from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.rollout.capabilities import CAPABILITIES
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_versions import engine_capabilities, installed_version
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -207,11 +207,10 @@ def check_expert_replay(config: RLRunConfig, platform: str) -> None:
     """
     if config.rl.rl_routing_replay != "rollout":
         return
-    row = engine_capabilities(installed_version(), platform)
-    if not row.routed_experts:
+    if not CAPABILITIES[platform].routed_experts:
         raise ValueError(
-            f"--rl-routing-replay rollout: the experts that vLLM {row.version}x on {platform} "
-            "chooses cannot be had from it; use trainer, or none"
+            f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot be "
+            "had from it; use trainer, or none"
         )
 
 
