@@ -23,7 +23,6 @@ from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.flag import FlagInfo, flag_names
 from mindspeed_rl.config.vllm_options import take_vllm_options
-from mindspeed_rl.rollout.ascend_versions import by_version
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -120,7 +119,7 @@ class OwnFlag:
                 parts.append(f"Default: {' '.join(self.default)}.")
         elif self._shows_default:
             parts.append(f"Default: {self.default}.")
-        return " ".join([*parts, *by_version(self.field)])
+        return " ".join(parts)
 
     @property
     def _shows_default(self) -> bool:
@@ -200,10 +199,10 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     }
     if vllm_options:
         built["vllm_options"] = vllm_options
-    ignored = [_as_typed(used) for used in use.no_meaning]
+    ignored = [_as_typed(used) for used in use.accepted]
     ignored += _inert(use.own_argv, by_spelling)
     ignored += built["parallel"].idle_flags
-    return ParsedArguments(run_type(**built), tuple(ignored), use.checked_arch)
+    return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
 
 
 def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:

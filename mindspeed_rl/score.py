@@ -72,10 +72,12 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
     from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rl.build_models import load_weights
+    from mindspeed_rl.rollout.capabilities import installed_layout
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
-    from mindspeed_rl.rollout.vllm_versions import installed_layout
+    from mindspeed_rl.rollout.vllm_requests import check_option_names
 
     config, rank = job.config, job.world.rank
+    check_option_names(config.vllm_options)
     layout = installed_layout(job.plan.vllm, job.platform.name)
     dtype = rollout_dtype(config.rollout, config.train)
     engine = VllmEngine(

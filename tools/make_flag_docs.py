@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mindspeed_rl.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
-from mindspeed_rl.config.vllm_options import RESERVED
-from mindspeed_rl.rollout.ascend_versions import markdown_table
+from mindspeed_rl.config.vllm_options import RESERVED, as_flag
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 HEAD = """\
@@ -24,12 +23,6 @@ edit those. `--help` of an entry says the same in the terminal.
 OPTIONS_HEAD = (
     "## Refused --vllm-* options (train_rl)\n\n| why, or what to use | options |\n|---|---|"
 )
-VERSIONS_HEAD = """\
-## Engine flags by version (train_rl)
-
-What our flags set in each version of vLLM-Ascend. Every key was compared with the sources of the
-version; it ignores keys that it does not know.
-"""
 FOREIGN_HEAD = """\
 ## Flags of Megatron-LM, MindSpeed and MindSpeed-LLM
 
@@ -38,8 +31,8 @@ entry's own flag wins over a row below. `_` and `-` are the same. A value in bra
 although the flag is refused, because it asks for what happens anyway.
 """
 TITLES = {
-    Disposition.CHECKED_ARCH: "Compared with the model",
-    Disposition.NO_MEANING: "Accepted without effect, named once at start",
+    Disposition.COMPARED: "Compared with the model",
+    Disposition.ACCEPTED: "Accepted without effect, named once at start",
     Disposition.REFUSED: "Refused, with the fix",
 }
 
@@ -66,11 +59,9 @@ def own_rows() -> Iterator[str]:
 
 def reserved_rows() -> Iterator[str]:
     """Engine options that are refused, by reason."""
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for name, reason in RESERVED.items():
-        by_reason[reason].append(f"`--vllm-{name.replace('_', '-')}`")
-    for reason, flags in by_reason.items():
-        yield f"| {reason} | {' '.join(flags)} |"
+    for reason, patterns in RESERVED.items():
+        flags = " ".join(f"`{as_flag(pattern)}`" for pattern in patterns.split())
+        yield f"| {reason} | {flags} |"
 
 
 def foreign_rows() -> Iterator[str]:
@@ -95,8 +86,7 @@ def foreign_name(flag: ForeignFlag) -> str:
 
 def render() -> str:
     """The whole document."""
-    parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved_rows(), ""]
-    parts += [VERSIONS_HEAD, *markdown_table(), "", FOREIGN_HEAD, *foreign_rows()]
+    parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved_rows(), "", FOREIGN_HEAD, *foreign_rows()]
     return "\n".join(parts).rstrip() + "\n"
 
 

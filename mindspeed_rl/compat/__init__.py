@@ -1,16 +1,10 @@
 """The flags of existing pretraining scripts and what they mean in an RL run (layer 0)."""
 
-from mindspeed_rl.compat.classify import (
-    ForeignUse,
-    UnknownToken,
-    UsedFlag,
-    classify,
-    foreign_flags,
-    nearest,
-)
-from mindspeed_rl.compat.dispositions import Disposition, ForeignFlag
+from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify, nearest
+from mindspeed_rl.compat.foreign_flags import Comparison, Disposition, ForeignFlag, foreign_flags
 
 __all__ = [
+    "Comparison",
     "Disposition",
     "ForeignFlag",
     "ForeignUse",

@@ -5,33 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import MappingProxyType
 
-from mindspeed_rl.compat import (
-    megatron_model_flags,
-    megatron_system_flags,
-    megatron_training_flags,
-    mindspeed_flags,
-    mindspeed_llm_flags,
-)
-from mindspeed_rl.compat.dispositions import Disposition, ForeignFlag, table
-
-
-@cache
-def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Every known flag of Megatron-LM, MindSpeed and MindSpeed-LLM, by every spelling.
-
-    Spellings have hyphens; :func:`classify` reads ``--use_flash_attn`` as ``--use-flash-attn``.
-    """
-    modules = (
-        megatron_model_flags,
-        megatron_training_flags,
-        megatron_system_flags,
-        mindspeed_flags,
-        mindspeed_llm_flags,
-    )
-    return MappingProxyType(table(*((module.SOURCE, module.GROUPS) for module in modules)))
+from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag, foreign_flags
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
@@ -41,7 +16,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UsedFlag:
-    """A foreign flag as it was found: its canonical name, its values, its table's reason."""
+    """A foreign flag as it was found: its canonical name, its values, the reason of its answer."""
 
     flag: str
     values: tuple[str, ...]
@@ -65,15 +40,15 @@ class ForeignUse:
 
     Attributes:
         own_argv: tokens for the project's own parser, foreign spellings of own flags renamed.
-        no_meaning: accepted flags that change nothing.
-        checked_arch: model numbers to compare with the HF config.
+        accepted: flags that change nothing.
+        compared: model numbers to compare with the HF config.
         refused: flags that end the run; the reason says what to do instead.
         unknown: tokens that end the run.
     """
 
     own_argv: tuple[str, ...]
-    no_meaning: tuple[UsedFlag, ...]
-    checked_arch: tuple[UsedFlag, ...]
+    accepted: tuple[UsedFlag, ...]
+    compared: tuple[UsedFlag, ...]
     refused: tuple[UsedFlag, ...]
     unknown: tuple[UnknownToken, ...]
 
@@ -86,9 +61,8 @@ def classify(
     """Sorts ``argv`` by what each flag means in an RL run.
 
     An own flag keeps all its values, up to the next token that starts with ``--`` or is an own
-    flag; it wins over a foreign flag of the same spelling. A flag that the table calls honoured
-    but that is not an own one here is unknown. Spellings match exactly (no prefixes), ``_`` and
-    ``-`` being equal. ``--flag=value`` is one flag with one value.
+    flag; it wins over a foreign flag of the same spelling. Spellings match exactly (no prefixes),
+    ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
 
     Args:
         argv: the tokens after the program name.
@@ -120,8 +94,8 @@ class _Walk:
             position = self._take(position)
         return ForeignUse(
             own_argv=tuple(self.own_argv),
-            no_meaning=tuple(self.by_disposition[Disposition.NO_MEANING]),
-            checked_arch=tuple(self.by_disposition[Disposition.CHECKED_ARCH]),
+            accepted=tuple(self.by_disposition[Disposition.ACCEPTED]),
+            compared=tuple(self.by_disposition[Disposition.COMPARED]),
             refused=tuple(self.by_disposition[Disposition.REFUSED]),
             unknown=tuple(self.unknown),
         )
@@ -131,13 +105,13 @@ class _Walk:
         token = self.argv[position]
         written, equals, attached = token.partition("=")
         name = _hyphenated(written)
-        known = self.foreign.get(name)
         end = self._end_of_values(position + 1)
-        own = self._own_spelling(written, known)
-        if own is not None:
+        own = written if written in self.own else name
+        if own in self.own:
             self.own_argv += [own + equals + attached, *self.argv[position + 1 : end]]
             return end
-        if known is not None and known.disposition is not Disposition.HONOURED:
+        known = self.foreign.get(name)
+        if known is not None:
             values = (attached,) if equals else self.argv[position + 1 : end]
             self._sort(known, written, values, bool(equals))
             return position + 1 + (0 if equals else len(_taken(known, values)))
@@ -146,14 +120,6 @@ class _Walk:
             return position + 1
         self.unknown.append(UnknownToken(token, nearest(name, self._usable())))
         return end
-
-    def _own_spelling(self, written: str, known: ForeignFlag | None) -> str | None:
-        """The spelling for the own parser, or None if the flag is not an own one."""
-        for spelling in (written, _hyphenated(written)):
-            if spelling in self.own:
-                return spelling
-        honoured = known is not None and known.disposition is Disposition.HONOURED
-        return known.name if known and honoured and known.name in self.own else None
 
     def _sort(
         self, flag: ForeignFlag, written: str, values: tuple[str, ...], attached: bool
@@ -167,7 +133,7 @@ class _Walk:
             raise ValueError(f"{written} takes {wanted}, got none; add it or remove the flag")
         disposition = flag.disposition
         if disposition is Disposition.REFUSED and not flag.refuses(taken):
-            disposition = Disposition.NO_MEANING
+            disposition = Disposition.ACCEPTED
         self.by_disposition[disposition].append(UsedFlag(flag.name, taken, flag.reason))
 
     def _end_of_values(self, start: int) -> int:
@@ -181,7 +147,7 @@ class _Walk:
         accepted = (
             spelling
             for spelling, flag in self.foreign.items()
-            if flag.disposition not in (Disposition.REFUSED, Disposition.HONOURED)
+            if flag.disposition is not Disposition.REFUSED
         )
         return {*self.own, *accepted}
 

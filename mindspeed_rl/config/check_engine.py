@@ -33,20 +33,8 @@ def check_engine(
                 f"{given}: there are no graphs with --rollout-graph-mode eager; choose another "
                 "mode, or auto to print what graphs would waste"
             )
-    if tuning.rollout_multistream_mla and not spec.latent:
-        raise ValueError(
-            "--rollout-multistream-mla: the model has no latent attention; remove the flag"
-        )
-    if tuning.rollout_kv_nz and not spec.latent:
-        raise ValueError("--rollout-kv-nz: the model has no latent attention; remove the flag")
     if tuning.rollout_multistream_moe and not spec.moe:
         raise ValueError("--rollout-multistream-moe: the model has no experts; remove the flag")
-    if tuning.rollout_sleep_extra_cleanup:
-        raise ValueError(
-            "--rollout-sleep-extra-cleanup: vLLM-Ascend does it in its own sleep, which is not "
-            "called here: nothing would be freed, and graphs captured again at every wake; remove "
-            "the flag"
-        )
     if not tuning.rollout_expert_map:
         return ()
     if not engine.expert_parallel:

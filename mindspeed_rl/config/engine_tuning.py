@@ -11,10 +11,8 @@ from mindspeed_rl.config.flag import flag
 class EngineTuningConfig:
     """Execution of the rollout engine.
 
-    One name per thing, whatever the installed vLLM-Ascend calls it: the table "Engine flags by
-    version" of docs/flags.md has the keys. A flag that the installed version has nothing for is an
-    error that names what to use there. All but ``--rollout-dp-sync*`` and ``--rollout-graph-sizes
-    auto`` need vLLM-Ascend.
+    docs/ascend.md has the keys of vLLM-Ascend that they set. All but ``--rollout-dp-sync*`` and
+    ``--rollout-graph-sizes auto`` need vLLM-Ascend.
 
     Example, decode graphs fitted to what earlier steps ran: --rollout-graph-mode full-decode
     --rollout-graph-sizes auto.
@@ -24,8 +22,8 @@ class EngineTuningConfig:
         "eager",
         "How decode steps run. eager: operator by operator; piecewise: graphs between attention "
         "layers; full-decode: one graph per decode step; full-and-piecewise: both, the latter for "
-        "prefill; torchair: the compiled graphs of versions before 0.13.",
-        choices=("eager", "piecewise", "full-decode", "full-and-piecewise", "torchair"),
+        "prefill.",
+        choices=("eager", "piecewise", "full-decode", "full-and-piecewise"),
     )
     rollout_graph_sizes: tuple[str, ...] = flag(
         (),
@@ -40,22 +38,11 @@ class EngineTuningConfig:
     rollout_multistream_moe: bool = flag(
         False, "Compute shared experts on a stream of their own, beside the routed ones."
     )
-    rollout_multistream_mla: bool = flag(
-        False, "Compute vector operations of latent attention on a stream of their own."
-    )
-    rollout_kv_nz: bool = flag(
-        False, "Keep the cache of latent attention in the NZ format of the matrix units."
-    )
-    rollout_view_optimize: str = flag(
-        "auto",
-        "Whether compiled graphs drop views; auto leaves it to the engine.",
-        choices=("auto", "on", "off"),
-    )
     rollout_scheduler: str = flag(
         "vllm",
-        "Who orders requests. vllm: its own; ascend: prefill first, of versions before 0.13; "
-        "balance: waiting requests start together on all data-parallel ranks.",
-        choices=("vllm", "ascend", "balance"),
+        "Who orders requests. vllm: its own; balance: waiting requests start together on all "
+        "data-parallel ranks.",
+        choices=("vllm", "balance"),
     )
     rollout_chunked_prefill: str = flag(
         "auto",
@@ -67,11 +54,6 @@ class EngineTuningConfig:
         "",
         "JSON file with the experts of every rank, as vLLM-Ascend reads it (static EPLB); the same "
         "for all layers. Needs --rollout-ep above 1.",
-    )
-    rollout_sleep_extra_cleanup: bool = flag(
-        False,
-        "Give communicators and captured graphs away as well while the engine sleeps; making them "
-        "again takes time in every step.",
     )
     rollout_dp_sync: str = flag(
         "auto",

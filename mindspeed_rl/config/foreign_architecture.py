@@ -1,68 +1,48 @@
-"""Architecture flags of pretraining scripts that are no own flags, compared with the HF config.
+"""Compares the architecture flags of pretraining scripts with the HF config.
 
 The model is built from the HF config alone, so these flags change nothing; a contradiction says
-that the script and ``--hf-checkpoint`` are of different models. Layer 0.
+that the script and ``--hf-checkpoint`` are of different models. What is compared with what is in
+``compat/foreign_flags.toml``. Layer 0.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from mindspeed_rl.compat import UsedFlag
+from mindspeed_rl.compat import UsedFlag, foreign_flags
 
 HfConfig = Mapping[str, Any]
 
 _NOT_SET = ("-1",)  # how MindSpeed-LLM scripts spell "this feature is not used"
 
 
-@dataclass(frozen=True, slots=True)
-class Counterpart:
-    """What one or more foreign flags are compared with.
-
-    Attributes:
-        flags: spellings as the compat tables name them.
-        feature: what a model lacks for which ``read`` gives None, in words after "has no".
-        read: the model's value; ``True`` for switches; None where the model lacks the feature.
-        unset: values that a model without the feature accepts: zero or Megatron's default.
-    """
-
-    flags: tuple[str, ...]
-    feature: str
-    read: Callable[[HfConfig], object]
-    unset: tuple[str, ...] = ()
-
-
-def _row(
-    flags: str, feature: str, read: str | Callable[[HfConfig], object], unset: str = ""
-) -> Counterpart:
-    """A row of the table; a text ``read`` lists alternative keys of the HF config."""
-    reader = read if callable(read) else _first_of(tuple(read.split()))
-    return Counterpart(tuple(flags.split()), feature, reader, tuple(unset.split()))
+def value_in(config: HfConfig, where: str) -> object:
+    """The model's value at a place in the notation of the file; ``None`` where it lacks it."""
+    for key in where.split():
+        if key.startswith("@"):
+            found = _FUNCTIONS[key[1:]](config)
+        elif key.startswith("rope."):
+            found = _rope(config).get(key[5:])
+        elif key.endswith("?"):
+            found = True if config.get(key[:-1]) else None
+        else:
+            found = config.get(key)
+        if found is not None:
+            return found
+    return None
 
 
-def _first_of(keys: tuple[str, ...]) -> Callable[[HfConfig], object]:
-    return lambda config: next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-def _rope(*keys: str) -> Callable[[HfConfig], object]:
-    """Reads rope parameters: a dict of their own in transformers 5, ``rope_scaling`` before."""
-
-    def read(config: HfConfig) -> object:
-        scaling = {
-            **config,
-            **(config.get("rope_scaling") or {}),
-            **(config.get("rope_parameters") or {}),
-        }
-        return _first_of(keys)(scaling)
-
-    return read
+def _rope(config: HfConfig) -> HfConfig:
+    """Rope parameters: a dict of their own in transformers 5, ``rope_scaling`` before."""
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    return {**config, **(scaling or {}), **(parameters or {})}
 
 
 def _rope_type(config: HfConfig) -> object:
-    kind = _rope("rope_type", "type")(config)
+    kind = value_in(config, "rope.rope_type rope.type")
     return None if kind == "default" else kind
 
 
@@ -74,118 +54,37 @@ def _shared_size(config: HfConfig) -> object:
     return shared * each if shared and each else None
 
 
-def _has_query_key_norm(config: HfConfig) -> object:
+def _query_key_norm(config: HfConfig) -> object:
     """Qwen3 and latent attention have it by design, other families by a switch."""
     by_family = str(config.get("model_type", "")).startswith("qwen3")
     return by_family or "kv_lora_rank" in config or config.get("use_qk_norm") or None
 
 
-def _is_true(key: str) -> Callable[[HfConfig], object]:
-    return lambda config: True if config.get(key) else None
-
-
-_EXPERTS = "num_experts n_routed_experts num_local_experts"
-
-COUNTERPARTS = (
-    _row("--qk-layernorm", "query/key norm", _has_query_key_norm),
-    _row("--num-experts", "experts", _EXPERTS, "0"),
-    _row("--moe-router-topk", "experts", "num_experts_per_tok", "2"),
-    _row("--moe-ffn-hidden-size --moe-intermediate-size", "experts", "moe_intermediate_size"),
-    _row("--moe-layer-freq", "experts", "moe_layer_freq decoder_sparse_step", "1"),
-    _row("--first-k-dense-replace", "leading dense layers", "first_k_dense_replace", "0"),
-    _row("--moe-shared-expert-intermediate-size", "shared experts", _shared_size, "0"),
-    _row("--n-shared-experts", "shared experts", "n_shared_experts", "0"),
-    _row(
-        "--moe-shared-expert-gate --shared-expert-gate",
-        "gated shared expert",
-        _is_true("shared_expert_intermediate_size"),
-    ),
-    _row("--moe-router-num-groups --n-group", "expert groups", "n_group", "1"),
-    _row("--moe-router-group-topk --topk-group", "expert groups", "topk_group", "1"),
-    _row(
-        "--moe-router-topk-scaling-factor --routed-scaling-factor",
-        "scaling of routed experts",
-        "routed_scaling_factor",
-        "1",
-    ),
-    _row(
-        "--moe-router-score-function",
-        "router scores other than softmax",
-        "scoring_func",
-        "softmax",
-    ),
-    _row("--norm-topk-prob", "normalised top-k weights", _is_true("norm_topk_prob")),
-    _row(
-        "--moe-router-enable-expert-bias",
-        "router bias",
-        lambda config: True if config.get("topk_method") == "noaux_tc" else None,
-    ),
-    _row(
-        "--multi-latent-attention --multi-head-latent-attention",
-        "latent attention",
-        _is_true("kv_lora_rank"),
-    ),
-    _row("--q-lora-rank", "compressed queries", "q_lora_rank", "0"),
-    _row("--kv-lora-rank", "latent attention", "kv_lora_rank", "32"),
-    _row("--qk-head-dim --qk-nope-head-dim", "latent attention", "qk_nope_head_dim", "128"),
-    _row("--qk-pos-emb-head-dim --qk-rope-head-dim", "latent attention", "qk_rope_head_dim", "64"),
-    _row("--v-head-dim", "latent attention", "v_head_dim", "128"),
-    _row("--mtp-num-layers", "multi-token-prediction layers", "num_nextn_predict_layers", "0"),
-    _row(
-        "--rotary-percent --partial-rotary-factor",
-        "partial rotary embedding",
-        _rope("partial_rotary_factor"),
-        "1",
-    ),
-    _row(
-        "--rotary-interleaved",
-        "interleaved rotary embedding",
-        lambda config: True if {"rope_interleave", "kv_lora_rank"} & config.keys() else None,
-    ),
-    _row(
-        "--use-rope-scaling",
-        "rope scaling",
-        lambda config: True if _rope_type(config) else None,
-    ),
-    _row("--rope-type --rope-scaling-type", "rope scaling", _rope_type, "rope default"),
-    _row("--rope-scaling-factor", "rope scaling", _rope("factor"), "1 8"),
-    _row("--rotary-scaling-factor --yarn-scaling-factor", "rope scaling", _rope("factor"), "1"),
-    _row("--dynamic-factor", "rope scaling", _rope("alpha", "factor"), "1"),
-    _row("--mscale --rope-scaling-mscale", "rope scaling", _rope("mscale"), "0 1"),
-    _row(
-        "--mscale-all-dim --rope-scaling-mscale-all-dim",
-        "rope scaling",
-        _rope("mscale_all_dim"),
-        "0 1",
-    ),
-    _row("--beta-fast --rope-scaling-beta-fast", "rope scaling", _rope("beta_fast"), "32"),
-    _row("--beta-slow --rope-scaling-beta-slow", "rope scaling", _rope("beta_slow"), "1"),
-    _row(
-        "--original-max-position-embeddings --rope-scaling-original-max-position-embeddings",
-        "rope scaling",
-        _rope("original_max_position_embeddings"),
-    ),
-    _row("--low-freq-factor", "rope scaling", _rope("low_freq_factor")),
-    _row("--high-freq-factor", "rope scaling", _rope("high_freq_factor")),
-    _row("--long-factor", "rope scaling", _rope("long_factor")),
-    _row("--short-factor", "rope scaling", _rope("short_factor")),
-    _row("--long-mscale", "rope scaling", _rope("long_mscale")),
-    _row("--short-mscale", "rope scaling", _rope("short_mscale")),
+_FUNCTIONS: Mapping[str, Callable[[HfConfig], object]] = MappingProxyType(
+    {
+        "query_key_norm": _query_key_norm,
+        "shared_size": _shared_size,
+        "router_bias": lambda config: config.get("topk_method") == "noaux_tc" or None,
+        "interleaved_rope": lambda config: (
+            bool({"rope_interleave", "kv_lora_rank"} & config.keys()) or None
+        ),
+        "is_rope_scaled": lambda config: bool(_rope_type(config)) or None,
+        "rope_type": _rope_type,
+    }
 )
-COUNTERPART_OF = {flag: row for row in COUNTERPARTS for flag in row.flags}
 
 
-def check_foreign_architecture(checked_arch: Iterable[UsedFlag], hf_config: HfConfig) -> None:
+def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig) -> None:
     """Compare the architecture flags that a script passed with the model.
 
     Args:
-        checked_arch: ``ParsedArguments.checked_arch``.
+        compared: ``ParsedArguments.checked_arch``.
         hf_config: the parsed ``config.json``.
 
     Raises:
         ValueError: every contradicting flag, its value, and what the model has.
     """
-    wrong = [text for used in checked_arch if (text := _contradiction(used, hf_config))]
+    wrong = [text for used in compared if (text := _contradiction(used, hf_config))]
     if wrong:
         raise ValueError(
             f"flags contradict the config.json of --hf-checkpoint: {'; '.join(wrong)}; remove the "
@@ -195,20 +94,21 @@ def check_foreign_architecture(checked_arch: Iterable[UsedFlag], hf_config: HfCo
 
 def _contradiction(used: UsedFlag, config: HfConfig) -> str:
     """What is wrong with one flag, or an empty string."""
-    row = COUNTERPART_OF[used.flag]
-    typed = " ".join([used.flag, *used.values])
-    family = config.get("model_type", "given")
+    comparison = foreign_flags()[used.flag].comparison
+    assert comparison is not None, f"{used.flag} is not compared"
     if used.values == _NOT_SET:
         return ""
     if used.flag == "--moe-layer-freq" and "[" in "".join(used.values):
         given: object = _layer_pattern(used)
         real: object = _moe_layers(config)
     else:
-        given, real = (_value(used.values[0]) if used.values else True), row.read(config)
+        given = _value(used.values[0]) if used.values else True
+        real = value_in(config, comparison.where)
+    has = f"{' '.join([used.flag, *used.values])} but the {config.get('model_type', 'given')} model"
     if real is None:
-        accepted = [_value(text) for text in row.unset]
-        return "" if given in accepted else f"{typed} but the {family} model has no {row.feature}"
-    return "" if given == _comparable(real) else f"{typed} but the {family} model has {real}"
+        accepted = [_value(text) for text in comparison.unset]
+        return "" if given in accepted else f"{has} has no {comparison.feature}"
+    return "" if given == _comparable(real) else f"{has} has {real}"
 
 
 def _value(text: str) -> object:
@@ -229,7 +129,7 @@ def _comparable(real: object) -> object:
 
 def _moe_layers(config: HfConfig) -> object:
     """Per layer of the model 1 for experts and 0 for dense; None where there are no experts."""
-    if _first_of(tuple(_EXPERTS.split()))(config) is None:
+    if value_in(config, "num_experts n_routed_experts num_local_experts") is None:
         return None
     layers = range(config["num_hidden_layers"])
     dense = {*range(config.get("first_k_dense_replace") or 0), *config.get("mlp_only_layers", ())}

@@ -116,7 +116,10 @@ class CheckpointConfig:
         "are taken and all else starts anew.",
     )
     save_interval: int = flag(
-        0, "Steps of the run between checkpoints; 0 saves at the end only.", minimum=0
+        0,
+        "Steps of the run between checkpoints; 0 saves at the end only.",
+        names=("--save-interval", "--persistent-save-interval"),
+        minimum=0,
     )
     finetune: bool = flag(
         False, "Take only the weights from --load: step, optimizer and data order start anew."

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
-
-from mindspeed_rl.config.vllm_arguments import VLLM_ARGUMENTS
 
 PREFIX = "--vllm-"
 
-# Reason -> options; an option that ends with * stands for all that begin like it.
-_RESERVED_FOR: Mapping[str, str] = MappingProxyType(
+RESERVED: Mapping[str, str] = MappingProxyType(
     {
         "use --hf-checkpoint": "model model_weights hf_config_path hf_overrides revision "
         "code_revision model_class_overrides config_format",
@@ -27,11 +24,11 @@ _RESERVED_FOR: Mapping[str, str] = MappingProxyType(
         "use --seed": "seed",
         "use --rollout-tp": "tensor_parallel_size",
         "use --rollout-ep": "enable_expert_parallel",
+        "use --rollout-dp": "data_parallel_size",
         "an engine is one pipeline stage of --rollout-tp x --rollout-dp ranks, and engines share "
         "the prompts as replicas": "pipeline_parallel_size data_parallel_* "
         "prefill_context_parallel_size decode_context_parallel_size enable_elastic_ep "
         "elastic_ep_max_dp_size",
-        "use --rollout-dp": "data_parallel_size",
         "the layout of the weights knows no such placement of experts": "enable_eplb "
         "eplb_config expert_placement_strategy enable_ep_weight_filter",
         "engines run in the training processes, which torchrun starts": "worker_cls "
@@ -55,23 +52,23 @@ _RESERVED_FOR: Mapping[str, str] = MappingProxyType(
         "sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
     }
 )
+"""Reason or what to use instead -> options that the engine wrapper sets or cannot honour.
+
+An option that ends with ``*`` stands for all that begin like it.
+"""
 
 
-def _expand(pattern: str) -> list[str]:
-    if not pattern.endswith("*"):
-        return [pattern]
-    return [name for name in sorted(VLLM_ARGUMENTS) if name.startswith(pattern[:-1])]
+def reserved_for(name: str) -> str:
+    """Why an option of ``vllm.LLM`` is not available; empty: it is."""
+    for reason, patterns in RESERVED.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return reason
+    return ""
 
 
-RESERVED: Mapping[str, str] = MappingProxyType(
-    {
-        name: reason
-        for reason, patterns in _RESERVED_FOR.items()
-        for pattern in patterns.split()
-        for name in _expand(pattern)
-    }
-)
-"""Options that the engine wrapper sets or cannot honour, with the reason or what to use instead."""
+def as_flag(name: str) -> str:
+    """An option of ``vllm.LLM`` as it is typed."""
+    return PREFIX + name.replace("_", "-")
 
 
 def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
@@ -84,8 +81,8 @@ def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]
         The other tokens in order, and the options by the names of ``vllm.LLM``.
 
     Raises:
-        ValueError: an option that vLLM does not have or that is reserved, a prefix without a name,
-            or several values.
+        ValueError: a reserved option, a prefix without a name, or several values. Whether vLLM has
+            the option is looked up before the engine is built, because that imports vLLM.
     """
     rest: list[str] = []
     options: dict[str, object] = {}
@@ -116,15 +113,8 @@ def _option_name(spelled: str) -> str:
     name = spelled.removeprefix(PREFIX).replace("-", "_")
     if not name:
         raise ValueError(f"{PREFIX}: must be followed by the name of an engine option")
-    if name in RESERVED:
-        raise ValueError(f"{spelled} is not available: {RESERVED[name]}; remove this flag")
-    if name not in VLLM_ARGUMENTS:
-        near = difflib.get_close_matches(name, VLLM_ARGUMENTS - RESERVED.keys(), n=3)
-        hint = ", ".join(PREFIX + other.replace("_", "-") for other in near)
-        raise ValueError(
-            f"{spelled}: vLLM has no such option; "
-            + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
-        )
+    if reason := reserved_for(name):
+        raise ValueError(f"{spelled} is not available: {reason}; remove this flag")
     return name
 
 

@@ -33,14 +33,11 @@ from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rl.engine_stats import graph_sizes
+from mindspeed_rl.rollout.capabilities import CAPABILITIES, installed_layout
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_versions import (
-    engine_capabilities,
-    installed_layout,
-    installed_version,
-)
+from mindspeed_rl.rollout.vllm_requests import check_option_names
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
@@ -201,24 +198,25 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
 
 
 def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
-    """The job whose plan is as the installed engine keeps weights. Local; vLLM is not imported.
+    """The job whose plan is as the installed engine keeps weights. Local.
 
     Raises:
         ValueError: the flags ask for what the installed engine cannot do; names the flag and what
             to use.
     """
     config, platform = job.config, job.platform.name
-    row = engine_capabilities(installed_version(), platform)
+    row = CAPABILITIES[platform]
     if config.balance.rollout_rebalance == "all" and not row.streams:
         raise ValueError(
-            f"--rollout-rebalance all: vLLM {row.version}x on {platform} cannot let the random "
-            "stream of a request go on in another engine; use waiting"
+            f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
+            "request go on in another engine; use waiting"
         )
     if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
         raise ValueError(
-            f"--rl-routing-replay rollout: the experts that vLLM {row.version}x on {platform} "
-            "chooses cannot be had from it; use trainer, or none"
+            f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot be "
+            "had from it; use trainer, or none"
         )
+    check_option_names(config.vllm_options)
     vllm = installed_layout(job.plan.vllm, platform)
     return replace(job, plan=replace(job.plan, vllm=vllm))
 

@@ -13,26 +13,18 @@ from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.backend import EngineParts
+from mindspeed_rl.rollout.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.patches.derived_state import DerivedState
-from mindspeed_rl.rollout.sleep_tags import CACHE, WEIGHTS, TagMemory, constants_of
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm_requests import model_settings
-from mindspeed_rl.rollout.vllm_versions import (
-    check_model_support,
-    engine_capabilities,
-    installed_version,
-)
 
 # Flags of the engine's execution that mean the same everywhere.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
 
 
 class HostBackend:
-    """CPU and CUDA.
-
-    Where the engine's sleep mode can discard weights and cache one by one, it does; elsewhere
-    memory is freed by storages, so nothing may keep addresses.
+    """CPU and CUDA. Memory is freed by storages, so nothing may keep addresses on a device.
 
     Args:
         platform: the device.
@@ -45,7 +37,6 @@ class HostBackend:
 
     def __init__(self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig) -> None:
         self._platform, self._layout, self._tuning = platform, layout, tuning
-        self._sleeps = engine_capabilities(installed_version(), platform.name).sleep_tags
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
             foretold = field.name == "rollout_graph_sizes" and value == ("auto",)
@@ -63,8 +54,6 @@ class HostBackend:
                 f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
                 f"own ({own[clash[0]]}); remove the flag"
             )
-        if self._sleeps:
-            return own | {"enable_sleep_mode": True} | dict(options)
         if options.get("enforce_eager") is False and self._platform.name != "cpu":
             raise ValueError(
                 "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
@@ -78,8 +67,6 @@ class HostBackend:
 
     def prepare(self) -> RankAgreement | None:
         """Portable kernels, expert parallelism and names of shared memory on CPU."""
-        import vllm
-
         from mindspeed_rl.rollout.patches import (
             expert_parallel,
             plain_linear,
@@ -88,9 +75,8 @@ class HostBackend:
             step_sync,
         )
 
-        row = engine_capabilities(vllm.__version__, self._platform.name)
-        check_model_support(row, self._layout.spec)
-        engine = self._layout.engine
+        check_model_support(self._platform.name, self._layout.spec)
+        engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
         if self._platform.name == "cpu":
             plain_linear.apply()
             portable_kernels.apply()
@@ -100,12 +86,11 @@ class HostBackend:
             dist.broadcast_object_list(nonce, 0)
             shared_memory_names.apply(nonce[0])
         asked = self._tuning.rollout_dp_sync
-        if asked == "packed" and not row.packed_sync:
+        if asked == "packed" and not packs:
             raise ValueError(
-                f"--rollout-dp-sync packed: not with vLLM {vllm.__version__} on "
-                f"{self._platform.name}; use engine"
+                f"--rollout-dp-sync packed: not with vLLM on {self._platform.name}; use engine"
             )
-        packed = engine.dp > 1 and row.packed_sync and asked != "engine"
+        packed = engine.dp > 1 and packs and asked != "engine"
         return step_sync.apply(self._platform.name) if packed else None
 
     def parts(self, llm: Any) -> EngineParts:
@@ -115,7 +100,7 @@ class HostBackend:
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()
-        return parts_by_tag(llm) if self._sleeps else parts_by_storage(llm)
+        return parts_by_storage(llm)
 
 
 def parts_by_storage(llm: Any) -> EngineParts:
@@ -128,15 +113,3 @@ def parts_by_storage(llm: Any) -> EngineParts:
     weights = ZeroedMemory(parameters, refilled=True)
     derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
     return EngineParts(runner.model, derived, weights, cache, stable_addresses=False)
-
-
-def parts_by_tag(llm: Any) -> EngineParts:
-    """A built engine whose memory is in the pool of its sleep mode."""
-    executor: Any = llm.llm_engine.model_executor
-    runner: Any = executor.driver_worker.worker.model_runner
-    parameters = [p.data for p in runner.model.parameters()]
-    weights = TagMemory(executor, WEIGHTS, parameters, constants_of(runner.model))
-    cache = TagMemory(executor, CACHE, kv_tensors(runner), zero=True)
-    assert cache.num_bytes, "no key/value cache found in vLLM's runner"
-    derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
-    return EngineParts(runner.model, derived, weights, cache, stable_addresses=True)

@@ -8,15 +8,14 @@ independent, for as many steps as each makes in the same time; one that has noth
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar, cast
 
-import torch
+import torch.distributed as dist
 
-from mindspeed_rl.parallel.conversations import all_gather_pairs
-from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, Progress
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
@@ -29,7 +28,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
 )
 from mindspeed_rl.rollout.step_loop import StepStats
 
-_NONE = -1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +83,14 @@ class Rebalancer:
             Whether any engine has a request left.
         """
         start = time.perf_counter()
-        report = pack_progress(requests.progress()) if self._leads else _NOTHING
-        groups = [unpack_progress(part) for part, _ in all_gather_pairs(report, _NO_FLOATS)
-                  if part.numel()]  # fmt: skip
+        reports = _of_all_ranks(requests.progress() if self._leads else None)
+        groups = [progress for progress in reports if progress is not None]
         plan = self.plan(groups)
         self.steps = self.steps_after(plan)
         if moves := plan.moves:
             parcels = self.take(requests, moves, stats)
-            mine = pack_parcels(parcels if self._leads else [])
-            arrived = [p for pair in all_gather_pairs(*mine) for p in unpack_parcels(*pair)]
-            self.deliver(requests, arrived, moves)
+            arrived = _of_all_ranks(parcels if self._leads else [])
+            self.deliver(requests, chain.from_iterable(arrived), moves)
         stats.settlements += 1
         stats.settle_seconds += time.perf_counter() - start
         return any(groups)
@@ -149,67 +146,8 @@ class Rebalancer:
         requests.add(sorted(mine, key=lambda p: p.request.sample_id))
 
 
-_NOTHING = torch.zeros(0, dtype=torch.int64)
-_NO_FLOATS = torch.zeros(0)
-
-
-def pack_progress(progress: Sequence[Progress]) -> torch.Tensor:
-    """[1 + 4 n] int64: how many, then a row of each."""
-    rows = [len(progress)]
-    for p in progress:
-        rows += (p.sample_id, p.context, p.generated, int(p.computed))
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def unpack_progress(rows: torch.Tensor) -> list[Progress]:
-    """The inverse of :func:`pack_progress`."""
-    return [Progress(i, context, generated, bool(computed))
-            for i, context, generated, computed in rows[1:].view(-1, 4).tolist()]  # fmt: skip
-
-
-def pack_parcels(parcels: Sequence[Parcel]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten to one int64 and one fp32 tensor. Local."""
-    integers: list[int] = []
-    logprobs: list[float] = []
-    for p in parcels:
-        request = p.request
-        stream = [] if p.stream is None else _words(p.stream)
-        limit = _NONE if request.max_tokens is None else request.max_tokens
-        num_bytes = _NONE if p.stream is None else p.stream.numel()
-        integers += (request.sample_id, request.seed, limit, num_bytes)
-        integers += (len(request.token_ids), len(p.token_ids))
-        integers += (*request.token_ids, *p.token_ids, *stream)
-        logprobs += p.logprobs
-    return torch.tensor(integers, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32)
-
-
-def unpack_parcels(integers: torch.Tensor, floats: torch.Tensor) -> list[Parcel]:
-    """The inverse of :func:`pack_parcels`. Local."""
-    values, logprobs = integers.tolist(), floats.tolist()
-    found, at, log = [], 0, 0
-    while at < len(values):
-        sample_id, seed, limit, num_bytes, prompt, done = values[at : at + 6]
-        at += 6
-        ids, tokens = values[at : at + prompt], values[at + prompt : at + prompt + done]
-        at += prompt + done
-        stream = None
-        if num_bytes != _NONE:
-            count = -(-num_bytes // 8)
-            stream = _bytes(values[at : at + count], num_bytes)
-            at += count
-        request = GenerationRequest(sample_id, tuple(ids), seed, None if limit < 0 else limit)
-        found.append(Parcel(request, tuple(tokens), tuple(logprobs[log : log + done]), stream))
-        log += done
-    return found
-
-
-def _words(stream: torch.Tensor) -> list[int]:
-    """uint8 -> int64, padded with zeros."""
-    raw = bytes(stream.tolist())
-    raw += bytes(-len(raw) % 8)
-    return list(struct.unpack(f"<{len(raw) // 8}q", raw))
-
-
-def _bytes(words: Sequence[int], num_bytes: int) -> torch.Tensor:
-    raw = struct.pack(f"<{len(words)}q", *words)[:num_bytes]
-    return torch.tensor(list(raw), dtype=torch.uint8)
+def _of_all_ranks(mine: T) -> list[T]:
+    """What each rank gives, by rank. Collective: the world."""
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return cast(list[T], found)

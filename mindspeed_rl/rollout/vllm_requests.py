@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from mindspeed_rl.config.vllm_options import as_flag, reserved_for
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.patches.sampling_stream import STREAM, stream_of
@@ -25,6 +28,9 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
         if layout.spec.latent:
             # its kernel rotates the queries of latent attention wrongly, without an error
             settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    if platform == "cuda" and layout.spec.moe:
+        # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded
+        settings["moe_backend"] = "triton"
     if engine.dp > 1:
         settings["data_parallel_size"] = engine.dp
     if engine.expert_parallel:
@@ -36,6 +42,27 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
             "scoring_func": "sigmoid",
         }
     return settings
+
+
+def check_option_names(options: Mapping[str, object]) -> None:
+    """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
+
+    Raises:
+        ValueError: naming the option and the nearest ones.
+    """
+    if not options:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [n for n in known if not reserved_for(n)], n=3)
+            hint = ", ".join(as_flag(other) for other in near)
+            raise ValueError(
+                f"{as_flag(name)}: vLLM has no such option; "
+                + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
+            )
 
 
 def sampling_params(settings: SamplingSettings, follow: bool) -> Any:

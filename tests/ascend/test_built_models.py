@@ -14,7 +14,7 @@ from support.family_models import FAMILY_CASES, write_family_model
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.vllm_versions import engine_capabilities
+from mindspeed_rl.rollout.capabilities import CAPABILITIES
 
 pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 
@@ -43,7 +43,7 @@ def test_names_and_shapes_are_those_of_the_table(
     """As built, so experts are as their loaders want them; router biases stay in fp32."""
     folder, model = built[name]
     spec = spec_from_hf_config(json.loads((folder / "config.json").read_text()))
-    row = engine_capabilities("0.23.0", "npu")
+    row = CAPABILITIES["npu"]
     layout = VllmLayout(
         spec, EngineLayout(1, 1), transposed_experts=row.transposed_experts,
         expert_module=row.expert_module,

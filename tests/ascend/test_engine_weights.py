@@ -196,7 +196,7 @@ class RealEngine(VllmEngine):
                 param.data.copy_(value)
 
     def _backend(self, *about: Any) -> AscendBackend:
-        return AscendBackend(*about, version=VERSION)
+        return AscendBackend(*about)
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
         hidden = SimpleNamespace(hidden_size=self._layout.spec.hidden_size)

@@ -47,12 +47,10 @@ LAYER_0 = (
     "resharding.boxes",
     "resharding.garbage",
     "resharding.layouts",
-    "rollout.vllm_versions",
-    "rollout.ascend_versions",
+    "rollout.capabilities",
     "rollout.expert_map",
     "rollout.graph_sizes",
     "rollout.rebalance_plan",
-    "rollout.rebalance_sim",
     "platforms.allocator_settings",
     "platforms.installed",
 )

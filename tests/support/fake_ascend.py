@@ -1,6 +1,6 @@
-"""vLLM-Ascend as its sources say, keyed by version: memory pool, worker, experts, latent attention.
+"""vLLM-Ascend 0.23 as its sources say: memory pool, worker, experts, latent attention.
 
-Written from a reading of the releases; ``tests/ascend`` runs 0.23.0's own classes. Memory is real:
+``tests/ascend`` runs its own classes. Memory is real:
 what the pool unmaps is overwritten, so that whatever was not saved is lost.
 """
 
@@ -23,10 +23,6 @@ from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 GARBAGE = 0xC7
-VERSIONS = {"0.11.0": "0.11", "0.13.0": "0.13", "0.18.0": "0.18", "0.23.0": "0.23",
-            "0.26.0.dev1": "main"}  # fmt: skip
-WAKE_TRANSPOSES = ("0.13", "0.18", "0.23")
-LATENT_REBINDS = ("0.11", "0.13")
 
 
 class FakeNpu(CpuPlatform):
@@ -108,18 +104,12 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 class FakeMethod:
     """Processing of experts: a turn, with a new parameter that has no loader."""
 
-    def __init__(self, column: str, pool: FakePool) -> None:
-        self._column, self._pool = column, pool
+    def __init__(self, pool: FakePool) -> None:
+        self._pool = pool
         self.turns = 0
-        if column == "0.11":
-            self.transpose = True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Loader layout to kernel layout, in the same memory where it is the transpose."""
-        if self._column == "0.11":
-            if not self.transpose:
-                return
-            self.transpose = False
         self.turns += 1
         for name in ("w13_weight", "w2_weight"):
             turned = getattr(layer, name).data.transpose(1, 2)
@@ -139,9 +129,9 @@ class FakeExperts(torch.nn.Module):
 class FakeLatent(torch.nn.Module):
     """The implementation of latent attention: two products of its up projection."""
 
-    def __init__(self, column: str, kv_b_proj: torch.nn.Module, pool: FakePool) -> None:
+    def __init__(self, kv_b_proj: torch.nn.Module, pool: FakePool) -> None:
         super().__init__()
-        self._column, self._pool = column, pool
+        self._pool = pool
         self.source = [kv_b_proj]
 
     def products(self) -> list[torch.Tensor]:
@@ -150,12 +140,10 @@ class FakeLatent(torch.nn.Module):
         return [first.t().contiguous(), second.clone()]
 
     def process_weights_after_loading(self) -> None:
-        """New tensors, or in place."""
+        """New tensors once, in place from then on."""
         products = self.products()
         if not hasattr(self, "W_UV"):
             self.W_UV, self.W_UK_T = (self._pool.place(p, "weights") for p in products)
-        elif self._column in LATENT_REBINDS:
-            self.W_UV, self.W_UK_T = products
         else:
             self.W_UV.copy_(products[0])
             self.W_UK_T.copy_(products[1])
@@ -179,7 +167,7 @@ def submodule(
 class FakeModel(torch.nn.Module):
     """Parameters of a layout, in the engine's own module tree, loaded once."""
 
-    def __init__(self, layout: VllmLayout, column: str, pool: FakePool) -> None:
+    def __init__(self, layout: VllmLayout, pool: FakePool) -> None:
         super().__init__()
         self.methods: list[FakeMethod] = []
         self.latent: list[FakeLatent] = []
@@ -192,13 +180,13 @@ class FakeModel(torch.nn.Module):
             if expert:
                 value = value.transpose(1, 2)  # as its loader wants it
                 if not hasattr(owner, "quant_method"):
-                    owner.quant_method = FakeMethod(column, pool)
+                    owner.quant_method = FakeMethod(pool)
                     self.methods.append(owner.quant_method)
             owner.register_parameter(
                 name.rpartition(".")[2], _parameter(pool.place(value, "weights"))
             )
             if name.endswith("kv_b_proj.weight"):
-                self.latent.append(FakeLatent(column, owner, pool))
+                self.latent.append(FakeLatent(owner, pool))
         self.process()
 
     def process(self) -> None:
@@ -220,10 +208,10 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeWorker:
-    """Wakes as the version does."""
+    """Its waking maps memory and turns experts."""
 
-    def __init__(self, model: FakeModel, pool: FakePool, column: str, hidden: int) -> None:
-        self._pool, self._column, self._hidden = pool, column, hidden
+    def __init__(self, model: FakeModel, pool: FakePool, hidden: int) -> None:
+        self._pool, self._hidden = pool, hidden
         self.model = model
         self.cache = pool.place(torch.ones(4, 64), "kv_cache")
         layer = SimpleNamespace(kv_cache=[self.cache])
@@ -235,9 +223,9 @@ class FakeWorker:
         return self.model
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Some versions turn experts by what their shape looks like."""
+        """Experts are turned by what their shape looks like."""
         self._pool.wake_up(tags)
-        if "weights" not in tags or self._column not in WAKE_TRANSPOSES:
+        if "weights" not in tags:
             return
         for module in self.model.modules():
             for name, axis in (("w2_weight", 2), ("w13_weight", 1)):
@@ -247,7 +235,7 @@ class FakeWorker:
 
 
 class AscendDouble(VllmEngine):
-    """The product's engine and backend around the fakes of one version.
+    """The product's engine and backend around the fakes.
 
     Attributes:
         worker: of the fakes.
@@ -256,17 +244,11 @@ class AscendDouble(VllmEngine):
         formats: what torch_npu says of its parameters, in order.
     """
 
-    def __init__(self, layout: VllmLayout, version: str, model_dir: str, **more: Any) -> None:
-        self._double_version = version
+    def __init__(self, layout: VllmLayout, model_dir: str, **more: Any) -> None:
         self.configuration = SimpleNamespace(weight_nz_mode=0)
         self.formats = [2] * len(layout.local_shapes(0))
         self.pool = FakePool()
-        self.worker = FakeWorker(
-            FakeModel(layout, VERSIONS[version], self.pool),
-            self.pool,
-            VERSIONS[version],
-            layout.spec.hidden_size,
-        )
+        self.worker = FakeWorker(FakeModel(layout, self.pool), self.pool, layout.spec.hidden_size)
         super().__init__(
             model_dir=model_dir,
             layout=layout,
@@ -303,7 +285,6 @@ class AscendDouble(VllmEngine):
     def _backend(self, *about: Any) -> AscendBackend:
         return AscendBackend(
             *about,
-            version=self._double_version,
             modules=self._modules,
             format_of=lambda param: self.formats.pop(0),
         )

@@ -41,7 +41,7 @@ def family_sync_world(
 ) -> list[FamilySync]:
     """Rank function: build trainer and engine, update three times."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rollout.vllm_versions import installed_layout
+    from mindspeed_rl.rollout.capabilities import installed_layout
 
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
     common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]

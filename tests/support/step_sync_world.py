@@ -54,8 +54,8 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     """
     from mindspeed_rl.rl.build_engine import build_rollout_engine
     from mindspeed_rl.rl.build_models import load_weights
+    from mindspeed_rl.rollout.capabilities import installed_layout
     from mindspeed_rl.rollout.patches import step_sync
-    from mindspeed_rl.rollout.vllm_versions import installed_layout
 
     job = make_job(world, model, ["--vllm-max-num-seqs", "16", *flags])
     vllm = installed_layout(job.plan.vllm, job.platform.name)

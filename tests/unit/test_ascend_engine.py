@@ -1,4 +1,4 @@
-"""vLLM-Ascend's weights and memory through the product's engine, on fakes keyed by version."""
+"""vLLM-Ascend's weights and memory through the product's engine, on fakes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_ascend import GARBAGE, VERSIONS, AscendDouble
+from support.fake_ascend import GARBAGE, AscendDouble
 from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
-from support.share import slow_but
 
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.parallel.layout import EngineLayout
@@ -32,15 +31,13 @@ CASES = {
 }
 
 
-def make(
-    case: Case, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any
-) -> AscendDouble:
+def make(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> AscendDouble:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     layout = VllmLayout(
         spec_of(case), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
     )
-    return AscendDouble(layout, version, str(tmp_path), **more)
+    return AscendDouble(layout, str(tmp_path), **more)
 
 
 def new_weights(engine: AscendDouble, seed: int) -> dict[str, torch.Tensor]:
@@ -72,12 +69,11 @@ def sleep(engine: AscendDouble) -> None:
 
 @pytest.mark.parametrize("by_loader", [False, True], ids=["direct", "stream"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("version", slow_but(VERSIONS, ["0.23.0"]))
 def test_three_cycles_of_sleep_wake_and_sync(
-    version: str, name: str, by_loader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, by_loader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are equal after each, every expert is turned once per update, nothing moves."""
-    engine = make(CASES[name], version, tmp_path, monkeypatch)
+    engine = make(CASES[name], tmp_path, monkeypatch)
     addresses = {n: p.data_ptr() for n, p in engine.worker.model.named_parameters()}
     for update in (1, 2, 3):
         sleep(engine)
@@ -103,12 +99,9 @@ def test_three_cycles_of_sleep_wake_and_sync(
         assert now == addresses
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_updates_without_sleep(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_without_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine keeps its memory; and one update is given up half-way by a sleep."""
-    engine = make(SQUARE, version, tmp_path, monkeypatch)
+    engine = make(SQUARE, tmp_path, monkeypatch)
     for update in (1, 2):
         engine.begin_update()
         weights = new_weights(engine, update)
@@ -128,7 +121,7 @@ def test_updates_without_sleep(
 
 
 def test_only_the_cache_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(MOE, "0.23.0", tmp_path, monkeypatch)
+    engine = make(MOE, tmp_path, monkeypatch)
     engine.begin_update()
     weights = new_weights(engine, 1)
     for key, view in engine.weight_views().items():
@@ -157,7 +150,7 @@ def test_segments_expand_while_the_weights_are_away(
     monkeypatch.setitem(sys.modules, "torch_npu.npu.memory", memory)
     for wanted in ("0", "1"):
         monkeypatch.setenv(WANTED, wanted)
-        engines[:] = [make(MOE, "0.23.0", tmp_path, monkeypatch)]
+        engines[:] = [make(MOE, tmp_path, monkeypatch)]
         sleep(engines[0])
         engines[0].wake(["weights"])
         engines[0].wake(["kv_cache"])
@@ -165,14 +158,14 @@ def test_segments_expand_while_the_weights_are_away(
     assert told == [(off, {True}), (on, {False}), (off, {False})]
     del memory._set_allocator_settings
     with pytest.raises(RuntimeError, match="_set_allocator_settings is gone; written for"):
-        make(MOE, "0.23.0", tmp_path, monkeypatch)
+        make(MOE, tmp_path, monkeypatch)
 
 
 def test_a_version_that_turns_behind_our_back_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processing that leaves experts as loaded, and one that moves them."""
-    engine = make(MOE, "0.23.0", tmp_path, monkeypatch)
+    engine = make(MOE, tmp_path, monkeypatch)
     for method in engine.worker.model.methods:
         method.process_weights_after_loading = lambda layer: None
     engine.begin_update()
@@ -192,8 +185,8 @@ def test_a_version_that_turns_behind_our_back_is_caught(
 
 
 def test_the_engine_is_built_for_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments that training needs, in the terms of the version."""
-    new = make(MOE, "0.23.0", tmp_path, monkeypatch).settings
+    """Arguments that training needs."""
+    new = make(MOE, tmp_path, monkeypatch).settings
     assert new["additional_config"] == {
         "weight_nz_mode": 0,
         "enable_cpu_binding": False,
@@ -205,11 +198,6 @@ def test_the_engine_is_built_for_updates(tmp_path: Path, monkeypatch: pytest.Mon
     import os
 
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0", "the other place that is asked"
-    old = make(MOE, "0.18.0", tmp_path, monkeypatch).settings
-    assert "kv_cache_memory_bytes" not in old, "0.18 would ignore it and take most of the device"
-    spec = spec_of(MOE)
-    block = 128 * spec.num_layers * spec.cached_values(1) * 4
-    assert old["num_gpu_blocks_override"] == (1 << 20) // block
 
 
 def test_an_engine_with_nz_weights_is_refused(
@@ -229,19 +217,19 @@ def test_an_engine_with_nz_weights_is_refused(
     layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
-        WithNz(layout, "0.23.0", str(tmp_path))
+        WithNz(layout, str(tmp_path))
     with pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"):
-        WithNzWeight(layout, "0.23.0", str(tmp_path))
-    told = AscendDouble(layout, "0.23.0", str(tmp_path)).weight_format
+        WithNzWeight(layout, str(tmp_path))
+    told = AscendDouble(layout, str(tmp_path)).weight_format
     assert (
         told.startswith("engine weights: not in NZ; formats of the ") and ": 2; weight_nz_" in told
     )
 
 
-def test_graphs_need_products_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
-    with pytest.raises(ValueError, match="moves the products of latent attention"):
-        make(LATENT, "0.13.0", tmp_path, monkeypatch, tuning=tuning)
-    settings = make(LATENT, "0.18.0", tmp_path, monkeypatch, tuning=tuning).settings
+    settings = make(LATENT, tmp_path, monkeypatch, tuning=tuning).settings
     assert settings["compilation_config"] == {"cudagraph_mode": "FULL_DECODE_ONLY"}
     assert settings["enforce_eager"] is False

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.layout_cases import GQA, LATENT, MOE, spec_of
+from support.layout_cases import GQA, MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.config.check_engine import check_engine
@@ -23,8 +23,6 @@ from mindspeed_rl.rollout.host_backend import HostBackend
         (GQA, {"rollout_graph_sizes": ("auto", "8")}, "allowed are auto alone, or numbers above 0"),
         (GQA, {"rollout_graph_sizes": ("0",)}, "allowed are auto alone, or numbers above 0"),
         (GQA, {"rollout_graph_sizes": ("8",)}, "no graphs with --rollout-graph-mode eager"),
-        (GQA, {"rollout_multistream_mla": True}, "no latent attention; remove the flag"),
-        (MOE, {"rollout_kv_nz": True}, "no latent attention; remove the flag"),
         (GQA, {"rollout_multistream_moe": True}, "no experts; remove the flag"),
         (MOE, {"rollout_expert_map": "m.json"}, "set --rollout-ep to --rollout-tp x --rollout-dp"),
     ],
@@ -36,9 +34,11 @@ def test_mistakes_are_named(case: object, flags: dict[str, object], message: str
 
 def test_sizes_and_flags_that_fit_pass() -> None:
     tuning = EngineTuningConfig(
-        rollout_graph_mode="full-decode", rollout_graph_sizes=("8", "64"), rollout_kv_nz=True
+        rollout_graph_mode="full-decode",
+        rollout_graph_sizes=("8", "64"),
+        rollout_multistream_moe=True,
     )
-    assert check_engine(tuning, EngineLayout(1, 1), spec_of(LATENT)) == ()
+    assert check_engine(tuning, EngineLayout(1, 1), spec_of(MOE)) == ()
 
 
 def write_map(path: Path, *layers: list[list[int]]) -> Path:

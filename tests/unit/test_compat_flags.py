@@ -5,32 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import data_flags
 
-from mindspeed_rl.arguments import ENTRIES, own_flags
+from mindspeed_rl.arguments import own_flags
 from mindspeed_rl.compat import Disposition, classify, foreign_flags, nearest
-from mindspeed_rl.compat.dispositions import ARITIES, ForeignFlag, Group, table
-from mindspeed_rl.config.foreign_architecture import COUNTERPART_OF
+from mindspeed_rl.compat.foreign_flags import read_flags
+from mindspeed_rl.config import RLRunConfig
 
 OWN = frozenset(
-    spelling
-    for spelling, flag in foreign_flags().items()
-    if flag.disposition is Disposition.HONOURED and spelling == flag.name
-) | {"--hf-checkpoint", "--prompt-data", "--rollout-tp", "-h", "--help"}
+    spelling for _, flags in own_flags(RLRunConfig) for flag in flags for spelling in flag.spellings
+) | {"-h", "--help"}
 
-SMALL = table(
-    (
-        "test",
-        (
-            Group(Disposition.HONOURED, "", "--honoured|--alias-of-honoured:1"),
-            Group(Disposition.CHECKED_ARCH, "compared", "--arch:1"),
-            Group(Disposition.NO_MEANING, "free", "--zero:0 --one:1 --maybe:? --some:+ --any:*"),
-            Group(Disposition.REFUSED, "remove it", "--bad:0 --worse:+ --choice:1=good,fine"),
-        ),
-    )
+SMALL = read_flags(
+    """
+    compared = [["arch", "thing", "key", ""]]
+    [accepted]
+    "free" = "zero:0 one maybe:? some:+ any:*"
+    [refused]
+    "remove it" = "bad:0 worse:+ choice=good,fine"
+    """
 )
 
 
 def sort(text: str):
-    return classify(text.split(), {"--own", "--own-list", "--honoured", "-h"}, SMALL)
+    return classify(text.split(), {"--own", "--own-list", "-h"}, SMALL)
 
 
 def pairs(used):
@@ -57,9 +53,9 @@ def pairs(used):
 @pytest.mark.parametrize("after", ["", " --own 4", " -h"])
 def test_every_arity_takes_its_values(text, values, after):
     use = sort(text + after)
-    assert pairs(use.no_meaning) == [(text.split()[0].partition("=")[0], values)]
+    assert pairs(use.accepted) == [(text.split()[0].partition("=")[0], values)]
     assert list(use.own_argv) == after.split()
-    assert not use.refused and not use.unknown and not use.checked_arch
+    assert not use.refused and not use.unknown and not use.compared
 
 
 @pytest.mark.parametrize("text", ["--one", "--one --own 4", "--some", "--some --zero"])
@@ -84,7 +80,7 @@ def test_own_flags_keep_order_values_and_repeats():
     text = "--own -3 --zero --own-list a b -c --one x --own=7 -h --own"
     use = sort(text)
     assert " ".join(use.own_argv) == "--own -3 --own-list a b -c --own=7 -h --own"
-    assert pairs(use.no_meaning) == [("--zero", ()), ("--one", ("x",))]
+    assert pairs(use.accepted) == [("--zero", ()), ("--one", ("x",))]
 
 
 def test_own_flag_wins_over_a_foreign_one():
@@ -96,40 +92,12 @@ def test_own_flag_wins_over_a_foreign_one():
 def test_foreign_spellings_of_own_flags_are_renamed():
     assert sort("--own_list a_b c").own_argv == ("--own-list", "a_b", "c")
     assert sort("--own_list=a_b").own_argv == ("--own-list=a_b",)
-    assert sort("--alias_of_honoured 3").own_argv == ("--honoured", "3")
-    assert sort("--alias-of-honoured=3").own_argv == ("--honoured=3",)
-
-
-def test_honoured_flag_that_is_not_an_own_one_is_unknown_and_not_suggested():
-    use = classify(["--honoured", "3", "--honoure", "4"], {"--own"}, SMALL)
-    assert [word.token for word in use.unknown] == ["--honoured", "--honoure"]
-    assert not any("--honoured" in word.nearest for word in use.unknown)
-    assert use.own_argv == ()
-
-
-def test_every_honoured_name_is_an_own_flag_of_an_entry():
-    own = {
-        spelling
-        for run_type in ENTRIES.values()
-        for _, flags in own_flags(run_type)
-        for flag in flags
-        for spelling in flag.spellings
-    }
-    honoured = {f.name for f in foreign_flags().values() if f.disposition is Disposition.HONOURED}
-    assert len(honoured) > 70
-    assert honoured - own == set()
-
-
-def test_every_checked_flag_has_exactly_one_counterpart_in_the_hf_config():
-    kind = Disposition.CHECKED_ARCH
-    checked = {flag.name for flag in foreign_flags().values() if flag.disposition is kind}
-    assert set(COUNTERPART_OF) == checked
 
 
 def test_underscores_equal_hyphens():
     use = classify(["--use_flash_attn", "--num_experts=8"], OWN)
-    assert pairs(use.no_meaning) == [("--use-flash-attn", ())]
-    assert pairs(use.checked_arch) == [("--num-experts", ("8",))]
+    assert pairs(use.accepted) == [("--use-flash-attn", ())]
+    assert pairs(use.compared) == [("--num-experts", ("8",))]
 
 
 def test_refused_flags_carry_values_and_the_fix():
@@ -142,7 +110,7 @@ def test_refused_flags_carry_values_and_the_fix():
 def test_harmless_values_of_a_refused_flag_are_accepted(value, refused):
     use = sort(f"--choice {value}")
     assert bool(use.refused) is refused
-    assert bool(use.no_meaning) is not refused
+    assert bool(use.accepted) is not refused
 
 
 def test_unknown_flag_names_the_nearest_and_swallows_its_values():
@@ -162,7 +130,7 @@ def test_refused_flags_are_not_suggested():
 
 
 def test_prefixes_are_not_expanded():
-    assert [unknown.token for unknown in sort("--hon 3").unknown] == ["--hon"]
+    assert [unknown.token for unknown in sort("--own-li 3").unknown] == ["--own-li"]
 
 
 def test_double_dash_and_short_options_are_unknown():
@@ -192,14 +160,14 @@ def test_published_scripts_have_no_unknown_and_no_refused_flag(name):
     assert use.refused == ()
     assert list(use.own_argv[-len(rl) :]) == rl
     sorted_tokens = len(use.own_argv) + sum(
-        1 + len(flag.values) for flag in (*use.no_meaning, *use.checked_arch)
+        1 + len(flag.values) for flag in (*use.accepted, *use.compared)
     )
     assert sorted_tokens == len(argv) + len(rl)
 
 
 def test_moe_script_has_its_architecture_checked():
     use = classify(data_flags.DEEPSEEK3_671B_PRETRAIN, OWN)
-    checked = dict(pairs(use.checked_arch))
+    checked = dict(pairs(use.compared))
     assert checked["--num-experts"] == ("256",)
     assert checked["--kv-lora-rank"] == ("512",)
     assert checked["--qk-layernorm"] == ()
@@ -207,54 +175,42 @@ def test_moe_script_has_its_architecture_checked():
     assert "--num-layers" in use.own_argv
 
 
-def test_table_is_sound():
+def test_the_file_is_read_whole():
     flags = set(foreign_flags().values())
-    assert len(flags) > 1100
-    assert {flag.source for flag in flags} == {"Megatron-LM", "MindSpeed", "MindSpeed-LLM"}
+    assert len(flags) > 1000
     for spelling, flag in foreign_flags().items():
-        assert spelling in flag.spellings
-        assert flag.nargs in ARITIES
-        assert "\n" not in flag.reason and len(flag.reason) < 100
-        if flag.disposition is not Disposition.HONOURED:
-            assert flag.reason, flag.name
+        assert spelling in flag.spellings and spelling.startswith("--") and "_" not in spelling
+        assert flag.reason
+        assert (flag.comparison is None) is (flag.disposition is not Disposition.COMPARED)
 
 
-def test_table_rejects_a_second_disposition_and_a_bad_row():
-    group = Group(Disposition.NO_MEANING, "free", "--a:0")
-    with pytest.raises(AssertionError, match="--a has two dispositions"):
-        table(("x", (group,)), ("y", (group,)))
-    with pytest.raises(AssertionError, match="has no arity"):
-        table(("x", (Group(Disposition.NO_MEANING, "free", "--a"),)))
-    with pytest.raises(AssertionError, match="has the arity '3'"):
-        table(("x", (Group(Disposition.NO_MEANING, "free", "--a:3"),)))
-    with pytest.raises(AssertionError, match="has no reason"):
-        table(("x", (Group(Disposition.REFUSED, "", "--a:0"),)))
-    with pytest.raises(AssertionError, match="accepted with any value"):
-        ForeignFlag("--a", (), "1", "x", Disposition.NO_MEANING, "free", ("v",))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[accepted]\n"free" = "a"\n[refused]\n"bad" = "a"', "--a has two dispositions"),
+        ('[accepted]\n"free" = "a:3"', "no such number of values"),
+        ('[accepted]\n"free" = "a=v"', "only a refused flag has values"),
+    ],
+)
+def test_mistakes_in_the_file_are_found(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_flags(text)
 
 
 @pytest.mark.parametrize(
     ("flag", "disposition"),
     [
-        ("--tensor-model-parallel-size", Disposition.HONOURED),
-        ("--grpo-kl-beta", Disposition.HONOURED),
-        ("--persistent-save-interval", Disposition.HONOURED),
-        ("--q-lora-rank", Disposition.CHECKED_ARCH),
-        ("--moe-router-topk", Disposition.CHECKED_ARCH),
-        ("--swap-optimizer", Disposition.HONOURED),
-        ("--eval-iters", Disposition.NO_MEANING),
+        ("--q-lora-rank", Disposition.COMPARED),
+        ("--moe-router-topk", Disposition.COMPARED),
+        ("--eval-iters", Disposition.ACCEPTED),
         ("--fp16", Disposition.REFUSED),
-        ("--reset-attention-mask", Disposition.NO_MEANING),
-        ("--schedules-method", Disposition.NO_MEANING),
-        ("--init-method-std", Disposition.NO_MEANING),
-        ("--tokenizer-type", Disposition.NO_MEANING),
-        ("--data-path", Disposition.NO_MEANING),
-        ("--no-rl-inference-logprobs-is-correction", Disposition.NO_MEANING),
-        ("--noop-layers", Disposition.HONOURED),
-        ("--qk-layernorm", Disposition.CHECKED_ARCH),
-        ("--rl-inference-logprobs-is-correction", Disposition.HONOURED),
-        ("--rl-importance-sampling-truncation-coef", Disposition.HONOURED),
-        ("--grpo-filter-groups-with-same-reward", Disposition.HONOURED),
+        ("--reset-attention-mask", Disposition.ACCEPTED),
+        ("--schedules-method", Disposition.ACCEPTED),
+        ("--init-method-std", Disposition.ACCEPTED),
+        ("--tokenizer-type", Disposition.ACCEPTED),
+        ("--data-path", Disposition.ACCEPTED),
+        ("--no-rl-inference-logprobs-is-correction", Disposition.ACCEPTED),
+        ("--qk-layernorm", Disposition.COMPARED),
         ("--rl-inference-pipeline-model-parallel-size", Disposition.REFUSED),
         ("--rampup-batch-size", Disposition.REFUSED),
         ("--retro-add-retriever", Disposition.REFUSED),
@@ -266,8 +222,9 @@ def test_dispositions_that_must_not_drift(flag, disposition):
     assert foreign_flags()[flag].disposition is disposition
 
 
-ACCEPTED = sorted(
-    {flag for flag in foreign_flags().values() if flag.disposition is not Disposition.HONOURED},
+# without the four that are our own in this entry: an own flag wins
+KNOWN = sorted(
+    {flag for flag in foreign_flags().values() if OWN.isdisjoint(flag.spellings)},
     key=lambda flag: flag.name,
 )
 NUM_VALUES = {"0": (0, 0), "1": (1, 1), "?": (0, 1), "+": (1, 4), "*": (0, 4)}
@@ -276,7 +233,7 @@ VALUES = st.sampled_from(["1", "-1", "-0.5", "a,b", "PATH", "x y", "a=b", "_"])
 
 @st.composite
 def uses(draw):
-    flag = draw(st.sampled_from(ACCEPTED))
+    flag = draw(st.sampled_from(KNOWN))
     low, high = NUM_VALUES[flag.nargs]
     values = draw(st.lists(VALUES, min_size=low, max_size=high))
     return flag, draw(st.sampled_from(flag.spellings)), values
@@ -296,9 +253,9 @@ def test_every_token_is_sorted_once_and_in_order(parts):
     use = classify(argv, OWN)
     assert list(use.own_argv) == own
     assert use.unknown == ()
-    found = pairs(use.no_meaning) + pairs(use.checked_arch) + pairs(use.refused)
+    found = pairs(use.accepted) + pairs(use.compared) + pairs(use.refused)
     assert sorted(found) == sorted(foreign)
-    for kind in (use.no_meaning, use.checked_arch, use.refused):
+    for kind in (use.accepted, use.compared, use.refused):
         names = pairs(kind)
         assert names == [item for item in foreign if item in names]
 

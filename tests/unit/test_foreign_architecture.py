@@ -4,12 +4,15 @@ import pytest
 from support import data_flags
 
 from mindspeed_rl.arguments import parse
+from mindspeed_rl.compat import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.foreign_architecture import (
-    COUNTERPART_OF,
-    COUNTERPARTS,
-    check_foreign_architecture,
-)
+from mindspeed_rl.config.foreign_architecture import check_foreign_architecture, value_in
+
+COMPARED = {
+    name: flag.comparison
+    for name, flag in foreign_flags().items()
+    if flag.disposition is Disposition.COMPARED
+}
 
 QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 2, "rope_theta": 1e4}
 QWEN3_MOE = {
@@ -115,13 +118,11 @@ def test_dense_model_names_every_flag_of_an_moe_script():
     assert "--qk-head-dim" not in text  # 128 is Megatron's default
 
 
-@pytest.mark.parametrize("flag", sorted(COUNTERPART_OF))
+@pytest.mark.parametrize("flag", sorted(COMPARED))
 def test_every_flag_is_compared_on_a_dense_model(flag):
-    row = COUNTERPART_OF[flag]
-    switch = isinstance(row.read(DEEPSEEK_V3), bool) or flag in {
-        "--moe-shared-expert-gate",
-        "--shared-expert-gate",
-    }
+    row = COMPARED[flag]
+    assert value_in(QWEN2, row.where) is None
+    switch = foreign_flags()[flag].nargs == "0"
     text = contradiction(flag if switch else f"{flag} 99", QWEN2)
     assert f"qwen2 model has no {row.feature}" in text
     for value in row.unset:
@@ -131,11 +132,6 @@ def test_every_flag_is_compared_on_a_dense_model(flag):
 def test_unused_values_of_mindspeed_scripts_are_no_contradiction():
     check("--moe-layer-freq -1 --first-k-dense-replace -1", QWEN2)
     check("--moe-layer-freq -1 --first-k-dense-replace -1", DEEPSEEK_V3)
-
-
-def test_flags_are_listed_once():
-    flags = [flag for row in COUNTERPARTS for flag in row.flags]
-    assert len(flags) == len(set(flags))
 
 
 @pytest.mark.parametrize(

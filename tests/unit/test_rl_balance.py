@@ -15,7 +15,6 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.observability.metrics import Max, Total
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rl import build_engine
 from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import with_installed_engine
 from mindspeed_rl.rollout.step_loop import StepStats
@@ -75,22 +74,17 @@ def test_one_engine_has_nobody_to_give_to(tmp_path: Path) -> None:
     assert found is not None and found.steps == 128
 
 
-def on_npu(run: TableRun) -> Any:
+def on(platform: str, run: TableRun) -> Any:
     """Its job on another platform."""
-    return replace(run.parts.job, platform=cast(Any, SimpleNamespace(name="npu")))
+    return replace(run.parts.job, platform=cast(Any, SimpleNamespace(name=platform)))
 
 
-def test_engines_that_cannot_continue_a_stream_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_cannot_continue_a_stream_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--rollout-rebalance all")
-    monkeypatch.setattr(build_engine, "installed_version", lambda: "0.11.0")
-    with pytest.raises(ValueError, match=r"all: vLLM 0.11.x on npu .* use waiting"):
-        with_installed_engine(on_npu(run))
-    waiting = make_run(tmp_path, "--rollout-rebalance waiting")
-    with_installed_engine(on_npu(waiting))
-    monkeypatch.setattr(build_engine, "installed_version", lambda: "0.23.0")
-    with_installed_engine(on_npu(run))
+    with pytest.raises(ValueError, match="--rollout-rebalance all"):
+        with_installed_engine(on("cuda", run))
+    with_installed_engine(on("cuda", make_run(tmp_path, "--rollout-rebalance waiting")))
+    with_installed_engine(on("npu", run))
 
 
 def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:

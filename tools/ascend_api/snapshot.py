@@ -14,8 +14,7 @@ from tools.ascend_api.uses import Use, signature, symbol_key
 
 Snapshot = dict[str, Any]
 # vLLM-Ascend -> the vLLM that it runs on.
-VLLM_OF = {"0.9.1": "0.9.1", "0.11": "0.11.0", "0.13": "0.13.0", "0.18": "0.18.0",
-           "0.23": "0.23.0", "main": "0.27.1"}  # fmt: skip
+VLLM_OF = {"0.23": "0.23.0"}
 _RECORDS = {
     "EngineArgs": ("vllm.engine.arg_utils", "EngineArgs"),
     "CompilationConfig": ("vllm.config", "CompilationConfig"),

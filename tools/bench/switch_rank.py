@@ -98,9 +98,10 @@ def start(args: argparse.Namespace) -> Any:
 
 def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
     """The product's trainer (after one update), engine and state machine, in TRAIN."""
+    from support.batches import local_batches
+
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.rl import build_engine as rl_phases
-    from support.batches import local_batches
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.samples.packing import TrainSample
 

@@ -17,17 +17,14 @@ from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.ascend.behaviour import behaviour_of
+from mindspeed_rl.rollout.ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.ascend.memory import PoolMemory
 from mindspeed_rl.rollout.ascend.weights import AscendWeights
-from mindspeed_rl.rollout.ascend_versions import ascend_arguments, installed_ascend_version
 from mindspeed_rl.rollout.backend import EngineParts
 from mindspeed_rl.rollout.engine_memory import kv_tensors
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm_requests import model_settings
 
-# Tokens of one block of the cache: vLLM-Ascend's default, and the only size of its MLA kernels.
-_BLOCK_TOKENS = 128
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 # Keys of config.json of models whose attention cannot be updated.
@@ -43,13 +40,11 @@ class AscendBackend:
         model_dir: Hugging Face directory; its configuration is read.
         tuning: flags of the engine's execution.
         graph_sizes: what ``--rollout-graph-sizes`` came to.
-        version: of vLLM-Ascend; ``None`` asks for the installed one.
         modules: a module of vLLM or vLLM-Ascend by its name.
         format_of: the memory format of a tensor on the device, as a number of CANN.
 
     Raises:
-        ValueError: a version or model that cannot be updated, or a flag the version has nothing
-            for.
+        ValueError: a model that cannot be updated.
     """
 
     def __init__(
@@ -59,33 +54,20 @@ class AscendBackend:
         model_dir: str,
         tuning: EngineTuningConfig,
         graph_sizes: tuple[int, ...],
-        version: str | None = None,
         modules: Callable[[str], Any] = importlib.import_module,
         format_of: Callable[[torch.Tensor], int] = memory_format,
     ) -> None:
         self._modules, self._format_of = modules, format_of
         self._platform, self._layout, self._tuning = platform, layout, tuning
-        self.version = version or installed_ascend_version()
-        self.behaviour = behaviour_of(self.version)
         sizes = graph_sizes if tuning.rollout_graph_mode != "eager" else ()
-        self._arguments = ascend_arguments(tuning, self.version, sizes)
-        check_updatable(Path(model_dir), self.version)
-        if (
-            layout.spec.latent
-            and self.behaviour.latent_rebinds
-            and tuning.rollout_graph_mode != "eager"
-        ):
-            raise ValueError(
-                f"--rollout-graph-mode {tuning.rollout_graph_mode}: vLLM-Ascend {self.version} "
-                "moves the products of latent attention with every update, captured graphs would "
-                "read the old ones; use eager"
-            )
+        self._arguments = ascend_arguments(tuning, sizes)
+        check_updatable(Path(model_dir))
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Ours, then the user's; see :class:`~mindspeed_rl.rollout.backend.Backend`."""
         own: dict[str, Any] = {
             **model_settings(self._layout, "npu"),
-            **self._arguments.arguments,
+            **self._arguments,
             "enable_sleep_mode": True,
             "disable_custom_all_reduce": True,
         }
@@ -95,27 +77,17 @@ class AscendBackend:
         return _merged(own, options, "--vllm")
 
     def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        """The size of the key/value cache as the version takes it."""
-        if self.behaviour.cache_bytes:
-            return {"kv_cache_memory_bytes": kv_cache_bytes}
-        spec, tp = self._layout.spec, self._layout.engine.tp
-        token = spec.num_layers * spec.cached_values(tp) * (4 if dtype == "float32" else 2)
-        blocks = kv_cache_bytes // (token * _BLOCK_TOKENS)
-        if not blocks:
-            raise ValueError(
-                f"--rollout-kv-cache-gb {kv_cache_bytes / 2**30:g}: one block of {_BLOCK_TOKENS} "
-                f"tokens needs {token * _BLOCK_TOKENS / 2**30:.3g} GiB; raise it"
-            )
-        return {"num_gpu_blocks_override": blocks}
+        """In bytes."""
+        return {"kv_cache_memory_bytes": kv_cache_bytes}
 
     def prepare(self) -> RankAgreement | None:
         """Environment and patches; expandable segments are off while the pool is filled."""
         from mindspeed_rl.rollout.patches import step_sync
 
-        os.environ.update(self._arguments.environment)
+        os.environ.update(ENVIRONMENT)
         if swaps_segments():
             set_expandable_segments(False)
-        packed = _packs(self._arguments.arguments) and self._tuning.rollout_dp_sync != "engine"
+        packed = self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply("npu") if packed and self._layout.engine.dp > 1 else None
 
     def parts(self, llm: Any) -> EngineParts:
@@ -149,7 +121,7 @@ class AscendBackend:
         cache = PoolMemory(
             camem, "kv_cache", worker.wake_up, self._platform, save=False, lost=lambda: whole
         )
-        derived = AscendWeights(model, self.behaviour, process)
+        derived = AscendWeights(model, process)
         return EngineParts(model, derived, weights, cache, True, weight_format)
 
     def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
@@ -187,8 +159,8 @@ class AscendBackend:
         found += [f"{name} has format {n}" for name, n in formats.items() if n == _NZ]
         if found:
             raise RuntimeError(
-                f"vLLM-Ascend {self.version} keeps weights in the NZ format ({found[0]}): updates "
-                "would be written in another format than read"
+                f"vLLM-Ascend keeps weights in the NZ format ({found[0]}): updates would be "
+                "written in another format than read"
             )
         switches = ", ".join(f"{name} {mode}" for name, mode in modes.items())
         numbers = ", ".join(map(str, sorted(set(formats.values()))))
@@ -201,10 +173,6 @@ class AscendBackend:
 def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
     """Every parameter: the layout, all of which updates write, has these and what they imply."""
     return [param.data for param in model.parameters()]
-
-
-def _packs(arguments: Mapping[str, Any]) -> bool:
-    return bool(arguments[_ADDITIONAL].get("dp_allreduce_on_npu"))
 
 
 _REFUSED_KEYS: Mapping[str, str] = {
@@ -244,7 +212,7 @@ def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> 
     return merged
 
 
-def check_updatable(model_dir: Path, version: str) -> None:
+def check_updatable(model_dir: Path) -> None:
     """Refuse models whose attention vLLM-Ascend cannot be given new weights for.
 
     Raises:
@@ -255,7 +223,7 @@ def check_updatable(model_dir: Path, version: str) -> None:
     if found := [key for key in _SPARSE_KEYS if config.get(key)]:
         raise ValueError(
             f"--hf-checkpoint {model_dir}: sparse attention ({found[0]} in config.json); "
-            f"vLLM-Ascend {version} throws the key/value up projection away once it has derived "
+            "vLLM-Ascend throws the key/value up projection away once it has derived "
             "its products, so that no update can be written; allowed: models with dense or latent "
             "attention"
         )

@@ -2,7 +2,7 @@
 
 Its kernels want ``w13 [experts, hidden, 2 x ffn]`` and ``w2 [experts, ffn, hidden]`` (kernel
 layout), its loaders the transposes of both (loader layout). Loading turns them once; waking turns
-them back in some versions and not in others; and a turned parameter has lost its loader. Here every
+them back, by what their shape looks like; and a turned parameter has lost its loader. Here every
 parameter has a known layout, which is read off its strides after every call of the engine, and an
 update turns each of them to loader layout and back exactly once. Both layouts are views of the same
 memory, so addresses stay.
@@ -84,11 +84,9 @@ class ExpertLayouts:
 
     Args:
         model: after loading and processing, so that all of them are in kernel layout.
-        once: processing turns experts the first time only (0.11), by a mark in their method.
     """
 
-    def __init__(self, model: torch.nn.Module, once: bool) -> None:
-        self._once = once
+    def __init__(self, model: torch.nn.Module) -> None:
         self.params = [
             ExpertParam(name, module, value.shape, value.data_ptr())
             for name, module in _experts(model)
@@ -112,8 +110,6 @@ class ExpertLayouts:
         """
         for param in self.params:
             assert param.loadable, f"{param.name}: closed without open"
-            if self._once:
-                _method(param).transpose = True
         process()
         for param in self.params:
             if param.loadable:
@@ -140,13 +136,3 @@ def _loader(param: ExpertParam) -> Any:
     if loader is None:
         raise RuntimeError(f"{param.name}: its module has no weight_loader to attach")
     return loader
-
-
-def _method(param: ExpertParam) -> Any:
-    method = getattr(param.module, "quant_method", None)
-    if not hasattr(method, "transpose"):
-        raise RuntimeError(
-            f"{param.name}: its method has no mark 'transpose'; this is not the version that turns "
-            "experts once"
-        )
-    return method

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mindspeed_rl.rollout.ascend.behaviour import AscendBehaviour
 from mindspeed_rl.rollout.ascend.experts import ExpertLayouts
 
 
@@ -18,16 +17,13 @@ class AscendWeights:
 
     Args:
         model: vLLM's model, built.
-        behaviour: of the installed version.
         process: the engine's processing of the whole model after loading.
     """
 
     packs_experts = False
 
-    def __init__(
-        self, model: torch.nn.Module, behaviour: AscendBehaviour, process: Callable[[], None]
-    ) -> None:
-        self.experts = ExpertLayouts(model, behaviour.turns_once)
+    def __init__(self, model: torch.nn.Module, process: Callable[[], None]) -> None:
+        self.experts = ExpertLayouts(model)
         self._process = process
 
     def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

