@@ -32,7 +32,7 @@ class RewardSpec:
     """A reward function and its weight in the total.
 
     Attributes:
-        name: a registered name, or ``path/to/file.py:function``.
+        name: a built-in reward, or ``path/to/file.py:function``.
         weight: factor of the function's score in the total; finite. 0 logs without training on it.
     """
 
@@ -77,7 +77,7 @@ class RewardSpec:
 
     @property
     def file(self) -> str:
-        """The user's file; empty for a registered name."""
+        """The user's file; empty for a built-in reward."""
         return self.name.rpartition(":")[0]
 
 

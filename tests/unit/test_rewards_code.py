@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 @pytest.fixture(scope="module")
 def code() -> CodeReward:
-    return code_reward(time_limit_s=1.0, memory_gb=0.25, processes=8)
+    return code_reward(time_limit_s=2.0, memory_gb=0.25, processes=8)
 
 
 def code_reward(**flags: Any) -> CodeReward:
