@@ -254,8 +254,8 @@ def _feed(worker: Worker, queue: _Queue, started: Future[None], closed: threadin
             started.set_exception(error)
         _fail(held, error)
         while not closed.is_set():
-            if (sample := queue.get()) is not None:
-                sample.result.set_exception(error)
+            if (further := queue.get()) is not None:
+                further.result.set_exception(error)
     finally:
         worker.close()
         _fail(held, RuntimeError("this RewardPool was closed while it scored"))
