@@ -83,14 +83,14 @@ class Conversations:
         self._limit = run.config.rollout.rollout_max_response_length
         self._max_turns = run.config.environment.rl_environment_max_turns
         self._episodes = {i: Episode(i, prompts[i]) for i in sorted(share)}
-        self._host = run.environments()
+        self._runner = run.environments()
         self._next: list[Continuation] = []
         self._first_error = ""
         self.num_errors = 0
 
     def begin(self) -> None:
         """Reset all environments."""
-        answers = self._host.reset({i: e.prompt for i, e in self._episodes.items()})
+        answers = self._runner.reset({i: e.prompt for i, e in self._episodes.items()})
         for i, answer in answers.items():
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
@@ -101,7 +101,7 @@ class Conversations:
         """The turns that a step of the engine has finished."""
         for i, completion in finished.items():
             self._episodes[i].say(completion)
-        answers = self._host.step({i: done.token_ids for i, done in finished.items()})
+        answers = self._runner.step({i: done.token_ids for i, done in finished.items()})
         for i, answer in answers.items():
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
@@ -197,7 +197,6 @@ def converse(
     def on_step(finished: Mapping[int, Completion]) -> None:
         if talks is not None:
             talks.advance(finished)
-            scorer.poll()
 
     contexts = {i: prompts[i].token_ids for i in share}
     for turn in itertools.count():

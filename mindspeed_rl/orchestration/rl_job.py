@@ -18,9 +18,9 @@ from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import (
     EnvironmentFactory,
-    Host,
-    LocalHost,
-    RayHost,
+    EnvironmentRunner,
+    LocalRunner,
+    RayRunner,
     resolve_environment,
 )
 from mindspeed_rl.experience.samples import Sample
@@ -47,7 +47,7 @@ from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.rewards import PoolBase, RewardSpec
+from mindspeed_rl.rewards import RewardPool, RewardSpec
 from mindspeed_rl.rollout.capabilities import installed_layout
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -88,7 +88,7 @@ class RLJob:
     engine: VllmEngine
     phases: Phases
     ledger: MemoryLedger
-    rewards: PoolBase | None
+    rewards: RewardPool | None
     reward_names: tuple[str, ...]
     timer: PhaseTimer
     logger: RunLogger
@@ -104,7 +104,7 @@ class RLJob:
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
     environment: EnvironmentFactory | None = None
-    remote_environments: RayHost | None = None
+    remote_environments: RayRunner | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -145,12 +145,12 @@ class RLJob:
             stop_token_ids(self.tokenizer, self.plan),
         )
 
-    def environments(self) -> Host:
+    def environments(self) -> EnvironmentRunner:
         """Where the environments of new conversations live."""
         if self.remote_environments is not None:
             return self.remote_environments
         assert self.environment is not None
-        return LocalHost(self.environment, self.tokenizer)
+        return LocalRunner(self.environment, self.tokenizer)
 
     def close(self) -> None:
         """Stop reward workers and environments, and close files."""
@@ -193,7 +193,7 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     specs = [RewardSpec.parse(text) for text in config.rewards.reward_function]
     leads = plan.engine.tp_rank(rank) == 0
     environment = _environment(config)
-    rewards = make_reward_pool(config, specs) if leads else None
+    rewards = make_reward_pool(config) if leads else None
     tokenizer = training.load_tokenizer(config)
     stop_token_ids(tokenizer, plan)
     prompts, eval_sets = load_data(config.prompts, tokenizer, plan.spec, progress=rank == 0)
@@ -283,10 +283,12 @@ def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
     return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
 
 
-def _remote_environments(config: RLRunConfig, tokenizer: PreTrainedTokenizerBase) -> RayHost | None:
+def _remote_environments(
+    config: RLRunConfig, tokenizer: PreTrainedTokenizerBase
+) -> RayRunner | None:
     flags = config.environment
     workers = flags.rl_environment_ray_workers
-    return RayHost(flags.rl_environment, tokenizer, workers) if workers else None
+    return RayRunner(flags.rl_environment, tokenizer, workers) if workers else None
 
 
 def routing_of(job: Job[RLRunConfig, RLPlan]) -> str:

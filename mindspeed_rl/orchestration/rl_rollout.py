@@ -17,7 +17,7 @@ from mindspeed_rl.orchestration.rl_balance import balance_metrics, make_rebalanc
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_partial import continued
 from mindspeed_rl.rewards import RewardRequest, Scoring
-from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
+from mindspeed_rl.rewards.builtin.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.types import Completion, Prompt, Rollout
 
@@ -146,16 +146,10 @@ class Scorer:
         """A sample without a reward."""
         self._dropped.append(rollout)
 
-    def poll(self) -> None:
-        """Between two steps of the engine. Never waits."""
-        if self._scoring is not None:
-            self._scoring.poll()
-
     def finish(self) -> tuple[list[Rollout], MetricSet]:
         """Wait for the rest: the samples with their rewards, by sample id, and what went wrong."""
         if self._scoring is None:
             return [], MetricSet({name: Mean(0, 0) for name in _METRICS})
-        self._scoring.poll()
         early = self._scoring.num_done
         results = self._scoring.finish()
         scored = [
@@ -221,7 +215,6 @@ def generate(
         for i, completion in finished.items():
             goes_on = begun and completion.truncated and len(completion.token_ids) < limit
             (scorer.drop if goes_on else scorer.add)(Rollout(i, prompts[i], completion))
-        scorer.poll()
 
     rebalancer = make_rebalancer(run, prompts, settings, lengths, begun)
     if rebalancer is None:

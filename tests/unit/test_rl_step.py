@@ -26,6 +26,7 @@ from mindspeed_rl.orchestration import rl_batch, rl_rollout, rl_step
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_samples import Response, store_responses
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rewards import RewardRequest
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
 # (1/3) / (standard deviation of (1, 0, 0) + 1e-4)
@@ -156,14 +157,24 @@ def test_ranks_without_rewards_report_the_same_names(tmp_path: Path) -> None:
     assert all(metric == Mean(0, 0) for metric in silent.values())
 
 
-def test_finished_samples_are_scored_while_others_are_generated(tmp_path: Path) -> None:
+def test_finished_samples_are_scored_while_others_are_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every step of the engine hands over what it finished, and the rewards begin with it."""
     run = make_run(tmp_path, rewards=REWARDS)
+    rewards, at_step = cast(TableRewards, run.rewards), list[int]()
+    add = rewards.add
+
+    def noted(request: RewardRequest) -> None:
+        at_step.append(len(engine_of(run).steps))
+        add(request)
+
+    monkeypatch.setattr(rewards, "add", noted)
     collected(run)
     steps = engine_of(run).steps
     assert len(steps) == 4 and sum(len(done) > 0 for done in steps) > 1, steps
     counts = [sum(map(len, steps[: n + 1])) for n in range(len(steps))]
-    assert cast(TableRewards, run.rewards).polls == [*counts, 6]
+    assert at_step == [1 + sum(count <= i for count in counts) for i in range(6)]
 
 
 def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
