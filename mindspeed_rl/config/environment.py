@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.config.reward_spec import check_python_file, check_python_name
+from mindspeed_rl.config.reward_spec import (
+    built_in,
+    check_name,
+    check_python_file,
+    check_python_name,
+)
 
-# What mindspeed_rl.environments registers.
-BUILT_IN_ENVIRONMENTS = ("calculator",)
+BUILT_IN_ENVIRONMENTS = built_in("environments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,10 @@ class EnvironmentConfig:
     """
 
     rl_environment: str = flag(
-        "", "An environment: a registered name or FILE.py:NAME; empty for none."
+        "",
+        "An environment: a built-in one or FILE.py:NAME; empty for none. Built in: "
+        + "; ".join(f"{name} ({text})" for name, text in BUILT_IN_ENVIRONMENTS.items())
+        + ".",
     )
     rl_environment_max_turns: int = flag(
         4, "Turns of the model in one response; it is cut after them.", minimum=1
@@ -41,7 +47,7 @@ class EnvironmentConfig:
 
 
 def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
-    """A registered name, or a name of a Python file that is there. Local; executes nothing.
+    """A built-in name, or a name of a Python file that is there. Local; executes nothing.
 
     Args:
         flags: of the environment.
@@ -56,10 +62,5 @@ def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
     if separator and files:
         check_python_file(Path(path), where)
         check_python_name(Path(path), attribute, where)
-    elif name and not separator and name not in BUILT_IN_ENVIRONMENTS:
-        near = difflib.get_close_matches(name, BUILT_IN_ENVIRONMENTS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"{where}: unknown environment; {hint}known: {', '.join(BUILT_IN_ENVIRONMENTS)}; for "
-            "your own write path/to/file.py:Name"
-        )
+    elif name and not separator:
+        check_name("--rl-environment", name, BUILT_IN_ENVIRONMENTS)

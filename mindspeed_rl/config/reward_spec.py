@@ -9,17 +9,22 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What mindspeed_rl.rewards registers.
-BUILT_IN_REWARDS = (
-    "code",
-    "environment",
-    "exact_match",
-    "format",
-    "length",
-    "math",
-    "numeric_match",
-    "remote",
-)
+
+def built_in(room: str) -> dict[str, str]:
+    """The built-in rewards or environments: what each is, by name. Local; imports none of them.
+
+    Each is a module of ``mindspeed_rl/ROOM/builtin``, and the first line of the module says what
+    it is.
+    """
+    folder = Path(__file__).resolve().parents[1] / room / "builtin"
+    result = {}
+    for path in sorted(folder.glob("[a-z]*.py")):
+        with path.open(encoding="utf-8") as file:
+            result[path.stem] = file.readline().strip().strip('"').rstrip(".")
+    return result
+
+
+BUILT_IN_REWARDS = built_in("rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class RewardSpec:
     """A reward function and its weight in the total.
 
     Attributes:
-        name: a registered name, or ``path/to/file.py:function``.
+        name: a built-in reward, or ``path/to/file.py:function``.
         weight: factor of the function's score in the total; finite. 0 logs without training on it.
     """
 
@@ -72,7 +77,7 @@ class RewardSpec:
 
     @property
     def file(self) -> str:
-        """The user's file; empty for a registered name."""
+        """The user's file; empty for a built-in reward."""
         return self.name.rpartition(":")[0]
 
 
@@ -101,19 +106,19 @@ def check_specs(specs: Sequence[RewardSpec]) -> None:
             )
 
 
-def check_name(name: str, known: Collection[str]) -> None:
-    """Refuse a reward without a file that is not ``known``.
+def check_name(flag: str, name: str, known: Collection[str]) -> None:
+    """Refuse a reward or environment without a file that is not ``known``.
 
     Raises:
-        ValueError: naming the nearest and all that are known.
+        ValueError: naming the flag, the nearest and all that are known.
     """
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"--reward-function {name}: unknown reward; {hint}known: {', '.join(sorted(known))}; "
-        "for your own function write path/to/file.py:function"
+        f"{flag} {name}: unknown; {hint}known: {', '.join(sorted(known))}; "
+        "for your own write path/to/file.py:name"
     )
 
 

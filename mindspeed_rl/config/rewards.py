@@ -23,17 +23,17 @@ class RewardConfig:
     """Rewards.
 
     Every sample is scored by the weighted sum of the reward functions, in worker processes beside
-    the engines, while other samples are still being generated. Built in: math, exact_match,
-    numeric_match, format, length, code (unit tests in a sandbox), remote (a server), environment
-    (what --rl-environment says). A function of your own:
+    the engines, while other samples are still being generated. A function of your own:
     ``--reward-function rewards.py:score=1.0 format=0.2``. A row of the data may name the rewards
     that score it.
     """
 
     reward_function: tuple[str, ...] = flag(
         ("math",),
-        "Rewards, summed: a registered name or FILE.py:FUNCTION, each may end with =WEIGHT or "
-        ":WEIGHT (1 if not).",
+        "Rewards, summed: a built-in one or FILE.py:FUNCTION, each may end with =WEIGHT or "
+        ":WEIGHT (1 if not). Built in: "
+        + "; ".join(f"{name} ({text})" for name, text in BUILT_IN_REWARDS.items())
+        + ".",
         names=("--reward-function", "--rl-reward"),
         nargs="+",
     )
@@ -175,7 +175,7 @@ def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
     check_specs(specs)
     for spec in specs:
         if not spec.file:
-            check_name(spec.name, BUILT_IN_REWARDS)
+            check_name("--reward-function", spec.name, BUILT_IN_REWARDS)
         elif files:
             where = f"--reward-function {spec.name}"
             check_python_file(Path(spec.file), where)

@@ -1,243 +1,292 @@
-"""A pool of reward workers with a hard limit on every sample.
+"""A pool of reward workers, each fed by a thread of its own.
 
-One thread, the caller's: `RewardPool.score` hands out chunks, collects results and kills what runs
-too long. Workers answer sample by sample, so the clock of a worker restarts at each answer. A
-caller that has its samples one by one, with other work in between, uses `RewardPool.scoring`.
+The threads take samples from one queue, hand them to their workers and wait for the results, so
+that samples are scored while the caller does other work. The limits of a sample are the worker's
+(`worker_process`), that of a batch is the caller's (`Scoring.finish`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import selectors
-import time
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
-from mindspeed_rl.config.reward_spec import RewardSpec
-from mindspeed_rl.rewards.batch import Batch
-from mindspeed_rl.rewards.pool_base import MAX_CHUNK, MAX_LOGGED_CHARS, PoolBase, PoolOptions
-from mindspeed_rl.rewards.settings import RewardSettings
-from mindspeed_rl.rewards.types import RewardError
-from mindspeed_rl.rewards.wire import Kind
-from mindspeed_rl.rewards.worker_process import WorkerProcess, WorkerSetup
+from mindspeed_rl.config.reward_spec import RewardSpec, check_specs
+from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
+from mindspeed_rl.rewards.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-START_LIMIT_S = 120.0  # user files may import torch from a cold network file system
-EXIT_GRACE_S = 1.0
+TICK_S = 0.05  # how long a thread that waits for a result may not see that nobody wants it
 
 
-class RewardPool(PoolBase):
+class Worker(Protocol):
+    """What a thread of the pool feeds; see `WorkerProcess`."""
+
+    ready: bool
+    notices: tuple[str, ...]
+    concurrency: int
+
+    def restart(self) -> None:
+        """Start, or give up what it holds and start anew."""
+        ...
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+    def send(self, request: RewardRequest) -> None:
+        """Hand over a sample."""
+        ...
+
+    def receive(self, wait_s: float) -> RewardResult | None:
+        """The result of the oldest sample; ``None`` when there is none after ``wait_s``."""
+        ...
+
+
+class _Sample(NamedTuple):
+    request: RewardRequest
+    result: Future[RewardResult]
+    given_up: threading.Event  # of the whole scoring
+
+
+_Queue = SimpleQueue[_Sample | None]
+
+
+class RewardPool:
     """Scores samples in worker processes; see `score`.
 
-    The constructor returns when all workers are ready, so a wrong reward name fails at once. Use as
-    a context manager or call `close`. Thread-safe; calls run one after the other. Create it in a
-    thread that lives as long as the pool: on Linux workers die with the thread that started them.
+    The constructor returns when all workers are ready, so a wrong reward fails at once. Use as a
+    context manager or call `close`. Thread-safe. After an error of its own (`ValueError`,
+    `RewardError` of a worker that does not start) it is closed.
 
     Args:
-        specs: the reward functions: `RewardSpec` or its command line syntax.
-        num_workers: processes, at least 1.
-        timeout_s: wall-clock limit of one sample over all its functions.
-        batch_timeout_s: wall-clock limit of one `score` call.
-        timeout_score: reward of a sample that ran out of time; ``None`` leaves it out.
-        memory_limit_bytes: memory (address space) a worker may use on top of its imports; ``None``
-            for no limit.
-        max_error_rate: share of failed samples above which `score` raises, over one call or as many
-            small ones in a row as it takes for a single failure to be within it.
-        settings: of the built-in rewards.
+        settings: the reward flags: functions, number of workers, limits.
+        batch_timeout_s: wall-clock limit of one `score` call or `Scoring.finish`.
 
     Raises:
-        ValueError: an argument out of range; an unknown or unusable reward function.
+        ValueError: an unknown or unusable reward function.
         RewardError: a worker does not start.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[RewardSpec | str],
-        *,
-        num_workers: int = 4,
-        timeout_s: float = 10.0,
-        batch_timeout_s: float = 300.0,
-        timeout_score: float | None = 0.0,
-        memory_limit_bytes: int | None = 4 << 30,
-        max_error_rate: float = 0.05,
-        settings: RewardSettings | None = None,
-    ) -> None:
-        parsed = tuple(RewardSpec.parse(spec) if isinstance(spec, str) else spec for spec in specs)
-        super().__init__(
-            PoolOptions(
-                parsed,
-                num_workers,
-                timeout_s,
-                batch_timeout_s,
-                timeout_score,
-                memory_limit_bytes,
-                max_error_rate,
-                settings or RewardSettings(),
-            )
-        )
-        self._setup = WorkerSetup(parsed, memory_limit_bytes, self.options.settings)
-        self._workers: list[WorkerProcess] = []
-        self._selector = selectors.DefaultSelector()
+    def __init__(self, settings: RewardSettings, batch_timeout_s: float = 300.0) -> None:
+        check_specs([RewardSpec.parse(text) for text in settings.flags.reward_function])
+        self.settings = settings
+        self.batch_timeout_s = batch_timeout_s
+        self.workers = [self.new_worker() for _ in range(settings.flags.reward_num_workers)]
+        self._lock = threading.Lock()
+        self._num_errors = self._num_results = 0  # since the rate was last judged
+        self._samples: _Queue = SimpleQueue()
+        closed, started = threading.Event(), [Future[None]() for _ in self.workers]
+        threads = [
+            threading.Thread(target=_feed, args=(worker, self._samples, ready, closed), daemon=True)
+            for worker, ready in zip(self.workers, started, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
         # Runs at close(), at garbage collection or at exit, whichever is first; once.
-        self._finalizer = weakref.finalize(
-            self, _kill_all, self._workers, self._selector, os.getpid()
-        )
+        self._finalizer = weakref.finalize(self, _stop, threads, self._samples, closed)
         try:
-            for _ in range(num_workers):
-                self._workers.append(self._start_worker())
-            self._wait_until_ready()
+            wait(started, return_when=FIRST_EXCEPTION)
+            for ready in started:
+                if ready.done():
+                    ready.result()
         except BaseException:
             self.close()
             raise
+
+    def new_worker(self) -> Worker:
+        """A worker that is not started yet."""
+        return WorkerProcess(self.settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Kill the workers. Idempotent."""
         self._finalizer()
 
     @property
-    def is_open(self) -> bool:
-        """Whether it can still score."""
-        return self._finalizer.alive
+    def notices(self) -> tuple[str, ...]:
+        """What the rewards have to say about this machine, for the start of the log."""
+        return self.workers[0].notices
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the current workers, for diagnosis."""
-        return tuple(worker.process.pid for worker in self._workers)
+        """Process ids of the workers of this machine, for diagnosis."""
+        return tuple(w.pid for w in self.workers if isinstance(w, WorkerProcess))
 
-    def turn(self, batch: Batch, until_s: float) -> float:
-        """Hand out, then wait for the next answer or limit, but not longer than ``until_s``.
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """Score ``requests``; results are in their order, one each.
 
-        Returns:
-            When it began to wait: all answers sent before have been read.
+        A sample that takes longer than ``--reward-timeout-s`` costs its worker, which is replaced.
+        What is open at the limit of the batch times out.
+
+        Raises:
+            RewardError: more than ``--reward-max-error-rate`` of the samples failed, of small calls
+                several together; a worker does not start.
+            ValueError: a reward can no longer be loaded.
+            RuntimeError: the pool is closed.
         """
-        self._hand_out(batch)
-        now_s = time.monotonic()
-        deadlines_s = [w.deadline_s for w in self._workers if w.pending or not w.ready]
-        self._pump(batch, max(0.0, min([until_s, *deadlines_s]) - now_s))
-        # However late this process was scheduled, nobody is killed for an answer not yet read.
-        for worker in list(self._workers):
-            if worker.deadline_s <= now_s and (worker.pending or not worker.ready):
-                self._overdue(worker, batch)
-        self._hand_out(batch)
-        return now_s
+        with self.scoring() as scoring:
+            for request in requests:
+                scoring.add(request)
+            return scoring.finish()
 
-    def _hand_out(self, batch: Batch) -> None:
-        """Give each worker that has room a share of what waits: large first, then single ones."""
-        for worker in self._workers:
-            if not batch.waiting:
-                return
-            if worker.room:
-                share = min(len(batch.waiting) // (2 * len(self._workers)), MAX_CHUNK)
-                positions = batch.take(max(worker.room, share))
-                if not worker.pending:
-                    worker.deadline_s = time.monotonic() + self.options.timeout_s
-                worker.send_requests(positions, [batch.requests[i] for i in positions])
-                self._watch(worker)
+    @contextmanager
+    def scoring(self) -> Iterator[Scoring]:
+        """Samples that come one by one; see `Scoring`. Raises as `score`."""
+        if not self._finalizer.alive:
+            raise RuntimeError("this RewardPool is closed; create a new one")
+        scoring = Scoring(self, self._samples)
+        try:
+            yield scoring
+        finally:
+            scoring.give_up()
 
-    def _pump(self, batch: Batch, wait_s: float) -> None:
-        """Wait for the sockets for at most ``wait_s``, then move what can be moved."""
-        for key, events in self._selector.select(wait_s):
-            worker: WorkerProcess = key.data
-            if events & selectors.EVENT_WRITE:
-                worker.flush()
-            if events & selectors.EVENT_READ:
-                self._read(worker, batch)
-            if not worker.closed:
-                self._watch(worker)
+    def check_error_rate(self, results: Sequence[RewardResult]) -> None:
+        """Judge as many samples as a single failure is within the limit of, of several calls.
 
-    def _read(self, worker: WorkerProcess, batch: Batch) -> None:
-        for kind, payload in worker.receive():
-            if kind is Kind.READY:
-                worker.ready, worker.at_once = True, payload.at_once
-                self._notices = payload.notices
-            elif kind is Kind.BAD_REWARD:
-                self.close()
-                raise ValueError(payload)
-            else:
-                batch.finish(worker.pending.popleft(), payload)
-                worker.deadline_s = time.monotonic() + self.options.timeout_s
-                worker.retiring = kind is Kind.LAST_RESULT
-        if worker.closed:
-            self._ended(worker, batch)
-
-    def _ended(self, worker: WorkerProcess, batch: Batch) -> None:
-        exit_code = worker.kill(EXIT_GRACE_S)
-        if not worker.ready:
-            self.close()
+        Raises:
+            RewardError: too many failed.
+        """
+        limit = self.settings.flags.reward_max_error_rate
+        enough = 1 / limit if limit else 0.0
+        errors = [result for result in results if result.status == "error"]
+        with self._lock:
+            failed, count = self._num_errors + len(errors), self._num_results + len(results)
+            too_many = bool(errors) and failed > limit * max(count, enough)
+            judged = too_many or count >= enough
+            self._num_errors, self._num_results = (0, 0) if judged else (failed, count)
+        if too_many:
             raise RewardError(
-                f"a reward worker ended with exit code {exit_code} before it was ready; "
-                "its own error message is above, on stderr"
+                f"{failed} of {count} rewards failed ({failed / count:.1%}), above "
+                f"--reward-max-error-rate {limit:g}; fix the reward function or the data. First "
+                f"failure, sample {errors[0].sample_id}:\n{errors[0].detail}"
             )
-        if worker.pending and not worker.retiring:
-            position = worker.pending.popleft()
-            detail = (
-                f"the reward worker ended with exit code {exit_code} (negative: killed by that "
-                "signal, -9 is often the kernel's out-of-memory killer) while scoring this sample"
-            )
-            batch.fail(position, None, "error", detail)
-            logger.warning("sample %d: %s", batch.requests[position].sample_id, detail)
-        batch.give_back(worker.pending)
-        self._replace(worker)
-
-    def _overdue(self, worker: WorkerProcess, batch: Batch) -> None:
-        if not worker.ready:
-            self.close()
-            raise RewardError(f"a reward worker was not ready after {START_LIMIT_S:.0f} s")
-        position = worker.pending.popleft()
-        detail = f"no score within {self.options.timeout_s:g} s"
-        batch.fail(position, self.options.timeout_score, "timeout", detail)
-        request = batch.requests[position]
-        logger.warning(
-            "sample %d: %s, reward set to %s; its worker is replaced; response: %.*r",
-            request.sample_id,
-            detail,
-            self.options.timeout_score,
-            MAX_LOGGED_CHARS,
-            request.response,
-        )
-        batch.give_back(worker.pending)
-        self._replace(worker)
-
-    def take_back(self, batch: Batch) -> None:
-        """Kills the workers that hold samples: they would answer later."""
-        for worker in [worker for worker in self._workers if worker.pending]:
-            batch.give_back(worker.pending)
-            self._replace(worker)
-
-    def _start_worker(self) -> WorkerProcess:
-        worker = WorkerProcess(self._setup, time.monotonic() + START_LIMIT_S)
-        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
-        return worker
-
-    def _replace(self, worker: WorkerProcess) -> None:
-        """Kill and start anew; the successor gets ready while the others work."""
-        self._selector.unregister(worker.connection)
-        worker.kill()
-        self._workers[self._workers.index(worker)] = self._start_worker()
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.has_unsent else 0)
-        if self._selector.get_key(worker.connection).events != events:
-            self._selector.modify(worker.connection, events, worker)
-
-    def _wait_until_ready(self) -> None:
-        nothing = Batch(())
-        while waiting := [worker for worker in self._workers if not worker.ready]:
-            now_s = time.monotonic()
-            self._pump(nothing, max(0.0, min(worker.deadline_s for worker in waiting) - now_s))
-            for worker in waiting:
-                if not worker.ready and worker.deadline_s <= now_s:
-                    self._overdue(worker, nothing)
 
 
-def _kill_all(
-    workers: list[WorkerProcess], selector: selectors.BaseSelector, owner_pid: int
-) -> None:
-    if os.getpid() != owner_pid:
-        return  # a forked copy of the owner: the workers are not its to kill
-    selector.close()
-    for worker in workers:
-        worker.kill()
-    workers.clear()
+class Scoring:
+    """Samples that come one by one, scored while the caller does other work."""
+
+    def __init__(self, pool: RewardPool, queue: _Queue) -> None:
+        self._pool = pool
+        self._queue = queue
+        self._samples: list[_Sample] = []
+        self._given_up = threading.Event()
+
+    @property
+    def num_done(self) -> int:
+        """Samples whose result is there."""
+        return sum(sample.result.done() for sample in self._samples)
+
+    def add(self, request: RewardRequest) -> None:
+        """A further sample; a worker that is free begins with it at once."""
+        sample = _Sample(request, Future(), self._given_up)
+        self._samples.append(sample)
+        self._queue.put(sample)
+
+    def give_up(self) -> None:
+        """Kill the workers that hold samples of this scoring, and drop those that wait."""
+        self._given_up.set()
+
+    def finish(self) -> list[RewardResult]:
+        """Wait for the rest, then all results in the order of `add`; raises as `score`.
+
+        The limit of the batch begins here.
+        """
+        futures = [sample.result for sample in self._samples]
+        done, late = wait(futures, self._pool.batch_timeout_s, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if error := future.exception():
+                self._pool.close()
+                raise error
+        if late:
+            self.give_up()
+        results = [
+            sample.result.result() if sample.result in done else self._expired(sample.request)
+            for sample in self._samples
+        ]
+        self._pool.check_error_rate(results)
+        return results
+
+    def _expired(self, request: RewardRequest) -> RewardResult:
+        reward = self._pool.settings.flags.reward_timeout_score
+        detail = f"the batch was not done within {self._pool.batch_timeout_s:g} s"
+        logger.warning("sample %d: %s; reward %s", request.sample_id, detail, reward)
+        return RewardResult(request.sample_id, reward, {}, "timeout", detail)
+
+
+def _feed(worker: Worker, queue: _Queue, started: Future[None], closed: threading.Event) -> None:
+    """The life of a thread of the pool; an error of the worker is that of all further samples."""
+    held: deque[_Sample] = deque()
+    try:
+        worker.restart()
+        while not worker.ready and not closed.is_set():
+            worker.receive(TICK_S)
+        started.set_result(None)
+        while not closed.is_set():
+            _hand_over(worker, queue, held)
+            if any(sample.given_up.is_set() for sample in held):
+                for sample in held:  # those of another scoring are scored again
+                    queue.put(sample)
+                held.clear()
+                worker.restart()
+            elif held and (result := worker.receive(TICK_S)) is not None:
+                held.popleft().result.set_result(result)
+    except BaseException as error:
+        if not started.done():
+            started.set_exception(error)
+        _fail(held, error)
+        while not closed.is_set():
+            if (further := queue.get()) is not None:
+                further.result.set_exception(error)
+    finally:
+        worker.close()
+        _fail(held, RuntimeError("this RewardPool was closed while it scored"))
+
+
+def _hand_over(worker: Worker, queue: _Queue, held: deque[_Sample]) -> None:
+    """Fill the worker; wait for a sample where it holds none."""
+    while len(held) < worker.concurrency:
+        try:
+            sample = queue.get(block=not held)
+        except Empty:
+            return
+        if sample is None:  # the pool is closed
+            return
+        if not sample.given_up.is_set():
+            held.append(sample)
+            worker.send(sample.request)
+
+
+def _fail(samples: deque[_Sample], error: BaseException) -> None:
+    while samples:
+        samples.popleft().result.set_exception(error)
+
+
+def _stop(threads: list[threading.Thread], queue: _Queue, closed: threading.Event) -> None:
+    closed.set()
+    for _ in threads:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # whichever collects the garbage
+            thread.join()
+    while not queue.empty():
+        if (sample := queue.get()) is not None:
+            sample.result.set_exception(RuntimeError("this RewardPool was closed"))

@@ -1,8 +1,8 @@
-"""The reward pool in a Ray cluster: actors anywhere, each with worker processes of its own.
+"""The reward pool in a Ray cluster: workers in actors anywhere, the limits of a sample beside them.
 
-An actor holds a `RewardPool` of one worker, so that the limits of a sample, the kill and the
-replacement are those of the process pool on whatever node it is. What is new here is that a node
-may be lost: its samples are scored by another actor.
+An actor holds a `WorkerProcess`, so that limits, the kill and the replacement are those of the
+process pool on whatever node it is. What is new is that a node may be lost: another actor takes
+the place of its actor and scores the sample again.
 """
 
 from __future__ import annotations
@@ -10,21 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_rl.config.reward_spec import RewardSpec
-from mindspeed_rl.rewards.batch import Batch
-from mindspeed_rl.rewards.pool_base import PoolBase, PoolOptions
-from mindspeed_rl.rewards.settings import RewardSettings
-from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult
-from mindspeed_rl.rewards.worker_process import worker_environment
+from mindspeed_rl.rewards.pool import RewardPool, Worker
+from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
+from mindspeed_rl.rewards.worker_process import WorkerProcess, worker_environment
 
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0  # an actor may have to wait for a node
-MAX_LOST_ACTORS = 8  # in one batch
+MAX_LOST_ACTORS = 3  # by one sample, which is then an error
 
 
 def _import_ray() -> Any:
@@ -38,77 +33,120 @@ def _import_ray() -> Any:
     return ray
 
 
-class ActorPool:
+class _Actor:
     """What runs in an actor."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        from mindspeed_rl.rewards.pool import RewardPool
+    def __init__(self, settings: RewardSettings) -> None:
+        self._worker = WorkerProcess(settings)
+        self._worker.restart()
 
-        self._pool = RewardPool(**arguments)
+    def start(self) -> tuple[str, ...]:
+        """The notices, when the functions are loaded; raises as `WorkerProcess.receive`."""
+        while not self._worker.ready:
+            self._worker.receive(1.0)
+        return self._worker.notices
 
-    def notices(self) -> tuple[str, ...]:
-        """Answers when the functions are loaded."""
-        return self._pool.notices
-
-    def score(self, requests: list[RewardRequest]) -> list[RewardResult]:
-        """In order, one each."""
-        return self._pool.score(requests)
-
-
-class _Actor:
-    """An actor and the samples it holds."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.pending: deque[int] = deque()
-        self.answer: Any = None
+    def score(self, request: RewardRequest) -> RewardResult:
+        """Score one sample."""
+        self._worker.send(request)
+        while (result := self._worker.receive(1.0)) is None:
+            pass
+        return result
 
 
-class RayRewardPool(PoolBase):
-    """Scores samples in a Ray cluster; `score` and `scoring` as those of `RewardPool`.
+class RayWorker:
+    """A reward worker in an actor that takes one CPU of the cluster; see `pool.Worker`."""
+
+    concurrency = 1
+
+    def __init__(self, ray: Any, settings: RewardSettings) -> None:
+        self.ready = False
+        self.notices: tuple[str, ...] = ()
+        self.actor: Any = None
+        self._ray = ray
+        self._settings = settings
+        self._held: RewardRequest | None = None
+        self._call: Any = None  # the answer that it waits for
+        self._num_lost = 0  # by the sample that it holds
+        self._deadline_s = 0.0
+
+    def restart(self) -> None:
+        """Start, or give up what it holds and start anew."""
+        self._held = None
+        self._replace()
+
+    def close(self) -> None:
+        """Kill the actor. Idempotent."""
+        if self.actor is not None and self._ray.is_initialized():
+            self._ray.kill(self.actor)
+        self.actor = None
+
+    def send(self, request: RewardRequest) -> None:
+        """Hand over a sample."""
+        self._held, self._num_lost = request, 0
+        if self.ready:
+            self._call = self.actor.score.remote(request)
+
+    def receive(self, wait_s: float) -> RewardResult | None:
+        """The result of the sample; ``None`` when there is none after ``wait_s``.
+
+        Raises:
+            ValueError: a reward cannot be loaded.
+            RewardError: the actor does not start.
+        """
+        if not self._ray.wait([self._call], timeout=wait_s)[0]:
+            if not self.ready and time.monotonic() > self._deadline_s:
+                raise RewardError(
+                    f"--reward-pool ray: an actor of one CPU was not ready after "
+                    f"{START_LIMIT_S:.0f} s; the cluster has too few free CPUs"
+                )
+            return None
+        try:
+            answer = self._ray.get(self._call)
+        except self._ray.exceptions.RayActorError as error:
+            return self._lost(error)
+        if self.ready:
+            self._held = None
+            result: RewardResult = answer
+            return result
+        self.ready, self.notices = True, answer
+        if self._held is not None:
+            self._call = self.actor.score.remote(self._held)
+        return None
+
+    def _lost(self, error: Exception) -> RewardResult | None:
+        if not self.ready:
+            raise RewardError(f"--reward-pool ray: an actor does not start: {error}") from error
+        request, self._num_lost = self._held, self._num_lost + 1
+        logger.warning("a reward actor was lost, its sample is scored again: %s", error)
+        self._replace()
+        if request is None or self._num_lost < MAX_LOST_ACTORS:
+            return None
+        self._held = None
+        detail = f"{self._num_lost} Ray actors were lost that scored this sample; last: {error}"
+        return RewardResult(request.sample_id, None, {}, "error", detail)
+
+    def _replace(self) -> None:
+        self.close()
+        self.ready = False
+        self._deadline_s = time.monotonic() + START_LIMIT_S
+        actor_type = self._ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+        self.actor = actor_type.remote(self._settings)
+        self._call = self.actor.start.remote()
+
+
+class RayRewardPool(RewardPool):
+    """Scores samples in a Ray cluster; everything else as in `RewardPool`.
 
     The cluster is that of ``RAY_ADDRESS``, or a local one that is started, and stopped by `close`.
-
-    Args:
-        specs: as of `RewardPool`; files must be where every node of the cluster can read them.
-        num_workers: actors, each takes one CPU of the cluster.
-        timeout_s: as of `RewardPool`, like all that follow.
-        batch_timeout_s: likewise.
-        timeout_score: likewise.
-        memory_limit_bytes: likewise.
-        max_error_rate: likewise.
-        settings: likewise.
+    Files of rewards must be where every node of the cluster can read them.
 
     Raises:
-        ValueError: ray is not installed; an argument or a reward function is at fault.
+        ValueError: ray is not installed, or a reward function is at fault.
         RewardError: an actor does not start.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[RewardSpec | str],
-        *,
-        num_workers: int = 4,
-        timeout_s: float = 10.0,
-        batch_timeout_s: float = 300.0,
-        timeout_score: float | None = 0.0,
-        memory_limit_bytes: int | None = 4 << 30,
-        max_error_rate: float = 0.05,
-        settings: RewardSettings | None = None,
-    ) -> None:
-        parsed = tuple(RewardSpec.parse(spec) if isinstance(spec, str) else spec for spec in specs)
-        super().__init__(
-            PoolOptions(
-                parsed,
-                num_workers,
-                timeout_s,
-                batch_timeout_s,
-                timeout_score,
-                memory_limit_bytes,
-                max_error_rate,
-                settings or RewardSettings(),
-            )
-        )
+    def __init__(self, settings: RewardSettings, batch_timeout_s: float = 300.0) -> None:
         self._ray = _import_ray()
         self._started_ray = not self._ray.is_initialized()
         if self._started_ray:
@@ -120,107 +158,14 @@ class RayRewardPool(PoolBase):
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-        self._open = True
-        self._num_lost = 0
-        self._actors: list[_Actor] = []
-        try:
-            self._actors = [self._start_actor() for _ in range(num_workers)]
-            self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(settings, batch_timeout_s)
 
-    def _arguments(self) -> dict[str, Any]:
-        options = self.options
-        return {
-            "specs": options.specs,
-            "num_workers": 1,
-            "timeout_s": options.timeout_s,
-            "batch_timeout_s": options.batch_timeout_s,
-            "timeout_score": options.timeout_score,
-            "memory_limit_bytes": options.memory_limit_bytes,
-            "max_error_rate": 1.0,  # the share is taken over the whole batch
-            "settings": options.settings,
-        }
-
-    def _start_actor(self) -> _Actor:
-        remote = self._ray.remote(num_cpus=1, max_restarts=0)(ActorPool)
-        return _Actor(remote.remote(self._arguments()))
-
-    def _wait_until_ready(self) -> None:
-        asked = [actor.handle.notices.remote() for actor in self._actors]
-        try:
-            self._notices = tuple(self._ray.get(asked, timeout=START_LIMIT_S)[0])
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise RewardError(
-                f"--reward-pool ray: {len(asked)} actors of one CPU each were not ready after "
-                f"{START_LIMIT_S:.0f} s; the cluster has too few free CPUs"
-            ) from error
-        except self._ray.exceptions.RayActorError as error:
-            raise ValueError(f"--reward-pool ray: an actor does not start: {error}") from error
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still score."""
-        return self._open
+    def new_worker(self) -> Worker:
+        """A worker in an actor that is not started yet."""
+        return RayWorker(self._ray, self.settings)
 
     def close(self) -> None:
         """Kill the actors, and stop the cluster where this pool has started it. Idempotent."""
-        if not self._open:
-            return
-        self._open = False
-        for actor in self._actors:
-            self._ray.kill(actor.handle)
-        self._actors = []
-        if self._started_ray:
+        super().close()
+        if self._started_ray and self._ray.is_initialized():
             self._ray.shutdown()
-
-    def turn(self, batch: Batch, until_s: float) -> float:
-        """As of the process pool; limits of samples are enforced where the actors are."""
-        self._hand_out(batch)
-        now_s = time.monotonic()
-        busy = {actor.answer: actor for actor in self._actors if actor.pending}
-        if busy:
-            wait_s = max(0.0, until_s - now_s)
-            ready, _ = self._ray.wait(list(busy), num_returns=1, timeout=wait_s)
-            ready, _ = self._ray.wait(list(busy), num_returns=len(busy), timeout=0)
-            for answer in ready:
-                self._read(busy[answer], batch)
-        self._hand_out(batch)
-        return now_s
-
-    def _hand_out(self, batch: Batch) -> None:
-        for actor in self._actors:
-            if batch.waiting and not actor.pending:
-                # One at a time: an actor answers a call whole, so that samples of a longer one
-                # which are done would be lost with those that are not at the limit of the batch.
-                actor.pending.extend(batch.take(1))
-                requests = [batch.requests[i] for i in actor.pending]
-                actor.answer = actor.handle.score.remote(requests)
-
-    def _read(self, actor: _Actor, batch: Batch) -> None:
-        try:
-            results = self._ray.get(actor.answer)
-        except self._ray.exceptions.RayActorError as error:
-            self._num_lost += 1
-            if self._num_lost > MAX_LOST_ACTORS:
-                raise RewardError(
-                    f"--reward-pool ray: {self._num_lost} actors were lost; last: {error}"
-                ) from error
-            logger.warning("a reward actor was lost, its samples are scored again: %s", error)
-            batch.give_back(actor.pending)
-            self._replace(actor)
-            return
-        for position, result in zip(actor.pending, results, strict=True):
-            batch.finish(position, result)
-        actor.pending.clear()
-
-    def take_back(self, batch: Batch) -> None:
-        """Kills the actors that hold samples: they would answer later."""
-        for actor in [actor for actor in self._actors if actor.pending]:
-            batch.give_back(actor.pending)
-            self._ray.kill(actor.handle)
-            self._replace(actor)
-
-    def _replace(self, actor: _Actor) -> None:
-        self._actors[self._actors.index(actor)] = self._start_actor()

@@ -68,7 +68,14 @@ class Rights:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program; see :class:`~mindspeed_rl.rewards.settings.CodeSettings`."""
+    """Limits of one program.
+
+    Attributes:
+        time_limit_s: wall clock and processor time.
+        memory_bytes: address space of each of its processes.
+        max_processes: processes and threads.
+        file_bytes: largest file it may write, its output included.
+    """
 
     time_limit_s: float
     memory_bytes: int

@@ -11,10 +11,15 @@ from typing import Any
 
 from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards.registry import resolve_reward
-from mindspeed_rl.rewards.settings import ROW_REWARDS_KEY, RewardSettings
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardResult
+from mindspeed_rl.rewards.types import (
+    RewardFunction,
+    RewardRequest,
+    RewardResult,
+    RewardSettings,
+)
 
 MAX_DETAIL_CHARS = 4000
+ROW_REWARDS_KEY = RewardSettings().flags.reward_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a reward function is given and what scoring a sample yields."""
+"""What rewards are given (the flags of the run, a sample), and what scoring a sample yields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mindspeed_rl.config.rewards import RewardConfig
+
 RewardStatus = Literal["ok", "error", "timeout"]
 
 
 class RewardError(RuntimeError):
     """Rewards cannot be trusted: workers do not start, or too many functions raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSettings:
+    """What rewards and their workers know of the run: the first message to every worker.
+
+    Attributes:
+        flags: all reward flags; each reward reads its own.
+        max_response_tokens: ``--rollout-max-response-length``; 0: unknown.
+    """
+
+    flags: RewardConfig = field(default_factory=RewardConfig)
+    max_response_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,41 @@
-"""One reward worker as its pool sees it: the process, the socket, the samples it holds."""
+"""A reward worker as its pool sees it: a process with a hard limit on every sample.
+
+A plain subprocess: the spawn method of ``multiprocessing`` would import the parent's ``__main__``,
+hence torch, with the parent's rank and preloads, and fork would copy the locks of its threads. The
+messages are those of a `multiprocessing.connection.Connection`.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
-import tempfile
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from mindspeed_rl.config.reward_spec import RewardSpec
-from mindspeed_rl.rewards import wire
-from mindspeed_rl.rewards.settings import RewardSettings
-from mindspeed_rl.rewards.types import RewardRequest
+from mindspeed_rl.rewards.types import (
+    RewardError,
+    RewardRequest,
+    RewardResult,
+    RewardSettings,
+    RewardStatus,
+)
 
-_RECEIVE_BYTES = 1 << 18
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 120.0  # user files may import torch from a cold network file system
+EXIT_GRACE_S = 1.0  # for a worker that ends by itself, so that its exit code is its own
+MAX_LOGGED_CHARS = 300
 # A worker must neither look like a training rank nor load the trainer's allocator.
 _DROPPED = frozenset({"LD_PRELOAD", "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _DROPPED_PREFIXES = ("LOCAL_", "MASTER_", "ROLE_", "TORCHELASTIC_")
@@ -28,32 +43,36 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """The first message to a worker.
-
-    Attributes:
-        specs: the reward functions to load.
-        memory_limit_bytes: address space a worker may use on top of its imports; ``None`` for no
-            limit.
-        settings: of the built-in rewards.
-    """
-
-    specs: tuple[RewardSpec, ...]
-    memory_limit_bytes: int | None
-    settings: RewardSettings = field(default_factory=RewardSettings)
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
-    """What a worker says when its functions are loaded.
+    """Message of a worker: its functions are loaded, its limits are set.
 
     Attributes:
-        notices: what they have to say about this machine.
-        at_once: samples that it can work on at a time; more than 1 where it waits for others.
+        notices: what the rewards have to say about this machine.
+        concurrency: samples that it can work on at a time; more than 1 where it waits for others.
     """
 
     notices: tuple[str, ...]
-    at_once: int
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Message of a worker: a reward cannot be loaded, for this reason; the user's fault."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Message of a worker: the result of the oldest sample that it holds.
+
+    Attributes:
+        result: of the sample.
+        is_last: the worker ends now; it has not started the other samples.
+    """
+
+    result: RewardResult
+    is_last: bool = False
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,105 +90,171 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class WorkerProcess:
-    """A worker process and what the pool knows about it.
+    """One worker. Whatever happens to its process, every sample sent gets one result, in order.
 
-    Started with ``subprocess`` and not ``multiprocessing``: a spawned child of the latter would
-    import the parent's ``__main__``, hence torch, and a forked one would copy its threads' locks.
+    A process that hangs or dies costs the oldest sample that it holds: the one that it was
+    scoring. Its successor scores the others. Used by one thread; on Linux the process dies with
+    the thread that started it.
 
     Attributes:
-        pending: positions of the samples sent and not answered, in the worker's order.
         ready: whether the functions are loaded.
-        at_once: samples that it can work on at a time.
-        retiring: whether the worker said that it exits after its last result.
-        closed: whether the other end of the socket is closed: the worker is dead or about to be.
-        deadline_s: `time.monotonic` at which what it does now (start, a sample) has taken too long.
+        notices: see `Ready`.
+        concurrency: see `Ready`.
     """
 
-    def __init__(self, setup: WorkerSetup, deadline_s: float) -> None:
-        self.pending: deque[int] = deque()
+    def __init__(self, settings: RewardSettings) -> None:
         self.ready = False
-        self.at_once = 1
-        self.retiring = False
-        self.closed = False
-        self.deadline_s = deadline_s
-        self.connection, child_end = socket.socketpair()
-        self._incoming = wire.FrameBuffer()
-        self._outgoing = bytearray()
-        self.connection.setblocking(False)
-        command = [sys.executable, "-m", "mindspeed_rl.rewards.worker"]
-        # Of its own, because what is killed cleans nothing up.
-        self._temporary = tempfile.mkdtemp(prefix="mindspeed_rl-reward-")
+        self.notices: tuple[str, ...] = ()
+        self.concurrency = 1
+        self._settings = settings
+        self._held: deque[RewardRequest] = deque()  # sent and not answered, oldest first
+        self._deadline_s = 0.0  # of what it does now: starting, or the oldest sample
+        self._cut_off = False  # a message to it was not read in time
+        self._end: Callable[[], None] = lambda: None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def restart(self) -> None:
+        """Give up the samples that it holds, kill it, start anew."""
+        self._held.clear()
+        self._replace()
+
+    def close(self) -> None:
+        """Kill the process and all it started, free connection and temporary files. Idempotent."""
+        self._end()
+        self._end = lambda: None
+
+    def send(self, request: RewardRequest) -> None:
+        """Hand over a sample; waits at most for the limit of a sample, even for a stopped worker.
+
+        A worker that has died since its last sample is replaced first: that costs no sample.
+        """
+        if self.ready and not self._held and self._connection.poll():
+            self._replace()
+        self._held.append(request)
+        if self.ready:
+            if len(self._held) == 1:
+                self._start_clock()
+            self._write(request)
+
+    def receive(self, wait_s: float) -> RewardResult | None:
+        """The result of the oldest sample; ``None`` when there is none after ``wait_s``.
+
+        Raises:
+            ValueError: a reward cannot be loaded.
+            RewardError: the worker does not start.
+        """
+        now_s = time.monotonic()
+        if self._connection.poll(max(0.0, min(wait_s, self._deadline_s - now_s))):
+            return self._read()
+        # However late this process was scheduled, nobody is killed for an answer not yet read.
+        return self._overdue() if self._deadline_s <= now_s else None
+
+    def _read(self) -> RewardResult | None:
         try:
-            with child_end:
-                self.process = subprocess.Popen(
-                    [*command, str(child_end.fileno()), str(os.getpid())],
-                    pass_fds=(child_end.fileno(),),
-                    env=worker_environment(os.environ) | {"TMPDIR": self._temporary},
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            return self._ended()
+        if isinstance(message, Unusable):
+            raise ValueError(message.reason)
+        if isinstance(message, Ready):
+            self.ready, self.notices = True, message.notices
+            self.concurrency = message.concurrency
+            self._start_clock()
+            for request in self._held:
+                self._write(request)
+            return None
+        self._held.popleft()
+        self._start_clock()
+        if message.is_last or self._cut_off:
+            self._replace()
+        result: RewardResult = message.result
+        return result
+
+    def _ended(self) -> RewardResult:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_GRACE_S)
+        self.close()
+        code = self._process.returncode
+        if not self.ready:
+            raise RewardError(
+                f"a reward worker ended with exit code {code} before it was ready; "
+                "its own error message is above, on stderr"
+            )
+        return self._fail(
+            "error",
+            None,
+            f"the reward worker ended with exit code {code} (negative: killed by that signal, -9 "
+            "is often the kernel's out-of-memory killer) while scoring this sample",
+        )
+
+    def _overdue(self) -> RewardResult | None:
+        if not self.ready:
+            raise RewardError(f"a reward worker was not ready after {START_LIMIT_S:.0f} s")
+        flags = self._settings.flags
+        detail = f"no score within {flags.reward_timeout_s:g} s"
+        return self._fail("timeout", flags.reward_timeout_score, detail)
+
+    def _fail(self, status: RewardStatus, reward: float | None, detail: str) -> RewardResult:
+        """The oldest sample has cost the process, which is replaced."""
+        request = self._held.popleft()
+        logger.warning(
+            "sample %d: %s; reward %s, its worker is replaced; response: %.*r",
+            request.sample_id,
+            detail,
+            reward,
+            MAX_LOGGED_CHARS,
+            request.response,
+        )
+        self._replace()
+        return RewardResult(request.sample_id, reward, {}, status, detail)
+
+    def _start_clock(self) -> None:
+        self._deadline_s = time.monotonic() + self._settings.flags.reward_timeout_s
+
+    def _write(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except BlockingIOError:  # the limit of the socket: half a message may be in it
+            self._cut_off, self._deadline_s = True, 0.0
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # reported by receive(), after the results still in it
+
+    def _replace(self) -> None:
+        """Kill and start anew; the successor gets what is held when it is ready."""
+        self.close()
+        self.ready = self._cut_off = False
+        with ExitStack() as stack:
+            # Of its own, because what is killed cleans nothing up.
+            folder = TemporaryDirectory(prefix="mindspeed_rl-reward-", ignore_cleanup_errors=True)
+            temporary = stack.enter_context(folder)
+            mine, its = socket.socketpair()
+            limit_s = self._settings.flags.reward_timeout_s
+            limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+            mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self._connection = stack.enter_context(Connection(mine.detach()))
+            with its:
+                command = [sys.executable, "-m", "mindspeed_rl.rewards.worker"]
+                self._process = subprocess.Popen(
+                    [*command, str(its.fileno()), str(os.getpid())],
+                    pass_fds=(its.fileno(),),
+                    env=worker_environment(os.environ) | {"TMPDIR": temporary},
                     stdin=subprocess.DEVNULL,
-                    # A group of its own, so that kill() reaches what the functions started.
+                    # A group of its own, so that the kill reaches what the functions started.
                     start_new_session=True,
                 )
-        except BaseException:
-            self.connection.close()
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            raise
-        self._send(wire.Kind.SETUP, setup)
+            stack.callback(_kill, self._process)
+            self._end = stack.pop_all().close
+        self._deadline_s = time.monotonic() + START_LIMIT_S
+        self._write(self._settings)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether bytes wait for the socket to become writable."""
-        return bool(self._outgoing)
 
-    @property
-    def room(self) -> int:
-        """Samples that it could begin with now."""
-        return max(0, self.at_once - len(self.pending)) if self.ready and not self.closed else 0
-
-    def send_requests(self, positions: Sequence[int], requests: Sequence[RewardRequest]) -> None:
-        """Queue samples; ``positions`` come back in `pending`."""
-        self._send(wire.Kind.SCORE, list(requests))
-        self.pending.extend(positions)
-
-    def _send(self, kind: wire.Kind, payload: object) -> None:
-        self._outgoing += wire.encode(kind, payload)
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what the socket takes now. Never blocks: a stuck worker does not read."""
-        # A broken connection is reported by receive(), after the results still in it.
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._outgoing:
-                del self._outgoing[: self.connection.send(self._outgoing)]
-
-    def receive(self) -> list[wire.Message]:
-        """Messages that have arrived; sets `closed` at the end of the stream. Never blocks."""
-        try:
-            data = self.connection.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionResetError:
-            data = b""
-        self.closed = not data
-        return self._incoming.feed(data)
-
-    def kill(self, grace_s: float = 0.0) -> int:
-        """End the process and all it started, reap it, free socket and temporary files.
-
-        Args:
-            grace_s: how long to let a worker that is exiting by itself finish, so that its exit
-                code and its traceback on stderr are its own.
-
-        Returns:
-            Its exit code.
-        """
-        if grace_s > 0:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s)
-        if self.process.returncode is None:
-            # Before wait(): until the leader is reaped its id cannot name another group.
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.connection.close()
-        code = self.process.wait()
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        return code
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:
+        # Before wait(): until the leader is reaped its id cannot name another group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

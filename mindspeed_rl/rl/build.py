@@ -15,7 +15,7 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import LocalHost, RayHost, resolve_environment
+from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
@@ -201,7 +201,7 @@ def _reward_functions(
     leads = job.plan.engine.tp_rank(job.world.rank) == 0
     return RewardFunctions(
         names=tuple(spec.label for spec in specs),
-        pool=make_reward_pool(job.config, specs) if leads else None,
+        pool=make_reward_pool(job.config) if leads else None,
         tokenizer=tokenizer,
         in_conversation=bool(job.config.environment.rl_environment),
     )
@@ -226,9 +226,9 @@ def _environments(
     )
     leads = job.plan.engine.tp_rank(job.world.rank) == 0
     if leads and flags.rl_environment_ray_workers:
-        host = RayHost(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
-        return make(host, stop=host.close)
-    return make(LocalHost(factory, tokenizer))
+        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
+        return make(runner, stop=runner.close)
+    return make(LocalRunner(factory, tokenizer))
 
 
 def open_logger(config: RLRunConfig, rank: int) -> RunLogger:

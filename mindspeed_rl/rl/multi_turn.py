@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.environments import Failed, Host, Observation
+from mindspeed_rl.environments import EnvironmentRunner, Failed, Observation
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
@@ -28,14 +28,14 @@ class Environments:
     """The environments of a run, as the rank that leads an engine reaches them.
 
     Attributes:
-        host: where they live.
+        runner: where they live.
         name: ``--rl-environment``.
         max_turns: of the model in one conversation.
         max_error_rate: share of conversations whose environment may fail.
-        stop: releases what the host holds.
+        stop: releases what the runner holds.
     """
 
-    host: Host
+    runner: EnvironmentRunner
     name: str
     max_turns: int
     max_error_rate: float
@@ -121,7 +121,7 @@ class Conversations:
 
     def begin(self) -> None:
         """Reset all environments."""
-        answers = self._environments.host.reset({i: e.prompt for i, e in self._episodes.items()})
+        answers = self._environments.runner.reset({i: e.prompt for i, e in self._episodes.items()})
         for i, answer in answers.items():
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
@@ -132,7 +132,7 @@ class Conversations:
         """The turns that a step of the engine has finished."""
         for i, completion in finished.items():
             self._episodes[i].append_turn(completion)
-        answers = self._environments.host.step({i: c.token_ids for i, c in finished.items()})
+        answers = self._environments.runner.step({i: c.token_ids for i, c in finished.items()})
         for i, answer in answers.items():
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
@@ -238,7 +238,6 @@ def run_conversations(
     def on_step(finished: Mapping[int, Completion]) -> None:
         if conversations is not None:
             conversations.advance(finished)
-            scorer.poll()
 
     contexts = {i: prompt.token_ids for i, prompt in prompts.items()}
     for turn in itertools.count():

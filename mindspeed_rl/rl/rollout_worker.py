@@ -187,7 +187,6 @@ class RolloutWorker:
                 )
                 take = scorer.add_unscored if goes_on else scorer.add
                 take(Rollout(i, prompts[i], completion))
-            scorer.poll()
 
         rebalancer = self.assignment.rebalancer(prompts, settings, lengths, prefixes)
         done = self.engine.generate(requests, settings, version, on_step, rebalancer)

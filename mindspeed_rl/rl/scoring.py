@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.observability.metrics import Mean, MetricSet
-from mindspeed_rl.rewards import PoolBase, RewardRequest, Scoring
-from mindspeed_rl.rewards.environment import ENVIRONMENT_REWARD, TRANSCRIPT
+from mindspeed_rl.rewards import RewardPool, RewardRequest, Scoring
+from mindspeed_rl.rewards.builtin.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.types import Completion, Rollout
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RewardFunctions:
     """
 
     names: tuple[str, ...]
-    pool: PoolBase | None
+    pool: RewardPool | None
     tokenizer: PreTrainedTokenizerBase
     in_conversation: bool = False
 
@@ -96,16 +96,10 @@ class Scorer:
         """A sample without a reward."""
         self._unscored.append(rollout)
 
-    def poll(self) -> None:
-        """Between two steps of the engine. Never waits."""
-        if self._scoring is not None:
-            self._scoring.poll()
-
     def finish(self) -> tuple[list[Rollout], MetricSet]:
         """Wait for the rest: the samples with their rewards, by sample id, and what went wrong."""
         if self._scoring is None:
             return [], MetricSet({name: Mean(0, 0) for name in _METRICS})
-        self._scoring.poll()
         early = self._scoring.num_done
         results = self._scoring.finish()
         scored = [

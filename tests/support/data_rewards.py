@@ -55,6 +55,14 @@ def dies_on_bad(request: RewardRequest) -> float:
     return 1.0
 
 
+def several_at_a_time(request: RewardRequest) -> float:
+    """As a reward that waits for a server: its worker holds several samples."""
+    return dies_on_bad(request)
+
+
+several_at_a_time.concurrency = 4  # type: ignore[attr-defined]
+
+
 def leaves_files_behind(request: RewardRequest) -> float:
     folder = tempfile.mkdtemp()
     with open(request.answer, "w") as file:

@@ -47,7 +47,8 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
     import torch
     import torch.distributed as dist
 
-    from mindspeed_rl.rewards import RewardPool, RewardRequest
+    from mindspeed_rl.config.rewards import RewardConfig
+    from mindspeed_rl.rewards import RewardPool, RewardRequest, RewardSettings
 
     where, stage, step, action = os.environ.get("MINDSPEED_RL_TEST_FAULT", ":::").split(":")
     length = job.config.rollout.rollout_max_response_length
@@ -62,7 +63,7 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
                     print("fault planted", flush=True)
                     ACTIONS[action]()
                 dist.all_reduce(values)
-    with RewardPool(["format"], num_workers=1) as pool:
+    with RewardPool(RewardSettings(RewardConfig(reward_function=("format",)))) as pool:
         scored = pool.score([RewardRequest(0, "", "", "", "stop", 1)])
     job.say(f"sum {float(values.sum()):g} scored {len(scored)}")
 

@@ -6,10 +6,27 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from mindspeed_rl.rewards import RewardRequest
+from mindspeed_rl.config.rewards import RewardConfig
+from mindspeed_rl.rewards import RewardPool, RewardRequest, RewardSettings
 
 USER_FILE = Path(__file__).with_name("data_rewards.py")
+
+
+def settings(*functions: str, workers: int = 1, **flags: Any) -> RewardSettings:
+    """Flags without their prefix ``reward_``; functions without a dot are built in or of USER_FILE.
+
+    A colon in front names one of the file.
+    """
+    named = tuple(f"{USER_FILE}{name}" if name.startswith(":") else name for name in functions)
+    values = {f"reward_{name}": value for name, value in flags.items()}
+    return RewardSettings(RewardConfig(reward_function=named, reward_num_workers=workers, **values))
+
+
+def make_pool(*functions: str, batch_timeout_s: float = 300.0, **flags: Any) -> RewardPool:
+    """A pool of one worker, or of ``workers``; see `settings`."""
+    return RewardPool(settings(*functions, **flags), batch_timeout_s)
 
 
 def children() -> set[int]:

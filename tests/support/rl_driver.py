@@ -132,9 +132,10 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
     import torch
     import torch.distributed as dist
 
-    from mindspeed_rl.rewards import RewardPool, RewardRequest
+    from mindspeed_rl.config.rewards import RewardConfig
+    from mindspeed_rl.rewards import RewardPool, RewardRequest, RewardSettings
 
-    with RewardPool(["format"], num_workers=1) as pool:
+    with RewardPool(RewardSettings(RewardConfig(reward_function=("format",)))) as pool:
         dist.barrier()
         job.say("rehearsal starts")
         for step in range(REHEARSED_STEPS):

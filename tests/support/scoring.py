@@ -17,7 +17,7 @@ class OneByOne:
     """A pool whose samples come one by one and are scored at the end, by sample id.
 
     Attributes:
-        polls: how many samples had arrived at each poll of the last scoring.
+        arrived: the samples of the last scoring.
     """
 
     notices: tuple[str, ...] = ()
@@ -25,28 +25,23 @@ class OneByOne:
     @contextmanager
     def scoring(self) -> Iterator[OneByOne]:
         """Stands in for ``Scoring``."""
-        self._arrived: list[RewardRequest] = []
-        self.polls: list[int] = []
+        self.arrived: list[RewardRequest] = []
         yield self
 
     @property
     def num_done(self) -> int:
-        """All that had come at the last poll."""
-        return self.polls[-1]
+        """None: all are scored at the end."""
+        return 0
 
     def add(self, request: RewardRequest) -> None:
         """Noted."""
-        self._arrived.append(request)
-
-    def poll(self) -> None:
-        """Noted."""
-        self.polls.append(len(self._arrived))
+        self.arrived.append(request)
 
     def finish(self) -> list[RewardResult]:
         """Scores in the order of arrival."""
-        requests = sorted(self._arrived, key=lambda request: request.sample_id)
+        requests = sorted(self.arrived, key=lambda request: request.sample_id)
         results = {result.sample_id: result for result in self.score(requests)}
-        return [results[request.sample_id] for request in self._arrived]
+        return [results[request.sample_id] for request in self.arrived]
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """In the order of the requests."""

@@ -15,13 +15,12 @@ from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.data.tiny_model import build_tokenizer
 from mindspeed_rl.environments import (
-    Calculator,
-    LocalHost,
+    LocalRunner,
     Observation,
     answer_tokens,
     resolve_environment,
 )
-from mindspeed_rl.environments.calculator import calculate
+from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
 from mindspeed_rl.observability.metrics import Mean
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
@@ -99,7 +98,7 @@ def conversing(tmp_path: Path, kind: type = Echo, flags: str = "") -> TableRun:
     run.set_engine(AllStop())
     environment = run.config.environment
     environments = Environments(
-        LocalHost(kind, cast(Any, None)),
+        LocalRunner(kind, cast(Any, None)),
         environment.rl_environment,
         environment.rl_environment_max_turns,
         run.config.rewards.reward_max_error_rate,
@@ -325,7 +324,7 @@ def test_environments_are_found_by_name_and_file(tmp_path: Path) -> None:
     file.write_text("class Mine:\n    pass\nNOT = 3\n")
     assert resolve_environment(f"{file}:Mine").__name__ == "Mine"  # type: ignore[attr-defined]
     for name, match in (
-        ("calc", "unknown environment; known: calculator"),
+        ("calc", "--rl-environment calc: unknown"),
         (f"{file}:Other", "defines no 'Other'; its functions: Mine"),
         (f"{file}:NOT", "is a int, must be a class or function"),
         (f"{tmp_path}/none.py:X", "no Python file"),

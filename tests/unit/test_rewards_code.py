@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.rewards_support import children, wait_for
+from support.rewards_support import children, make_pool, settings, wait_for
 
-from mindspeed_rl.rewards import CodeSettings, RewardRequest, RewardSpec, WeightedReward
-from mindspeed_rl.rewards.code import CodeReward, extract_program, parse_tests
+from mindspeed_rl.rewards import RewardRequest, WeightedReward
+from mindspeed_rl.rewards.builtin.code import CodeReward, extract_program, parse_tests
 from mindspeed_rl.rewards.sandbox import Limits, Rights, SandboxError, run_python
 from mindspeed_rl.rewards.scoring import score_sample
 
@@ -19,7 +19,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 @pytest.fixture(scope="module")
 def code() -> CodeReward:
-    return CodeReward(CodeSettings(time_limit_s=1.0, memory_bytes=256 << 20, max_processes=8))
+    return code_reward(time_limit_s=2.0, memory_gb=0.25, processes=8)
+
+
+def code_reward(**flags: Any) -> CodeReward:
+    return CodeReward(settings("code", **{f"code_{k}": v for k, v in flags.items()}).flags)
 
 
 def passes(code: CodeReward, program: str, tests: object = ("assert f() == 1",)) -> float:
@@ -42,7 +46,7 @@ def test_input_and_output(code: CodeReward) -> None:
 
 
 def test_a_share_of_the_tests() -> None:
-    code = CodeReward(CodeSettings(score="fraction"))
+    code = code_reward(score="fraction")
     tests = '["assert f() == 1", "assert f() == 2", "assert f() > 0", "assert f() < 9"]'
     assert passes(code, "def f(): return 1", tests) == 0.75
 
@@ -73,9 +77,7 @@ def test_a_program_that_ends_early_does_not_pass(code: CodeReward, program: str)
 )
 def test_limits_hold_and_cost_the_test_only(code: CodeReward, program: str) -> None:
     before = children()
-    start_s = time.monotonic()
     assert passes(code, f"{program}\ndef f(): return 1") == 0.0
-    assert time.monotonic() - start_s < 10.0
     assert children() == before
 
 
@@ -146,9 +148,9 @@ def test_the_notice_says_what_is_open() -> None:
 def test_isolation_can_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = Rights(counted=False, namespaces=False, files=False, deny_tcp=False)
     monkeypatch.setattr("mindspeed_rl.rewards.sandbox.probe", lambda limits: nothing)
-    with pytest.raises(ValueError, match="--reward-code-network require: this machine allows no"):
-        CodeReward(CodeSettings(network="require"))
-    assert "THE NETWORK IS OPEN" in CodeReward(CodeSettings()).notice
+    with pytest.raises(ValueError, match="--reward-code-network require"):
+        code_reward(network="require")
+    assert "THE NETWORK IS OPEN" in code_reward().notice
 
 
 def test_bad_tests_and_a_broken_sandbox_are_errors_and_no_zero(
@@ -176,9 +178,7 @@ def test_programs_and_tests_are_read() -> None:
 
 
 def test_the_pool_reports_the_notice() -> None:
-    from mindspeed_rl.rewards import RewardPool
-
-    with RewardPool([RewardSpec("code")], num_workers=1) as pool:
+    with make_pool("code") as pool:
         assert pool.notices[0].startswith("reward 'code': programs run with ")
         sample = RewardRequest(0, "", "def f(): return 1", "", "stop", 1, {"tests": "assert f()"})
         assert [r.reward for r in pool.score([sample])] == [1.0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from support.rewards_support import USER_FILE, make_requests
+from support.rewards_support import make_requests, settings, wait_for
 
 from mindspeed_rl.rewards import RewardError
-from mindspeed_rl.rewards.ray_pool import RayRewardPool
+from mindspeed_rl.rewards.ray_pool import RayRewardPool, RayWorker
 
 pytestmark = pytest.mark.slow
 
@@ -34,40 +34,41 @@ def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
     """As `RewardPool`; a lost actor costs no sample."""
     responses = ["good"] * 24
     responses[3] = responses[17] = "bad"
-    with RayRewardPool(
-        [f"{USER_FILE}:hangs_on_bad"], num_workers=2, timeout_s=0.5, timeout_score=-0.5
-    ) as pool:
+    flags = settings(":hangs_on_bad", workers=2, timeout_s=0.5, timeout_score=-0.5)
+    with RayRewardPool(flags) as pool:
         results = pool.score(make_requests(*responses))
         assert [r.sample_id for r in results] == list(range(100, 124))
         assert [r.status for r in results] == ["timeout" if "bad" in r else "ok" for r in responses]
         assert {r.reward for r in results if r.status == "timeout"} == {-0.5}
-        cluster.kill(pool._actors[0].handle)
+        cluster.kill(cast(RayWorker, pool.workers[0]).actor)
         assert {r.status for r in pool.score(make_requests(*["good"] * 9))} == {"ok"}
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError):
         pool.score(make_requests("good"))
     assert cluster.is_initialized(), "a cluster that the pool did not start stays"
 
 
 def test_failures_above_the_limit_stop_the_run(cluster: Any) -> None:
     with (
-        RayRewardPool([f"{USER_FILE}:raises_on_bad"], num_workers=1) as pool,
-        pytest.raises(RewardError, match=r"(?s)2 of 3 rewards failed.*cannot score bad"),
+        RayRewardPool(settings(":raises_on_bad")) as pool,
+        pytest.raises(RewardError, match=r"(?s)--reward-max-error-rate.*cannot score bad"),
     ):
         pool.score(make_requests("bad", "good", "bad"))
 
 
 def test_a_batch_that_takes_too_long_times_out(cluster: Any) -> None:
-    with RayRewardPool(
-        [f"{USER_FILE}:sleeps"], num_workers=1, timeout_s=2.0, batch_timeout_s=2.0
-    ) as pool:
-        results = pool.score(make_requests("0", *["0.9"] * 8))
-        assert results[0].status == "ok" and results[-1].status == "timeout"
-        assert [r.status for r in pool.score(make_requests("0"))] == ["ok"]
+    with RayRewardPool(settings(":hangs_on_bad", timeout_s=60.0), batch_timeout_s=0.5) as pool:
+        with pool.scoring() as scoring:
+            for request in make_requests("good", "bad", "good"):
+                scoring.add(request)
+            assert wait_for(lambda: scoring.num_done == 1, 60.0)
+            assert [r.status for r in scoring.finish()] == ["ok", "timeout", "timeout"]
+        pool.batch_timeout_s = 60.0
+        assert [r.status for r in pool.score(make_requests("good"))] == ["ok"]
 
 
 def test_an_unknown_reward_is_the_users_fault(cluster: Any) -> None:
-    with pytest.raises(ValueError, match="unknown reward"):
-        RayRewardPool(["maths"], num_workers=1)
+    with pytest.raises(ValueError, match="--reward-function maths"):
+        RayRewardPool(settings("maths"))
 
 
 ENVIRONMENT = """
@@ -95,7 +96,7 @@ class Tool:
 
 def test_environments_in_actors_keep_their_conversations(cluster: Any, tmp_path: Path) -> None:
     """As those in this process; what fails costs its sample, a lost actor costs its own."""
-    from mindspeed_rl.environments import Failed, LocalHost, RayHost, resolve_environment
+    from mindspeed_rl.environments import Failed, LocalRunner, RayRunner, resolve_environment
     from mindspeed_rl.types import Prompt
 
     file = tmp_path / "tool.py"
@@ -103,7 +104,7 @@ def test_environments_in_actors_keep_their_conversations(cluster: Any, tmp_path:
     name = f"{file}:Tool"
     tokenizer: Any = None
     prompts = {i: Prompt(20 + i, (1,), "", "") for i in range(5)}
-    local, remote = LocalHost(resolve_environment(name), tokenizer), RayHost(name, tokenizer, 2)
+    local, remote = LocalRunner(resolve_environment(name), tokenizer), RayRunner(name, tokenizer, 2)
     assert remote.reset(prompts) == local.reset(prompts)
     turns = {3: (7,), 0: (8, 9)}
     assert remote.step(turns) == local.step(turns)
@@ -116,5 +117,5 @@ def test_environments_in_actors_keep_their_conversations(cluster: Any, tmp_path:
     assert not isinstance(lost[3], Failed)
     assert remote.reset(prompts) == local.reset(prompts), "another actor takes its place"
     remote.close()
-    with pytest.raises(ValueError, match="unknown environment"):
-        RayHost("nothing", tokenizer, 1)
+    with pytest.raises(ValueError, match="--rl-environment nothing"):
+        RayRunner("nothing", tokenizer, 1)

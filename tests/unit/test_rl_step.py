@@ -21,6 +21,7 @@ from support.table_engine import STOP, VOCAB, first_table, response_of, single_r
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.sync import check_engine
@@ -130,14 +131,23 @@ def test_ranks_without_rewards_report_the_same_names(tmp_path: Path) -> None:
     assert all(metric == Mean(0, 0) for metric in silent.values())
 
 
-def test_finished_samples_are_scored_while_others_are_generated(tmp_path: Path) -> None:
+def test_finished_samples_are_scored_while_others_are_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every step of the engine hands over what it finished, and the rewards begin with it."""
     run = make_run(tmp_path, rewards=REWARDS)
+    at_step, add = list[int](), run.pool.add
+
+    def noted(request: RewardRequest) -> None:
+        at_step.append(len(run.engine.steps))
+        add(request)
+
+    monkeypatch.setattr(run.pool, "add", noted)
     run.generate()
     steps = run.engine.steps
     assert len(steps) == 4 and sum(len(done) > 0 for done in steps) > 1, steps
     counts = [sum(map(len, steps[: n + 1])) for n in range(len(steps))]
-    assert run.pool.polls == [*counts, 6]
+    assert at_step == [1 + sum(count <= i for count in counts) for i in range(6)]
 
 
 def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:

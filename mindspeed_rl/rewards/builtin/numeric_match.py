@@ -1,13 +1,12 @@
-"""The reward that compares numbers by value."""
+"""1 when the last number is the answer, within a tolerance."""
 
 from __future__ import annotations
 
 import math
 import re
 
-from mindspeed_rl.rewards.format_check import UNSIGNED_NUMBER
-from mindspeed_rl.rewards.registry import register_reward
-from mindspeed_rl.rewards.types import RewardRequest
+from mindspeed_rl.rewards.answers import UNSIGNED_NUMBER
+from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 TOLERANCE_KEY = "tolerance"
 DEFAULT_TOLERANCE = 1e-6
@@ -16,7 +15,11 @@ DEFAULT_TOLERANCE = 1e-6
 _NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}(?:[eE][-+]?[0-9]+)?")
 
 
-@register_reward("numeric_match")
+def make(settings: RewardSettings) -> RewardFunction:
+    """The reward; it reads no flag."""
+    return numeric_match_reward
+
+
 def numeric_match_reward(request: RewardRequest) -> float:
     """1.0 when the last number of the response is the answer, within a tolerance; else 0.0.
 

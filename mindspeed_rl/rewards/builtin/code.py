@@ -1,4 +1,4 @@
-"""The reward for programs: unit tests in a sandbox."""
+"""Unit tests of a program, in a sandbox."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.rewards import sandbox
-from mindspeed_rl.rewards.settings import CodeSettings
-from mindspeed_rl.rewards.types import RewardRequest
+from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 TESTS_KEY = "tests"
+_FILE_BYTES = 16 << 20  # the largest file that a program may write, its output included
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 # Reads the test before the solution runs. A program that just ends, however early and with whatever
@@ -32,6 +33,11 @@ def main():
     output.flush()
 main()
 """
+
+
+def make(settings: RewardSettings) -> RewardFunction:
+    """The reward with the limits of ``--reward-code-...``; tries what the machine allows."""
+    return CodeReward(settings.flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +101,24 @@ class CodeReward:
         notice: what programs cannot do on this machine.
     """
 
-    def __init__(self, settings: CodeSettings) -> None:
-        self._settings = settings
+    def __init__(self, flags: RewardConfig) -> None:
+        self._all_must_pass = flags.reward_code_score == "all"
         self._limits = sandbox.Limits(
-            settings.time_limit_s,
-            settings.memory_bytes,
-            settings.max_processes,
-            settings.file_bytes,
+            flags.reward_code_time_limit_s,
+            int(flags.reward_code_memory_gb * 2**30),
+            flags.reward_code_processes,
+            _FILE_BYTES,
         )
         self._rights = sandbox.probe(self._limits)
         self.notice = f"reward 'code': {self._rights.describe()}"
-        if settings.network == "require" and not self._rights.namespaces:
+        if flags.reward_code_network == "require" and not self._rights.namespaces:
             raise ValueError(
                 "--reward-code-network require: this machine allows no network namespaces "
                 f"({self._rights.network}); allow user namespaces, or take auto"
             )
 
     def __call__(self, request: RewardRequest) -> float:
-        """1.0 when all tests pass (or the share that passes, see ``CodeSettings.score``).
+        """1.0 when all tests pass (or the share that passes, see ``--reward-code-score``).
 
         Raises:
             ValueError: the row has no usable tests.
@@ -125,7 +131,7 @@ class CodeReward:
                 f"reward 'code': metadata {TESTS_KEY!r} of sample {request.sample_id} {error}"
             ) from error
         program = extract_program(request.response)
-        if self._settings.score == "all":
+        if self._all_must_pass:
             return float(all(self._passes(program, test) for test in tests))
         return sum(self._passes(program, test) for test in tests) / len(tests)
 

@@ -1,6 +1,6 @@
-"""Where the environments of many conversations live: in this process, or in Ray actors.
+"""Runs the environments of many conversations: in this process, or in Ray actors.
 
-A host takes the turns of several conversations at once and answers all of them, so that a host
+A runner takes the turns of several conversations at once and answers all of them, so that one
 elsewhere can work on them side by side. Environments come and go with their conversations.
 """
 
@@ -33,20 +33,20 @@ Answers = dict[int, Observation | Failed]
 """By conversation; one for each that was asked."""
 
 
-class Host(Protocol):
-    """Environments by the number of their conversation."""
+class EnvironmentRunner(Protocol):
+    """Holds the environment of each conversation, by the conversation's number."""
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
         """Begin conversations; those of an earlier call are over."""
         ...
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Answer turns of the model."""
+        """Let environments answer these turns of the model."""
         ...
 
 
-class LocalHost:
-    """Environments in this process, one turn after the other.
+class LocalRunner:
+    """Runs environments in this process, one turn after the other.
 
     Args:
         factory: makes one.
@@ -59,7 +59,7 @@ class LocalHost:
         self._environments: dict[int, Environment] = {}
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """New environments."""
+        """Make a new environment for each prompt, and begin."""
         self._environments = {}
         return {i: _guarded(partial(self._reset, i, prompt)) for i, prompt in prompts.items()}
 
@@ -68,7 +68,7 @@ class LocalHost:
         return environment.reset(prompt)
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Of the environments of these conversations."""
+        """Let the environments of these conversations answer."""
         return {i: _guarded(partial(self._environments[i].step, turn)) for i, turn in turns.items()}
 
 
@@ -85,27 +85,19 @@ def _guarded(answer: Callable[[], object]) -> Observation | Failed:
     return observation
 
 
-class _HostActor:
-    """A `LocalHost` in a Ray actor."""
+class _Actor(LocalRunner):
+    """A `LocalRunner` in a Ray actor; it ends where the environment cannot be loaded."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._host = LocalHost(resolve_environment(name), tokenizer)
+        super().__init__(resolve_environment(name), tokenizer)
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Answers when the environment is loaded."""
         return True
 
-    def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """As of the host."""
-        return self._host.reset(prompts)
 
-    def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """As of the host."""
-        return self._host.step(turns)
-
-
-class RayHost:
-    """Environments in Ray actors of the cluster that this process is connected to.
+class RayRunner:
+    """Runs environments in Ray actors of the cluster that this process is connected to.
 
     A conversation stays with its actor. The conversations of an actor that is lost have failed, and
     another actor takes its place for later ones.
@@ -127,7 +119,7 @@ class RayHost:
         self._actors = [self._start() for _ in range(num_workers)]
         where = f"--rl-environment {name} in {num_workers} Ray actors"
         try:
-            ray.get([a.ready.remote() for a in self._actors], timeout=START_LIMIT_S)
+            ray.get([a.is_ready.remote() for a in self._actors], timeout=START_LIMIT_S)
         except ray.exceptions.GetTimeoutError as error:
             raise ValueError(
                 f"{where}: not started after {START_LIMIT_S:.0f} s; the cluster has too few free "
@@ -137,14 +129,14 @@ class RayHost:
             raise ValueError(f"{where}: an actor does not start: {error}") from error
 
     def _start(self) -> Any:
-        return self._ray.remote(num_cpus=1, max_restarts=0)(_HostActor).remote(*self._arguments)
+        return self._ray.remote(num_cpus=1, max_restarts=0)(_Actor).remote(*self._arguments)
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """Of all actors."""
+        """Begin conversations, each in the actor of its number."""
         return self._ask("reset", prompts)
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Of all actors that have one of these conversations."""
+        """Ask the actors that hold these conversations, side by side."""
         return self._ask("step", turns)
 
     def _ask(self, method: str, asked: Mapping[int, Any]) -> Answers:

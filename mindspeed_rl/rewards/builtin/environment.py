@@ -1,15 +1,18 @@
-"""The reward that an environment gave."""
+"""What --rl-environment says at the end of the conversation."""
 
 from __future__ import annotations
 
-from mindspeed_rl.rewards.registry import register_reward
-from mindspeed_rl.rewards.types import RewardRequest
+from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 ENVIRONMENT_REWARD = "environment_reward"
 TRANSCRIPT = "transcript"
 
 
-@register_reward("environment")
+def make(settings: RewardSettings) -> RewardFunction:
+    """The reward; it reads no flag."""
+    return environment_reward
+
+
 def environment_reward(request: RewardRequest) -> float | None:
     """What the environment of ``--rl-environment`` said at the end; ``None`` when it said nothing.
 

@@ -1,4 +1,4 @@
-"""Rewards that compare a response with the reference answer."""
+"""1 when the final answer is mathematically equal to the reference (math-verify)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import logging
 import re
 from typing import Any
 
-from mindspeed_rl.rewards.registry import register_reward
-from mindspeed_rl.rewards.types import RewardRequest
+from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 _HAS_MATH_DELIMITERS = re.compile(r"\\boxed|\\\(|\\\[|\$.+\$", re.DOTALL)
 
@@ -28,11 +27,16 @@ def _math_verify() -> Any:
     return math_verify
 
 
-def _warm_up() -> None:
+def make(settings: RewardSettings) -> RewardFunction:
+    """The reward; it reads no flag."""
+    return math_reward
+
+
+def warm_up() -> None:
+    """Import what math-verify needs."""
     math_reward(RewardRequest(0, "", r"\boxed{\frac{1}{2}} or 0.5", "1/2", "stop", 1))
 
 
-@register_reward("math", warm_up=_warm_up)
 def math_reward(request: RewardRequest) -> float:
     r"""1.0 when the response's final answer is mathematically equal to the reference, else 0.0.
 
@@ -59,9 +63,3 @@ def math_reward(request: RewardRequest) -> float:
         )
     candidate = library.parse(request.response, parsing_timeout=None)
     return float(library.verify(reference, candidate, timeout_seconds=None))
-
-
-@register_reward("exact_match")
-def exact_match_reward(request: RewardRequest) -> float:
-    """1.0 when the whole response equals the answer, white space at the ends aside, else 0.0."""
-    return float(request.response.strip() == request.answer.strip())
