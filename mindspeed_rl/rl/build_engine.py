@@ -201,10 +201,20 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
     """The job whose plan is as the installed engine keeps weights. Local.
 
     Raises:
-        ValueError: the flags ask for what the installed engine cannot do; names the flag and what
-            to use.
+        ValueError: the flags ask for what the installed engine cannot do.
     """
-    config, platform = job.config, job.platform.name
+    check_capabilities(job.config, job.platform.name)
+    check_option_names(job.config.vllm_options)
+    vllm = installed_layout(job.plan.vllm, job.platform.name)
+    return replace(job, plan=replace(job.plan, vllm=vllm))
+
+
+def check_capabilities(config: RLRunConfig, platform: str) -> None:
+    """Refuse what the engine of a platform cannot do. Local; vLLM is not imported.
+
+    Raises:
+        ValueError: naming the flag and what to use.
+    """
     row = CAPABILITIES[platform]
     if config.balance.rollout_rebalance == "all" and not row.streams:
         raise ValueError(
@@ -216,9 +226,6 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
             f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot be "
             "had from it; use trainer, or none"
         )
-    check_option_names(config.vllm_options)
-    vllm = installed_layout(job.plan.vllm, platform)
-    return replace(job, plan=replace(job.plan, vllm=vllm))
 
 
 def _recorder_of(job: Job[RLRunConfig, RLPlan]) -> ExpertRecorder | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from support.rl_run import TableRun, make_run
@@ -16,7 +14,7 @@ from mindspeed_rl.observability.metrics import Max, Total
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
-from mindspeed_rl.rl.build_engine import with_installed_engine
+from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.samples.rollout_info import Sample
 
@@ -74,17 +72,12 @@ def test_one_engine_has_nobody_to_give_to(tmp_path: Path) -> None:
     assert found is not None and found.steps == 128
 
 
-def on(platform: str, run: TableRun) -> Any:
-    """Its job on another platform."""
-    return replace(run.parts.job, platform=cast(Any, SimpleNamespace(name=platform)))
-
-
 def test_engines_that_cannot_continue_a_stream_are_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "--rollout-rebalance all")
+    config = make_run(tmp_path, "--rollout-rebalance all").config
     with pytest.raises(ValueError, match="--rollout-rebalance all"):
-        with_installed_engine(on("cuda", run))
-    with_installed_engine(on("cuda", make_run(tmp_path, "--rollout-rebalance waiting")))
-    with_installed_engine(on("npu", run))
+        check_capabilities(config, "cuda")
+    check_capabilities(make_run(tmp_path, "--rollout-rebalance waiting").config, "cuda")
+    check_capabilities(config, "npu")
 
 
 def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:

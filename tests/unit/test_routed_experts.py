@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from support.rl_run import make_run
 
-from mindspeed_rl.rl.build_engine import with_installed_engine
+from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
@@ -197,13 +197,9 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
 
 
 def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    job = run.parts.job
-    asked = replace(
-        job, config=replace(job.config, rl=replace(job.config.rl, rl_routing_replay="rollout"))
-    )
-    with_installed_engine(asked)
-    on_npu = replace(asked, platform=cast(Any, SimpleNamespace(name="npu")))
+    config = make_run(tmp_path).config
+    asked = replace(config, rl=replace(config.rl, rl_routing_replay="rollout"))
+    check_capabilities(asked, "cpu")
     with pytest.raises(ValueError, match="--rl-routing-replay rollout"):
-        with_installed_engine(on_npu)
-    with_installed_engine(replace(job, platform=on_npu.platform))
+        check_capabilities(asked, "npu")
+    check_capabilities(config, "npu")
