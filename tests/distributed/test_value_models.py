@@ -239,12 +239,12 @@ def critic_moments(world: World, model: str, cases: Sequence[Sequence[str]]) -> 
     from dataclasses import replace
 
     from support.memory_worlds import LENGTH, NUM_SAMPLES, _workload
+    from support.tensor_tracker import TensorTracker
 
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.algorithms.value_loss import ValueLossSettings
     from mindspeed_rl.data.packing import TrainSample
     from mindspeed_rl.memory.prediction import predict
-    from mindspeed_rl.observability.tensor_tracker import TensorTracker
     from mindspeed_rl.orchestration import training
     from mindspeed_rl.orchestration.rl_critic import value_loss_function
     from mindspeed_rl.orchestration.value_models import build_critic
