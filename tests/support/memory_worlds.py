@@ -33,7 +33,6 @@ class MemoryCase:
     name: str
     model: str
     flags: tuple[str, ...] = ()
-    borders: bool = False  # all offload modes are walked through as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class Measured:
         predicted: the same owners.
         optimizer_at_start: measured before the first update.
         predicted_at_start: the same.
-        grad_norm: of the first update.
         borders: ``mode/state`` -> bytes by owner, measured and predicted.
     """
 
@@ -53,7 +51,6 @@ class Measured:
     predicted: dict[str, int]
     optimizer_at_start: int
     predicted_at_start: int
-    grad_norm: float
     borders: dict[str, tuple[dict[str, int], dict[str, int]]]
 
 
@@ -70,10 +67,8 @@ def measure_world(
             training.initialize_parallel(job)
         engine = training.build_engine(job, "policy", 1)
         measured = _measure(job, engine)
-        if case.borders:
-            reference = training.build_engine(job, "reference", 0)
-            measured = replace(measured, borders=walk_borders(job, engine, reference))
-        results[case.name] = measured
+        reference = training.build_engine(job, "reference", 0)
+        results[case.name] = replace(measured, borders=walk_borders(job, engine, reference))
     return results
 
 
@@ -90,7 +85,7 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
     at_start = _optimizer_bytes(engine)
     num_tokens = NUM_SAMPLES * (LENGTH - 1)
     engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
-    stats = engine.step()
+    engine.step()
     table = predict(job.config, job.plan).rank_table(job.world.rank)
     owners = _owners(engine)
     return Measured(
@@ -98,7 +93,6 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
         predicted={name: table[MemoryPhase.TRAIN_IDLE].get(Owner(name), 0) for name in owners},
         optimizer_at_start=at_start,
         predicted_at_start=table[MemoryPhase.LOAD].get(Owner.OPTIMIZER, 0),
-        grad_norm=stats.grad_norm,
         borders={},
     )
 

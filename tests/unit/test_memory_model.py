@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import pytest
-from mindspeed_rl.memory.training import chunks_in_flight
 from support.published import published_config
 
 from mindspeed_rl.config import TrainConfig
