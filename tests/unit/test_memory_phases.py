@@ -88,7 +88,7 @@ def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works
         away = prediction_of(*flags, offload=OffloadMode.ALL)
         return away.rank_table(RANK)[MemoryPhase.TRAIN]
 
-    short, long = train(), train("--recompute-granularity", "selective")
+    short, long = train(), train("--micro-batch-size", "8")
     assert short[Owner.REFERENCE] > 0 and Owner.LOGITS not in short
     assert Owner.REFERENCE not in long and long[Owner.ACTIVATIONS] > short[Owner.REFERENCE]
     without = train(*RECOMPUTE, "--grpo-kl-beta", "0")
