@@ -38,8 +38,9 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
     before = prediction.peak(ranks).num_bytes
     for flags, section, values in _changes(config):
         part: Any = getattr(config, section)
-        new = part | values if isinstance(part, dict) else replace(part, **values)
-        changed = replace(config, **{section: new})
+        new: Any = part | values if isinstance(part, dict) else replace(part, **values)
+        sections: dict[str, Any] = {section: new}
+        changed = replace(config, **sections)
         try:
             plan = plan_of(changed, prediction.world)
         except ValueError:  # the model or the layout does not allow it

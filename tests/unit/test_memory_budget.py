@@ -100,8 +100,8 @@ def test_the_machine_is_that_of_the_platform_the_run_is_on() -> None:
 
 def test_blocks_of_latent_attention_are_those_of_the_platform() -> None:
     """vLLM-Ascend has kernels for 128 tokens only."""
-    config = config_of("--hf-checkpoint", str(PUBLISHED["deepseek-v3"]), "--rollout-ep", "1",
-                       "--expert-model-parallel-size", "16")  # fmt: skip
+    flags = f"--hf-checkpoint {PUBLISHED['deepseek-v3']} --pipeline-model-parallel-size 1"
+    config = config_of(*flags.split())
     for machine, tokens in (("a3", 128), ("cpu", 16)):
         engine = predict(config, plan_of(config, WORLD), MACHINES[machine]).engine
         assert engine.latent_block_tokens == tokens
