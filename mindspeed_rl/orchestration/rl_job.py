@@ -25,7 +25,6 @@ from mindspeed_rl.environments import (
 )
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
-from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
@@ -206,13 +205,12 @@ def build_rl_job(job: Job[RLRunConfig, RLPlan]) -> RLJob:
     critic, reward_model = build_critic(job), build_reward_model(job)
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, rank, output)
-    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
+    timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
     sharing = share_memory(job, policy, reference, critic, reward_model)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
-    trained = {Owner.OPTIMIZER: policy, Owner.CRITIC_OPTIMIZER: critic}
-    ledger = open_ledger(job, sharing, engine, cache, trained)
+    ledger = open_ledger(job, sharing, engine, cache)
     holder: list[RLJob] = []
     phases = build_phases(
         job, policy, engine, watched(sharing, ledger), lambda name: holder[0].phase(name)

@@ -36,7 +36,6 @@ from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_partial import draw_complete
 from mindspeed_rl.orchestration.rl_resample import Group, fill_step, numbered, take_complete
 from mindspeed_rl.orchestration.rl_rollout import generate, rollouts_of
-from mindspeed_rl.orchestration.step_peak import watch_update
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction
@@ -251,22 +250,17 @@ def update_once(
     if run.config.policy_loss.selects:
         batch = select_tokens(run, batch, first_update)
     loss = step_loss(run, batch.denominators, first_update, gaps)
-    with watch_update(run, batch.micro_batches) as memory:
-        found = run.policy.forward_backward(batch.micro_batches, loss)
+    found = run.policy.forward_backward(batch.micro_batches, loss)
     stats = run.policy.step()
     run.version += 1
     if first_update and RATIO in found:
         silent = silent.merge({FIRST_RATIO: found[RATIO]})
-    return (
-        silent.merge(found)
-        .merge(memory)
-        .merge(
-            {
-                "optimizer/skipped": Total(0.0),
-                "optimizer/grad_norm": Mean(stats.grad_norm, 1.0),
-                "optimizer/lr": Max(stats.learning_rate),
-            }
-        )
+    return silent.merge(found).merge(
+        {
+            "optimizer/skipped": Total(0.0),
+            "optimizer/grad_norm": Mean(stats.grad_norm, 1.0),
+            "optimizer/lr": Max(stats.learning_rate),
+        }
     )
 
 
