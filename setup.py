@@ -29,7 +29,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["mindspeed_rl", "mindspeed_rl.*"]),
-    package_data={"mindspeed_rl": ["versions.cfg", "dryrun/machines.toml", "compat/foreign_flags.toml", "**/README.md"]},
+    package_data={"mindspeed_rl": ["versions.cfg", "compat/foreign_flags.toml", "**/README.md"]},
     python_requires=f">={matrix['python']['minimum']}",
     install_requires=versions.requirements("core", matrix),
     extras_require=extras,

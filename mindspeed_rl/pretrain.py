@@ -56,7 +56,7 @@ def main(job: SftJob) -> None:
     backends = ("jsonl", "tensorboard")
     others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))
     profiler = StepProfiler(job.config.profiler, job.platform, job.world.rank, logs.output_dir)
-    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
+    timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
     with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir, others) as logger:
         logger.truncate_after(loaded.step)
         progress = RunProgress(

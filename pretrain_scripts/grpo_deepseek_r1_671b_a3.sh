@@ -4,7 +4,7 @@
 # CANN recipe's published run with real weights; docs/memory.md compares what is predicted.
 #
 # usage: pretrain_scripts/grpo_deepseek_r1_671b_a3.sh [flags of mindspeed_rl.train_rl ...]
-#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machines and tries every process group
 #   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 #   ROLLOUT_DP=128 ROLLOUT_EP=256   one engine over all dies instead of two

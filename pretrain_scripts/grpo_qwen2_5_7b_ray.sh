@@ -5,7 +5,7 @@
 #
 # usage: pretrain_scripts/grpo_qwen2_5_7b_ray.sh [flags of mindspeed_rl.train_rl ...]
 #   on one node of the cluster, after "ray start --head" there and "ray start --address" on the others
-#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   NNODES=4        nodes of the cluster to use; other variables as of the one-node recipe
 set -euo pipefail
 

@@ -4,7 +4,7 @@
 # and lengths follow the CANN recipe's published run; docs/memory.md compares what is predicted.
 #
 # usage: pretrain_scripts/grpo_qwen3_235b_a22b_a3.sh [flags of mindspeed_rl.train_rl ...]
-#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machines and tries every process group
 #   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 set -euo pipefail

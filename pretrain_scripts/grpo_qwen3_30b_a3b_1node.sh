@@ -3,7 +3,7 @@
 # an A3. Trainer and engines on the same dies. Grade: dry run only, not executed on hardware.
 #
 # usage: pretrain_scripts/grpo_qwen3_30b_a3b_1node.sh [flags of mindspeed_rl.train_rl ...]
-#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machine and tries every process group
 set -euo pipefail
 

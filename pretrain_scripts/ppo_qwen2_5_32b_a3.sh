@@ -3,7 +3,7 @@
 # critic and engines on the same dies. Grade: dry run only, not executed on hardware.
 #
 # usage: pretrain_scripts/ppo_qwen2_5_32b_a3.sh [flags of mindspeed_rl.train_rl ...]
-#   --rl-dry-run    memory, volumes and seconds on any machine, without devices or weights
+#   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machines and tries every process group
 #   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 set -euo pipefail

@@ -5,11 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config.flag import flag
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """A package that takes metrics through ``init``, ``log`` and ``finish``.
+
+    Attributes:
+        package: its module.
+        flag: that asks for it.
+        name: of the run there; empty: that of the output folder.
+        arguments: of ``init``; ``name``, ``group`` and ``config`` are added.
+    """
+
+    package: str
+    flag: str
+    name: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +50,32 @@ class TrackerConfig:
     swanlab_project: str = flag("", "SwanLab project; empty: it is not used.")
     swanlab_exp_name: str = flag("", "Name of the run there; empty takes the name of --output-dir.")
     swanlab_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.")
+
+    def trackers(self, output_dir: str = "") -> tuple[Tracker, ...]:
+        """Those that were asked for. A further package is its flags above and a row here."""
+        wandb, swanlab = self.wandb_project, self.swanlab_project
+        found = (
+            Tracker(
+                "wandb",
+                "--wandb-project",
+                self.wandb_exp_name,
+                {
+                    "project": wandb,
+                    "entity": self.wandb_entity or None,
+                    "dir": self.wandb_save_dir or output_dir,
+                },
+            ),
+            Tracker(
+                "swanlab",
+                "--swanlab-project",
+                self.swanlab_exp_name,
+                {
+                    "project": swanlab,
+                    "log_dir": self.swanlab_save_dir or str(Path(output_dir) / "swanlog"),
+                },
+            ),
+        )
+        return tuple(tracker for tracker in found if tracker.arguments["project"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +121,13 @@ def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None =
     Raises:
         ValueError: with the command that installs it.
     """
-    for flag_name, package, asked in (
-        ("--wandb-project", "wandb", config.wandb_project),
-        ("--swanlab-project", "swanlab", config.swanlab_project),
-    ):
+    for tracker in config.trackers():
+        package = tracker.package
         there = find_spec(package) is not None if installed is None else installed[package]
-        if asked and not there:
+        if not there:
             raise ValueError(
-                f"{flag_name} {asked} needs the package {package}, which is not installed; run "
-                f"pip install {package}, or remove the flag"
+                f"{tracker.flag} {tracker.arguments['project']} needs the package {package}, which "
+                f"is not installed; run pip install {package}, or remove the flag"
             )
 
 

@@ -1,10 +1,11 @@
-"""Flags of the dry run: memory, volumes and seconds before anything is started."""
+"""Flags of the dry run: memory and volumes before anything is started."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mindspeed_rl.config.flag import flag
+from mindspeed_rl.memory.machine import MACHINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +13,8 @@ class DryRunConfig:
     """Dry run.
 
     Prints what a run would do and need, without devices, weights or torchrun: the batch arithmetic,
-    bytes per phase and rank, what a weight update moves, an estimate of seconds, whether it fits,
-    and what would make it smaller. All of it is predicted. It ends with code 3 when the run does
-    not fit.
+    bytes per phase and rank, what a weight update moves, whether it fits, and which single changes
+    would help. All of it is predicted. It ends with code 3 when the run does not fit.
 
     Example: bash recipe.sh --rl-dry-run --device-memory-gb 64
     """
@@ -28,22 +28,15 @@ class DryRunConfig:
     )
     rl_dry_run_machine: str = flag(
         "a3",
-        "What a rank runs on: a3 (one die), a2, h200, cpu, or a .toml file with the keys of "
-        "mindspeed_rl/dryrun/machines.toml.",
+        "What a rank runs on: its platform, the memory of a device (see --device-memory-gb), and "
+        "what communicators and graphs take of it. a3 is one die of an Atlas A3.",
+        choices=tuple(MACHINES),
     )
     rl_dry_run_expert_imbalance: float = flag(
         1.0,
         "Tokens of the busiest expert-parallel rank as a multiple of the mean, in training and in "
         "rollouts.",
         minimum=1.0,
-    )
-    rl_dry_run_mean_prompt_length: float = flag(
-        0.0, "Mean prompt for the seconds, in tokens; 0 takes --max-prompt-length.", minimum=0.0
-    )
-    rl_dry_run_mean_response_length: float = flag(
-        0.0,
-        "Mean response for the seconds, in tokens; 0 takes --rollout-max-response-length.",
-        minimum=0.0,
     )
     rl_dry_run_json: str = flag(
         "",

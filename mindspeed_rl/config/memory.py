@@ -39,9 +39,9 @@ class MemoryConfig:
 
     rl_offload: str = flag(
         OffloadMode.AUTO.value,
-        "What of the trainer leaves the device during rollouts. none; optimizer: gradient buffers "
-        "and optimizer state; all: parameters and reference, too; auto: the least with which the "
-        "predicted peak fits --device-memory-gb, none where the device is the host.",
+        "What of the trainer leaves the device during rollouts. "
+        + "; ".join(f"{mode.value}: {mode.help}" for mode in OffloadMode)
+        + ".",
         choices=tuple(mode.value for mode in OffloadMode),
     )
     rollout_sleep: str = flag(
@@ -56,11 +56,4 @@ class MemoryConfig:
         "Warn when memory that no owner accounts for grows by more than this per step, in MiB, "
         "over the last 20 steps; 0 never warns.",
         minimum=0.0,
-    )
-    memory_peak_interval: int = flag(
-        0,
-        "On a CPU: measure the largest moment of the updates of every N-th step, next to its "
-        "prediction, by watching every operator, which takes several times as long; 0: never. "
-        "Elsewhere the allocator counts and every step is measured.",
-        minimum=0,
     )

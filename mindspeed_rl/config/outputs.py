@@ -18,7 +18,6 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
-REPORT_FILE = "report.html"
 TENSORBOARD_FOLDER = "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"
 EXPORT_FOLDER = "hf"
@@ -82,7 +81,7 @@ def _exported_files(target: Path) -> set[str] | None:
 def earlier_results(output_dir: str) -> list[Path]:
     """What an earlier run left in ``--output-dir``: its files, and its export."""
     root = Path(output_dir)
-    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
+    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE)
     found = [root / name for name in names if (root / name).is_file()]
     found += sorted((root / TENSORBOARD_FOLDER).glob(EVENT_FILES))
     if _exported_files(root / EXPORT_FOLDER) is not None:

@@ -154,8 +154,7 @@ class LoggingConfig:
 
     output_dir: str = flag(
         "outputs",
-        "Folder for metrics.jsonl, TensorBoard files, rollouts.jsonl, curves.png, report.html and "
-        "summary.json.",
+        "Folder for metrics.jsonl, TensorBoard files, rollouts.jsonl, curves.png and summary.json.",
     )
     overwrite_output_dir: bool = flag(
         False,

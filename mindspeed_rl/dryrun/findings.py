@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.validate import RLPlan, RunPlan
-from mindspeed_rl.dryrun.budget import (
-    assumptions_of,
-    device_bytes,
-    resolve_offload,
-    usable_bytes,
-)
-from mindspeed_rl.dryrun.machine import Machine, read_machine
-from mindspeed_rl.dryrun.step_time import PhaseSeconds, estimate
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.dryrun.suggestions import Suggestion, plan_of, suggest
-from mindspeed_rl.dryrun.volumes import UpdateVolume, update_volume
-from mindspeed_rl.memory.owners import MemoryPhase, Owner
+from mindspeed_rl.dryrun.volumes import update_volume
+from mindspeed_rl.memory.owners import MemoryPhase
 from mindspeed_rl.memory.prediction import (
+    Config,
     MemoryPrediction,
     Peak,
+    Table,
     engine_is_bf16,
     predict,
 )
+from mindspeed_rl.resharding.traffic import RankTraffic
 
 _GIB = 2**30
 
@@ -40,7 +36,7 @@ class RankClass:
 
     first: int
     last: int
-    table: Mapping[MemoryPhase, Mapping[Owner, int]]
+    table: Mapping[MemoryPhase, Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +44,21 @@ class Findings:
     """What a dry run found.
 
     Attributes:
-        config: of the run.
-        plan: of the run.
-        machine: what a rank runs on.
-        prediction: memory of every rank.
+        prediction: memory of every rank, with the configuration and the plan of the run.
         classes: of ranks that are alike.
-        groups: ranks in the groups of rank 0 that have communicators on the device, by name.
         peak: the fullest moment.
         budget_bytes: what the run may use of a device.
         offload_reason: why trainer memory leaves as it does.
-        volume: of a weight update; ``None`` in supervised runs.
-        seconds: of a step by phase.
-        suggestions: what would make the peak smaller.
+        volume: of a weight update, for some ranks; none in supervised runs.
+        suggestions: single changes that lower the peak of a run that does not fit.
     """
 
-    config: RLRunConfig | PretrainRunConfig
-    plan: RunPlan
-    machine: Machine
     prediction: MemoryPrediction
     classes: tuple[RankClass, ...]
-    groups: Mapping[str, int]
     peak: Peak
     budget_bytes: int
     offload_reason: str
-    volume: UpdateVolume | None
-    seconds: Sequence[PhaseSeconds]
+    volume: Sequence[RankTraffic]
     suggestions: Sequence[Suggestion]
 
     @property
@@ -81,7 +67,7 @@ class Findings:
         return self.peak.num_bytes <= self.budget_bytes
 
 
-def world_size(config: RLRunConfig | PretrainRunConfig, environment: Mapping[str, str]) -> int:
+def world_size(config: Config, environment: Mapping[str, str]) -> int:
     """Ranks of the run that is predicted.
 
     Raises:
@@ -98,8 +84,8 @@ def world_size(config: RLRunConfig | PretrainRunConfig, environment: Mapping[str
     return int(given)
 
 
-def find_out(config: RLRunConfig | PretrainRunConfig, world: int) -> Findings:
-    """Predict a run of ``world`` ranks. Pure but for reading config.json and the machine file.
+def find_out(config: Config, world: int) -> Findings:
+    """Predict a run of ``world`` ranks. Pure but for reading config.json.
 
     Args:
         config: of the run.
@@ -108,37 +94,27 @@ def find_out(config: RLRunConfig | PretrainRunConfig, world: int) -> Findings:
     Raises:
         ValueError: flags that are not possible.
     """
-    machine = read_machine(config.dry_run.rl_dry_run_machine)
-    plan = plan_of(config, world)
-    assumptions = assumptions_of(config, machine)
-    device = device_bytes(config, machine.memory_gib * _GIB)
-    budget = usable_bytes(device, machine)
-    prediction = predict(config, plan, assumptions)
+    machine, plan = machine_on(config), plan_of(config, world)
+    budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
+    prediction = predict(config, plan, machine)
     ranks = prediction.representatives()
     mode, why = resolve_offload(prediction, ranks, budget)
-    prediction = replace(prediction, assumptions=replace(assumptions, offload=mode))
-    volume = None
+    prediction = replace(prediction, offload=mode)
+    peak = prediction.peak(ranks)
+    volume: Sequence[RankTraffic] = ()
     if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
-        several_nodes = world > machine.ranks_per_node
-        relay = config.rollout.reshard_relay == "auto" and several_nodes
+        node = machine.ranks_per_node
+        relay = config.rollout.reshard_relay == "auto" and world > node
         looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
         item = 2 if engine_is_bf16(config) else 4
-        volume = update_volume(plan, looked_at, machine, item, relay)
-    per_stage = plan.parallel.ranks_per_stage
-    sizes = prediction.group_bytes(0)
+        volume = update_volume(plan, looked_at, node, item, relay)
+    last = plan.parallel.ranks_per_stage - 1
     return Findings(
-        config=config,
-        plan=plan,
-        machine=machine,
         prediction=prediction,
-        classes=tuple(
-            RankClass(rank, rank + per_stage - 1, prediction.rank_table(rank)) for rank in ranks
-        ),
-        groups={name: len(ranks) for name, ranks in prediction.groups(0).items() if name in sizes},
-        peak=prediction.peak(ranks),
+        classes=tuple(RankClass(r, r + last, prediction.rank_table(r)) for r in ranks),
+        peak=peak,
         budget_bytes=budget,
         offload_reason=why,
         volume=volume,
-        seconds=estimate(prediction, machine, volume.seconds if volume else None),
-        suggestions=suggest(prediction, ranks, npu=machine.platform == "npu"),
+        suggestions=() if peak.num_bytes <= budget else suggest(prediction, ranks, budget),
     )

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.dryrun.findings import Findings, RankClass
-from mindspeed_rl.memory.owners import MemoryPhase, Owner
+from mindspeed_rl.memory.owners import Owner
 
 _GIB, _MIB = 2**30, 2**20
-_SUGGESTED = 5
 
 
 def lines(found: Findings) -> Iterator[str]:
     """The report for the terminal."""
     yield "dry run: everything below is predicted, nothing was measured"
-    yield ""
-    yield from _arithmetic(found)
-    yield ""
-    yield from _memory(found)
-    if found.volume is not None:
-        yield ""
-        yield from _volume(found)
-    yield ""
-    yield from _seconds(found)
-    yield ""
-    yield from _verdict(found)
+    for part in (_arithmetic, _memory, _volume, _verdict):
+        if text := list(part(found)):
+            yield from ("", *text)
 
 
 def _arithmetic(found: Findings) -> Iterator[str]:
-    plan, work = found.plan, found.prediction.workload
-    parallel = plan.parallel
-    experts = plan.spec.moe is not None
-    sharded = found.config.parallel.shards_sequence
+    prediction = found.prediction
+    plan, work = prediction.plan, prediction.workload
+    parallel, experts = plan.parallel, plan.spec.moe is not None
+    sharded = prediction.config.parallel.shards_sequence
     layout = parallel.describe(experts=experts, sequence_parallel=sharded)
     yield f"layout: {parallel.world} ranks = {layout}"
     if isinstance(plan, RLPlan):
@@ -53,22 +44,9 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
         yield "  " + "  ".join(cells)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """The unit of a report: GiB, or MiB for models of tests."""
-
-    name: str
-    num_bytes: int
-
-    @classmethod
-    def of(cls, found: Findings) -> _Unit:
-        return cls("GiB", _GIB) if found.peak.num_bytes >= _GIB else cls("MiB", _MIB)
-
-    def cell(self, size: int) -> str:
-        return f"{size / self.num_bytes:.3f}" if size else "-"
-
-    def text(self, size: int) -> str:
-        return f"{size / self.num_bytes:.2f} {self.name}"
+def _unit(found: Findings) -> tuple[str, int]:
+    """GiB, or MiB for models of tests."""
+    return ("GiB", _GIB) if found.peak.num_bytes >= _GIB else ("MiB", _MIB)
 
 
 def fullest_classes(found: Findings) -> Iterable[RankClass]:
@@ -79,125 +57,100 @@ def fullest_classes(found: Findings) -> Iterable[RankClass]:
 
 
 def _memory(found: Findings) -> Iterator[str]:
-    machine, assumptions = found.machine, found.prediction.assumptions
-    unit = _Unit.of(found)
+    prediction, machine = found.prediction, found.prediction.machine
+    name, unit = _unit(found)
     yield (
-        f"memory, {unit.name}; machine {machine.name}; offload during rollouts: "
-        f"{assumptions.offload.value} ({found.offload_reason})"
+        f"memory, {name}; machine {machine.name}; offload during rollouts: "
+        f"{prediction.offload.value} ({found.offload_reason})"
     )
     yield (
-        f"assumed: {machine.kernels.value} kernels, expert imbalance "
-        f"{assumptions.train_imbalance:g}, {machine.reserved_gib:g} GiB reserved"
+        f"assumed: fused kernels, expert imbalance {prediction.imbalance:g}, "
+        f"{machine.reserved_gib:g} GiB reserved"
     )
-    if assumptions.swap_parts:
+    if prediction.swap_parts:
         yield (
             "optimizer state: on the host, moved through the device by MindSpeed in "
-            f"{assumptions.swap_parts} parts (--swap-optimizer); a run without MindSpeed refuses it"
+            f"{prediction.swap_parts} parts (--swap-optimizer); a run without MindSpeed refuses it"
         )
-    elif found.config.ascend.swap_optimizer:
+    elif prediction.config.ascend.swap_optimizer:
         yield (
             f"--swap-optimizer has no effect on {machine.platform}, where a run refuses it; take "
             "--rl-offload optimizer"
         )
-    if found.groups:
-        sizes = found.prediction.group_bytes(0)
+    if sizes := prediction.group_bytes(0):
+        groups = prediction.groups(0)
         named = ", ".join(
-            f"{name} {sizes[name] / 2**20:.0f} MiB ({num} ranks)"
-            for name, num in found.groups.items()
+            f"{name} {size / _MIB:.0f} MiB ({len(groups[name])} ranks)"
+            for name, size in sizes.items()
         )
-        yield f"communicators of rank 0, {sum(sizes.values()) / 2**20:.0f} MiB: {named}"
+        yield f"communicators of rank 0, {sum(sizes.values()) / _MIB:.0f} MiB: {named}"
     for ranks in fullest_classes(found):
         yield f"ranks {ranks.first}-{ranks.last}:"
-        phases = list(ranks.table)
-        owners = [o for o in Owner if any(o in ranks.table[p] for p in phases)]
-        rows = [["owner", *(phase.value for phase in phases)]]
-        rows += [[o.value, *(unit.cell(ranks.table[p].get(o, 0)) for p in phases)] for o in owners]
-        rows.append(["sum", *(unit.cell(sum(ranks.table[p].values())) for p in phases)])
+        tables = ranks.table.values()
+        rows = [["owner", *(phase.value for phase in ranks.table)]]
+        for owner in (o for o in Owner if any(o in table for table in tables)):
+            sizes_of = (table.get(owner, 0) for table in tables)
+            rows.append([owner.value, *(f"{s / unit:.3f}" if s else "-" for s in sizes_of)])
+        rows.append(["sum", *(f"{sum(table.values()) / unit:.3f}" for table in tables)])
         yield from _table(rows)
 
 
 def _volume(found: Findings) -> Iterator[str]:
-    assert found.volume is not None
-    machine = found.machine
+    if not found.volume:
+        return
     yield "weight update, GB (planned for some ranks):"
     rows = [["rank", "in", "out", "kept", "in from other nodes", "senders"]]
-    for t in found.volume.ranks:
+    for t in found.volume:
         sizes = (t.receive_bytes, t.send_bytes, t.copy_bytes, t.inter_node_receive_bytes)
         rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
     yield from _table(rows)
-    yield (
-        f"  {found.volume.seconds:.3g} s for the busiest: {machine.within_node_gb_s:g} GB/s within "
-        f"a node, {machine.between_nodes_gb_s:g} between, x {machine.link_efficiency:g}"
-    )
-
-
-def _seconds(found: Findings) -> Iterator[str]:
-    total = sum(row.seconds for row in found.seconds)
-    yield f"seconds of a step, estimated from the machine file: {total:.4g}"
-    for row in found.seconds:
-        yield f"  {row.phase:<10} {row.seconds:>9.4g}  = {row.formula}"
 
 
 def _verdict(found: Findings) -> Iterator[str]:
-    peak, budget, unit = found.peak, found.budget_bytes, _Unit.of(found)
+    peak, budget = found.peak, found.budget_bytes
+    name, unit = _unit(found)
     yield (
-        f"peak: {unit.text(peak.num_bytes)} in phase {peak.phase.value} on rank {peak.rank}; "
-        f"{budget / _GIB:.2f} GiB may be used: {'fits' if found.fits else 'DOES NOT FIT'}"
+        f"peak: {peak.num_bytes / unit:.2f} {name} in phase {peak.phase.value} on rank "
+        f"{peak.rank}; {budget / _GIB:.2f} GiB may be used: "
+        f"{'fits' if found.fits else 'DOES NOT FIT'}"
     )
-    if not found.suggestions:
-        return
-    yield "single changes that lower this peak, each predicted anew:"
-    for change in found.suggestions[:_SUGGESTED]:
+    if found.suggestions:
+        yield "single changes that would help, each predicted anew:"
+    for change in found.suggestions:
         after = change.peak
+        verdict = "fits" if after.num_bytes <= budget else "still too much"
         yield (
-            f"  {change.flags}: saves {unit.text(change.saved_bytes)}, then "
-            f"{unit.text(after.num_bytes)} in {after.phase.value}"
-            + ("" if after.num_bytes <= budget else ", still too much")
+            f"  {change.flags}: {after.num_bytes / unit:.2f} {name} in phase {after.phase.value}, "
+            f"{verdict}"
         )
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+    """Everything, in bytes."""
+    prediction = found.prediction
     return {
         "predicted": True,
-        "world": found.prediction.world,
-        "machine": asdict(found.machine),
+        "world": prediction.world,
+        "machine": asdict(prediction.machine),
         "assumptions": {
-            "kernels": found.machine.kernels.value,
-            "offload": found.prediction.assumptions.offload.value,
+            "offload": prediction.offload.value,
             "offload_reason": found.offload_reason,
-            "train_imbalance": found.prediction.assumptions.train_imbalance,
-            "rollout_imbalance": found.prediction.assumptions.rollout_imbalance,
-            "swap_optimizer": bool(found.prediction.assumptions.swap_parts),
+            "expert_imbalance": prediction.imbalance,
+            "swap_optimizer": bool(prediction.swap_parts),
         },
         "rank_classes": [
-            {
-                "first_rank": c.first,
-                "last_rank": c.last,
-                "bytes": {
-                    phase.value: {owner.value: size for owner, size in table.items()}
-                    for phase, table in c.table.items()
-                },
-            }
-            for c in found.classes
+            {"first_rank": c.first, "last_rank": c.last, "bytes": c.table} for c in found.classes
         ],
-        "communicators": dict(found.groups),
+        "communicators": {n: len(prediction.groups(0)[n]) for n in prediction.group_bytes(0)},
         "peak": {
             "rank": found.peak.rank,
-            "phase": MemoryPhase(found.peak.phase).value,
+            "phase": found.peak.phase,
             "bytes": found.peak.num_bytes,
         },
         "budget_bytes": found.budget_bytes,
         "fits": found.fits,
-        "weight_update": None
-        if found.volume is None
-        else {
-            "seconds": found.volume.seconds,
-            "ranks": [asdict(traffic) for traffic in found.volume.ranks],
-        },
-        "seconds": [asdict(row) for row in found.seconds],
+        "weight_update": [asdict(traffic) for traffic in found.volume],
         "suggestions": [
-            {"flags": s.flags, "saved_bytes": s.saved_bytes, "peak_bytes": s.peak.num_bytes}
-            for s in found.suggestions
+            {"flags": s.flags, "peak_bytes": s.peak.num_bytes} for s in found.suggestions
         ],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 
 class Owner(enum.StrEnum):
@@ -46,18 +47,70 @@ class MemoryPhase(enum.StrEnum):
     ROLLOUT = "rollout"  # the peak of generation
 
 
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """An offload mode.
+
+    Attributes:
+        help: in the text of the flag.
+        leaves: owners that are away in the phases of :meth:`OffloadMode.away`.
+        frees_engine_weights: the engine's weights leave while the trainer trains.
+    """
+
+    help: str
+    leaves: tuple[Owner, ...] = ()
+    frees_engine_weights: bool = False
+
+
 class OffloadMode(enum.StrEnum):
-    """``--rl-offload``: what of the trainer leaves the device while the engine samples."""
+    """``--rl-offload``: what of the trainer leaves the device while the engine samples.
 
-    AUTO = "auto"  # the least that fits
+    A further mode is a name here and its row in the table below: flag, dry run and phases follow
+    from it. AUTO tries the others in this order.
+    """
+
+    AUTO = "auto"
     NONE = "none"
-    OPTIMIZER = "optimizer"  # gradient buffers and optimizer state, of policy and critic
-    ALL = "all"  # and parameters: the policy's once they are resharded, those of all other models
+    OPTIMIZER = "optimizer"
+    ALL = "all"
 
-    def leave(self) -> frozenset[Owner]:
-        """The owners that leave; of the trainer only."""
-        assert self is not OffloadMode.AUTO, "auto is resolved first"
-        if self is OffloadMode.ALL:
-            return frozenset(LEAVING)
-        state = (*UPDATE_STATE, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
-        return frozenset(state if self is OffloadMode.OPTIMIZER else ())
+    @property
+    def help(self) -> str:
+        """What it does, in the text of the flag."""
+        return _POLICIES[self].help
+
+    @property
+    def leaves(self) -> frozenset[Owner]:
+        """Owners that are away in the phases of :meth:`away`."""
+        return frozenset(_POLICIES[self].leaves)
+
+    def away(self, phase: MemoryPhase) -> frozenset[Owner]:
+        """Owners that are not on the device in a phase; VISITORS come for their own passes."""
+        absent: dict[MemoryPhase, tuple[Owner, ...]] = {
+            MemoryPhase.TRAIN_IDLE: VISITORS,
+            MemoryPhase.TRAIN: VISITORS,
+            MemoryPhase.SYNC: (*VISITORS, *UPDATE_STATE),
+            MemoryPhase.ROLLOUT: LEAVING,
+        }
+        return self.leaves.intersection(absent.get(phase, ()))
+
+    def sleeps_deeply(self, rollout_sleep: str) -> bool:
+        """Whether the engine's weights leave, too, under ``--rollout-sleep`` auto, kv or all."""
+        return rollout_sleep == "all" or (
+            rollout_sleep == "auto" and _POLICIES[self].frees_engine_weights
+        )
+
+
+_POLICIES = {
+    OffloadMode.AUTO: _Policy(
+        "the least with which the predicted peak fits --device-memory-gb, none where the device is "
+        "the host"
+    ),
+    OffloadMode.NONE: _Policy("nothing"),
+    OffloadMode.OPTIMIZER: _Policy(
+        "gradient buffers and optimizer state",
+        (*UPDATE_STATE, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER),
+    ),
+    OffloadMode.ALL: _Policy("parameters and all other models, too", LEAVING, True),
+}
+FIXED_MODES = tuple(mode for mode in OffloadMode if mode is not OffloadMode.AUTO)

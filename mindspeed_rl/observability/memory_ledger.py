@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.observability.metrics import Max, MetricSet
@@ -24,18 +24,12 @@ class Border:
     """The device when a state was reached.
 
     Attributes:
-        state: which.
         owners: bytes by owner.
         device: what the driver said.
-        predicted: what was predicted by owner, but for what the data decides; ``None``: nothing.
-        grown: owners that had grown by then; the same on all ranks.
     """
 
-    state: str
     owners: dict[str, int]
     device: DeviceMemory
-    predicted: dict[str, int] | None = None
-    grown: frozenset[str] = frozenset()
 
     @property
     def owned_bytes(self) -> int:
@@ -46,19 +40,6 @@ class Border:
     def residue_bytes(self) -> int:
         """What is in use and has no owner."""
         return self.device.used_bytes - self.owned_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Growing:
-    """An owner that is smaller at first.
-
-    Attributes:
-        at_first: its bytes until it has grown.
-        has_grown: whether it has.
-    """
-
-    at_first: int
-    has_grown: Callable[[], bool]
 
 
 class Slope:
@@ -99,10 +80,7 @@ class MemoryLedger:
         read: the driver's numbers.
         budget_bytes: what the run may use of the device; ``None``: all of it.
         leak_bytes: growth of the residue per step that is warned of; 0: never.
-        predicted: bytes by state and owner, where they are known beforehand.
-        unforeseen: owners whose bytes the data decides; what they have counts as predicted.
-        growing: owners that are smaller at first: what they have until then, and whether they have
-            grown, such as optimizers, whose state comes with their first update.
+        predicted: bytes by state and owner after the first update, where they are known.
     """
 
     def __init__(
@@ -112,21 +90,15 @@ class MemoryLedger:
         budget_bytes: int | None,
         leak_bytes: float,
         predicted: Mapping[str, Mapping[str, int]] | None = None,
-        unforeseen: Collection[str] = (),
-        growing: Mapping[str, Growing] | None = None,
     ) -> None:
         self._owners = owners
         self._read = read
         self._budget_bytes = budget_bytes
         self._leak_bytes = leak_bytes
         self._predicted = predicted or {}
-        self._unforeseen = unforeseen
-        self._growing = growing or {}
         self._slope = Slope()
         self._warned = False
-        self._told: dict[str, frozenset[str]] = {}
         self.borders: dict[str, Border] = {}
-        #: times that the trainer got the device
 
     def at_border(self, state: str) -> None:
         """Note what is on the device now that ``state`` is reached.
@@ -135,8 +107,7 @@ class MemoryLedger:
             MemoryError: more is in use than the budget allows; with the table.
         """
         owners = {owner: num_bytes() for owner, num_bytes in self._owners.items()}
-        grown = frozenset(owner for owner, how in self._growing.items() if how.has_grown())
-        border = Border(state, owners, self._read(), self._expected(state, grown), grown)
+        border = Border(owners, self._read())
         self.borders.pop(state, None)  # the latest stands last
         self.borders[state] = border
         budget = self._budget_bytes
@@ -171,37 +142,17 @@ class MemoryLedger:
             )
 
     def metrics(self) -> MetricSet:
-        """Of the last time each border was crossed; the fullest rank of each number.
-
-        Predictions by owner are told first, and where an owner has grown since.
-        """
+        """Of the last time each border was crossed; the fullest rank of each number."""
         found = MetricSet()
         for state, border in self.borders.items():
             found[f"memory/{state}_used_bytes"] = Max(border.device.used_bytes)
             found[f"memory/{state}_owned_bytes"] = Max(border.owned_bytes)
             for owner, num_bytes in border.owners.items():
                 found[f"memory/{state}/{owner}_bytes"] = Max(num_bytes)
-            if border.predicted is not None:
-                unforeseen = sum(border.owners.get(owner, 0) for owner in self._unforeseen)
-                total = sum(border.predicted.values()) + unforeseen
+            if state in self._predicted:
+                total = sum(self._predicted[state].get(owner, 0) for owner in self._owners)
                 found[f"memory/{state}_predicted_bytes"] = Max(total)
-                if self._told.get(state) != border.grown:  # on all ranks or on none
-                    for owner, num_bytes in border.predicted.items():
-                        found[f"memory/{state}/{owner}_predicted_bytes"] = Max(num_bytes)
-                    self._told[state] = border.grown
         return found
-
-    def _expected(self, state: str, grown: frozenset[str]) -> dict[str, int] | None:
-        """What is predicted for a border that is crossed now, by owner."""
-        if state not in self._predicted:
-            return None
-        expected = {}
-        for owner in [o for o in self._owners if o not in self._unforeseen]:
-            num_bytes = self._predicted[state].get(owner, 0)
-            if owner in self._growing and owner not in grown:
-                num_bytes = min(num_bytes, self._growing[owner].at_first)
-            expected[owner] = num_bytes
-        return expected
 
     def table(self) -> str:
         """All borders crossed so far, a column each, in MiB; predictions in brackets."""
@@ -219,11 +170,9 @@ class MemoryLedger:
         )
 
     def _cell(self, state: str, owner: str) -> str:
-        border = self.borders[state]
-        text = _number(border.owners[owner])
-        if border.predicted is None or owner not in border.predicted:
-            return text
-        return f"{text} ({_number(border.predicted[owner])})"
+        text = _number(self.borders[state].owners[owner])
+        predicted = self._predicted.get(state, {}).get(owner)
+        return text if predicted is None else f"{text} ({_number(predicted)})"
 
     def _message(self, what: str, limit_bytes: int) -> str:
         remedy = _GENERAL

@@ -1,4 +1,4 @@
-"""Where the time and the host memory of a step go.
+"""Where the time of a step goes, and how much memory its phases take.
 
 Phases are disjoint: while an inner phase runs the outer one stands still, so that the seconds of
 all phases sum to the step less what no phase covers.
@@ -15,9 +15,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
-from mindspeed_rl.observability.host_memory import PeakMemory
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+
+
+class PeakMeter(Protocol):
+    """What a platform tells of its memory."""
+
+    def reset_peak_memory(self) -> None:
+        """Begin another interval."""
+
+    def peak_memory(self) -> int:
+        """The most bytes since then."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +37,11 @@ class PhaseUse:
 
     Attributes:
         seconds: wall time, inner phases excluded.
-        peak_rss_bytes: largest resident size of the process while the phase ran; ``None`` where
-            the system does not tell.
+        peak_bytes: the most memory that was in use while the phase ran; 0: nobody told.
     """
 
     seconds: float
-    peak_rss_bytes: int | None
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +74,14 @@ class StepTimes:
         """The numbers of this rank, ready to be reduced over ranks.
 
         ``time/<phase>_s`` and ``time/step_s`` are means, so that phases still sum to the step;
-        ``time_max/<phase>_s`` is the slowest rank and ``memory/<phase>_peak_rss_bytes`` the
+        ``time_max/<phase>_s`` is the slowest rank and ``memory/<phase>_peak_bytes`` the
         fullest. All ranks must have entered the same phases, an empty block being enough.
         """
         result = MetricSet({"time/step_s": Mean(self.step_s, 1)})
         for name, use in self.phases.items():
             result[f"time/{name}_s"] = Mean(use.seconds, 1)
             result[f"time_max/{name}_s"] = Max(use.seconds)
-            if use.peak_rss_bytes is not None:
-                result[f"memory/{name}_peak_rss_bytes"] = Max(use.peak_rss_bytes)
+            result[f"memory/{name}_peak_bytes"] = Max(use.peak_bytes)
         return result
 
 
@@ -83,7 +92,7 @@ class PhaseTimer:
         synchronize: called at every phase border; give the platform's device synchronisation, or
             work that a phase has only queued is charged to the phase that waits for it.
         clock: monotonic seconds.
-        memory: the meter of host memory.
+        memory: of which the peak of every phase is read; ``None``: it is told as 0.
         mark: names what runs in a phase for others, such as a profiler.
     """
 
@@ -91,13 +100,13 @@ class PhaseTimer:
         self,
         synchronize: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        memory: PeakMemory | None = None,
+        memory: PeakMeter | None = None,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._synchronize = synchronize
         self._clock = clock
         self._mark = mark
-        self._memory = PeakMemory() if memory is None else memory
+        self._memory = memory
         self._stack: list[str] = []
         self._phases: dict[str, PhaseUse] = {}
         self._step_start = self._segment_start = clock()
@@ -114,7 +123,7 @@ class PhaseTimer:
             raise RuntimeError('a phase cannot be called "step": time/step_s is the whole step')
         self._end_segment()
         self._stack.append(phase)
-        self._phases.setdefault(phase, PhaseUse(0.0, None))
+        self._phases.setdefault(phase, PhaseUse(0.0))
         try:
             with self._mark(phase):
                 yield
@@ -163,8 +172,8 @@ class PhaseTimer:
         now = self._clock()
         if self._stack:
             use = self._phases[self._stack[-1]]
-            peaks = (use.peak_rss_bytes, self._memory.peak_bytes())
-            peak = max((value for value in peaks if value is not None), default=None)
+            peak = max(use.peak_bytes, self._memory.peak_memory() if self._memory else 0)
             self._phases[self._stack[-1]] = PhaseUse(use.seconds + now - self._segment_start, peak)
-        self._memory.restart()
+        if self._memory:
+            self._memory.reset_peak_memory()
         self._segment_start = now

@@ -1,4 +1,4 @@
-"""Weights & Biases and SwanLab as further places of metrics.
+"""Trackers such as Weights & Biases as further places of metrics (``config/diagnostics.py``).
 
 Neither forgets a logged step, so a resumed run is a new run there, in the same group: no step is
 found twice in any of them. Their packages are imported when the first metric is logged.
@@ -75,22 +75,10 @@ def make_trackers(
         output_dir: of the run; names it and takes local files unless the configuration says more.
         flags: configuration of the run, shown beside its charts.
     """
-    output = Path(output_dir)
-    name = output.resolve().name
-    trackers = []
-    if config.wandb_project:
-        arguments = {
-            "project": config.wandb_project,
-            "entity": config.wandb_entity or None,
-            "dir": config.wandb_save_dir or str(output),
-            "config": dict(flags),
-        }
-        trackers.append(TrackerBackend("wandb", arguments, config.wandb_exp_name or name))
-    if config.swanlab_project:
-        arguments = {
-            "project": config.swanlab_project,
-            "log_dir": config.swanlab_save_dir or str(output / "swanlog"),
-            "config": dict(flags),
-        }
-        trackers.append(TrackerBackend("swanlab", arguments, config.swanlab_exp_name or name))
-    return trackers
+    folder = Path(output_dir).resolve().name
+    return [
+        TrackerBackend(
+            tracker.package, {**tracker.arguments, "config": dict(flags)}, tracker.name or folder
+        )
+        for tracker in config.trackers(str(output_dir))
+    ]

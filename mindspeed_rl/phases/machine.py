@@ -74,7 +74,7 @@ class Sharing:
 
     def leaving(self, *owners: Owner) -> list[StorageGroup]:
         """The groups of these owners that leave in this mode."""
-        leave = self.mode.leave()
+        leave = self.mode.leaves
         return [self.groups[o] for o in owners if o in self.groups and o in leave]
 
     def leave_all(self) -> None:

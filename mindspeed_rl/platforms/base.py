@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +107,14 @@ class Platform(Protocol):
         """What the driver says now."""
         ...
 
-    def watch_peak(self) -> Callable[[], int] | None:
-        """Start to watch the allocator; call the result for the bytes by which it grew at most.
+    def reset_peak_memory(self) -> None:
+        """Begin another interval of :meth:`peak_memory`."""
+        ...
 
-        ``None`` where it does not count.
+    def peak_memory(self) -> int:
+        """The most bytes since the last reset: of tensors, or of the process where it is the host.
+
+        0 where the system does not tell.
         """
         ...
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.observability.host_memory import ProcFile, field_bytes
+from mindspeed_rl.platforms import host_memory
 from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
 from mindspeed_rl.platforms.gloo_device import share_devices
+from mindspeed_rl.platforms.host_memory import ProcFile, field_bytes
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
@@ -67,8 +68,13 @@ class CpuPlatform:
         available, total = field_bytes(b"MemAvailable:", text), field_bytes(b"MemTotal:", text)
         return DeviceMemory(resident, available, total)
 
-    def watch_peak(self) -> None:
-        """The C library does not count."""
+    def reset_peak_memory(self) -> None:
+        """Of the process, where /proc can be written."""
+        host_memory.reset_peak_bytes()
+
+    def peak_memory(self) -> int:
+        """Resident size of the process."""
+        return host_memory.peak_bytes()
 
     def release_cached_memory(self) -> None:
         """Make the C library return free pages to the system."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,11 +54,13 @@ class CudaPlatform:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(total - free, free, total)
 
-    def watch_peak(self) -> Callable[[], int]:
-        """What tensors take, caches of the allocator aside."""
+    def reset_peak_memory(self) -> None:
+        """Of the caching allocator."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        return lambda: int(torch.cuda.max_memory_allocated(self.device) - before)
+
+    def peak_memory(self) -> int:
+        """What tensors take, caches of the allocator aside."""
+        return int(torch.cuda.max_memory_allocated(self.device))
 
     def release_cached_memory(self) -> None:
         """Wait, then empty the caching allocator: a block in use by a stream cannot leave."""

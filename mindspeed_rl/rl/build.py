@@ -16,7 +16,6 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
-from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.profiler import StepProfiler
@@ -74,13 +73,12 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     initialize_parallel(job)
     models = build_models(job)
     profiler = StepProfiler(config.profiler, job.platform, rank, output)
-    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
+    timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
     sharing = share_memory(job, models)
     sharing.leave_all()  # the engine is built into the room that it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
-    trained = {Owner.OPTIMIZER: models.policy, Owner.CRITIC_OPTIMIZER: models.critic}
-    ledger = open_ledger(job, sharing, engine, cache, trained)
+    ledger = open_ledger(job, sharing, engine, cache)
     scheduler = Phases(engine, _phases_of(job, timer), watched(sharing, ledger))
     run = Components(
         job=job,

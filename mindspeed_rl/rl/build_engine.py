@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +11,10 @@ import torch.distributed as dist
 
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.dryrun.budget import (
-    assumptions_of,
-    device_bytes,
-    machine_on,
-    resolve_offload,
-    swaps_optimizer,
-    usable_bytes,
-)
-from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
-from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger
+from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Sharing
 from mindspeed_rl.phases.transition import nothing
@@ -60,8 +52,7 @@ def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
 def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
     """The memory of this run with its offload mode, and why it is that. Collective: the world."""
     machine = machine_on(job.config, job.platform.name)
-    assumptions = assumptions_of(job.config, machine)
-    prediction = predict(job.config, job.plan, assumptions)
+    prediction = predict(job.config, job.plan, machine)
     limit = memory_limit(job)
     if not limit and job.config.memory.rl_offload == OffloadMode.AUTO:
         why = "auto: the device is the host, so nothing is gained by moving"
@@ -69,7 +60,7 @@ def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
     ranks = prediction.representatives()
     taken = -_least(-job.platform.taken_bytes)
     mode, why = resolve_offload(prediction, ranks, usable_bytes(limit, machine, taken))
-    return replace(prediction, assumptions=replace(assumptions, offload=mode)), why
+    return replace(prediction, offload=mode), why
 
 
 def share_memory(
@@ -81,16 +72,14 @@ def share_memory(
     Collective: the world.
     """
     prediction, why = predict_run(job)
-    mode = prediction.assumptions.offload
-    sleep = job.config.memory.rollout_sleep
-    free_weights = sleep == "all" or (sleep == "auto" and mode is OffloadMode.ALL)
+    mode, free_weights = prediction.offload, prediction.frees_engine_weights
     job.say(
         f"memory during rollouts: offload {mode.value} ({why}); engine weights are "
         f"{'freed' if free_weights else 'kept'} while the trainer trains"
     )
     platform = job.platform
     groups = trainer_memory(models.policy, models.reference, models.critic, models.reward_model)
-    if swaps_optimizer(job.config, machine_on(job.config, platform.name)):
+    if prediction.swap_parts:
         for owner in (Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER):
             groups.pop(owner, None)  # MindSpeed moves it
     kept = platform.shares_host_memory and mode is OffloadMode.NONE
@@ -109,12 +98,8 @@ def open_ledger(
     sharing: Sharing,
     engine: VllmEngine,
     cache: TensorCache,
-    trained: Mapping[Owner, TrainEngine | None],
 ) -> MemoryLedger:
-    """The ledger of trainer, engine and samples. Collective: the world.
-
-    ``trained``: whose optimizer state an owner is; it comes with the first update.
-    """
+    """The ledger of trainer, engine and samples. Collective: the world."""
     options, rank = job.config.memory, job.world.rank
     prediction, _ = predict_run(job)
     owners: dict[str, Callable[[], int]] = {
@@ -127,25 +112,13 @@ def open_ledger(
         engine.cache_bytes if engine.state is EngineState.AWAKE else 0
     )
     owners[Owner.SAMPLES.value] = lambda: cache.num_bytes
-    at_first = prediction.rank_table(rank)[MemoryPhase.LOAD]
-    growing = {
-        owner.value: Growing(at_first.get(owner, 0), partial(_has_updated, engine))
-        for owner, engine in trained.items()
-        if engine is not None
-    }
     return MemoryLedger(
         owners,
         job.platform.memory,
         memory_limit(job) or None,
         options.memory_leak_mb * 2**20,
         {phase.value: prediction.border(rank, phase.value) for phase in CHAIN},
-        unforeseen=(Owner.SAMPLES.value,),
-        growing=growing,
     )
-
-
-def _has_updated(engine: TrainEngine) -> bool:
-    return engine.schedule.num_updates > 0
 
 
 def watched(sharing: Sharing, ledger: MemoryLedger) -> Sharing:

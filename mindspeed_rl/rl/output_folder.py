@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
-    REPORT_FILE,
     SUMMARY_FILE,
     earlier_results,
     refuse_earlier_results,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # Written at the end of a run.
-_OF_THE_END = (SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
+_OF_THE_END = (SUMMARY_FILE, CURVES_FILE)
 
 
 def claim(job: Job[Any, Any], start: int) -> None:

@@ -16,13 +16,12 @@ from mindspeed_rl.config.modules import modules_note
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
-    REPORT_FILE,
     ROLLOUTS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
     export_target,
 )
-from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
+from mindspeed_rl.dryrun.budget import machine_on
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
@@ -65,8 +64,7 @@ def describe(run: Components) -> None:
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
     )
-    machine = machine_on(run.config, run.job.platform.name)
-    prediction = predict(run.config, plan, assumptions_of(run.config, machine))
+    prediction = predict(run.config, plan, machine_on(run.config, run.job.platform.name))
     run.job.say(*group_lines(existing_groups(), prediction.group_bytes(0)))
     if run.job.platform.name == "npu":
         run.job.say(determinism_line())
@@ -284,20 +282,17 @@ class Report:
             "hf_checkpoint": export,
         }
         from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
-        from mindspeed_rl.observability.html_report import write_report
 
         run.telemetry.logger.close()
         write_summary(output / SUMMARY_FILE, summary)
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
         run.telemetry.dump.close()
-        write_report(output, output / REPORT_FILE)
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
             run.job.say(f"held-out accuracy {before}{final.accuracy:.1%}")
         run.job.say(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
-            f"{REPORT_FILE}, "
             f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",
         )
 

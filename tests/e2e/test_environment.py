@@ -52,4 +52,4 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
     right = [row for row in rows if row["reward"] == 1.0 and "calc(" in row["response"]]
     assert right, "no conversation that calls and answers"
-    assert (tmp_path / "out" / "report.html").stat().st_size < 2 << 20
+    assert not list((tmp_path / "out").glob("*.html"))

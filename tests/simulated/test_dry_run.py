@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,8 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.dryrun.command import DOES_NOT_FIT, FITS, dry_run
 from mindspeed_rl.dryrun.findings import Findings, find_out, world_size
-from mindspeed_rl.dryrun.machine import read_machine
-from mindspeed_rl.dryrun.step_time import recomputed_share
 from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.memory.assumptions import MemoryAssumptions
-from mindspeed_rl.memory.layers import layer_tape
-from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode
-from mindspeed_rl.memory.prediction import predict
-from mindspeed_rl.memory.tape import kept_bytes
+from mindspeed_rl.memory.owners import MemoryPhase
 from mindspeed_rl.models.flops import active_parameters, attention_flops, forward_flops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,10 +98,7 @@ def test_deepseek_r1_on_256_dies_fits(
     latent = 61 * 128 * (128 + 128) * 512 // 2 * 2  # its up projection once more, over TP2
     others = weights - expert_gb - latent
     assert 16 * GIB < others < 17 * GIB, "half of the 17e9 other weights, and norms"
-    assert len(report["weight_update"]["ranks"]) == 3
-    assert {row["phase"] for row in report["seconds"]} == {
-        *("generate", "reshard", "offload", "log-probs", "update")
-    }
+    assert len(report["weight_update"]) == 3
 
 
 def test_qwen3_235b_on_128_dies_fits(laptop: Path, tmp_path: Path) -> None:
@@ -120,7 +110,7 @@ def test_qwen3_235b_on_128_dies_fits(laptop: Path, tmp_path: Path) -> None:
 def test_a_recipe_that_does_not_fit_says_so_and_what_helps(laptop: Path) -> None:
     done = bash(laptop, DEEPSEEK, "--device-memory-gb", "32")
     assert done.returncode == DOES_NOT_FIT
-    assert "DOES NOT FIT" in done.stdout and "--rollout-kv-cache-gb 10: saves" in done.stdout
+    assert "DOES NOT FIT" in done.stdout and "--rollout-kv-cache-gb 10: 42.00 GiB" in done.stdout
 
 
 def test_a_bad_flag_is_one_line_before_anything_starts(laptop: Path) -> None:
@@ -155,38 +145,7 @@ def test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024() ->
     assert not large.fits and large.peak.phase is MemoryPhase.ROLLOUT
     best = next(s for s in large.suggestions if s.flags.startswith("--vllm-max-num-batched"))
     assert best.flags == "--vllm-max-num-batched-tokens 1024"
-    assert best.peak.num_bytes == small.peak.num_bytes
-    assert best.saved_bytes == large.peak.num_bytes - small.peak.num_bytes
-
-
-def test_recomputing_four_layers_costs_what_four_layers_keep() -> None:
-    """Stage 2 of 8 has 6 micro-batches in flight; each keeps 4 layers instead of their inputs."""
-    (config, world), rank = config_of(DEEPSEEK), 64
-    predictions = {}
-    for layers in (4, 8):
-        changed = replace(config, train=replace(config.train, recompute_num_layers=layers))
-        options = MemoryAssumptions(read_machine("a3").kernels, OffloadMode.ALL)
-        predictions[layers] = predict(changed, plan_of(changed, world), options)
-    training = predictions[8].training
-    work = predictions[8].workload
-    sizes = training.layer_sizes(work)
-    layer = kept_bytes(layer_tape(sizes, 16)) - sizes.residual
-    peaks = {n: p.training.peak(rank, work).in_step for n, p in predictions.items()}
-    waiting = 5 * 4 * layer
-    # the newest micro-batch runs its kept layers while the others wait
-    assert waiting < peaks[4] - peaks[8] < waiting + 5 * layer
-    assert recomputed_share(predictions[8]) == 1.0
-    assert recomputed_share(predictions[4]) == pytest.approx(32 / 61)
-
-
-def test_every_suggestion_is_the_difference_of_two_predictions() -> None:
-    before = found(DEEPSEEK, "--device-memory-gb", "40")
-    cache_change = next(s for s in before.suggestions if s.flags.startswith("--rollout-kv"))
-    after = found(DEEPSEEK, "--device-memory-gb", "40", *cache_change.flags.split())
-    assert after.peak.num_bytes == cache_change.peak.num_bytes
-    assert before.peak.num_bytes - after.peak.num_bytes == cache_change.saved_bytes > 0
-    saved = [s.saved_bytes for s in before.suggestions]
-    assert saved == sorted(saved, reverse=True)
+    assert best.peak == small.peak and small.suggestions == ()
 
 
 def test_active_parameters_of_published_models() -> None:
@@ -204,11 +163,6 @@ def test_flops_of_a_token_by_hand() -> None:
     attention = 94 * 64 * (128 + 128) * 2 * 4096
     assert attention_flops(spec, 8192) == attention
     assert forward_flops(spec, 8192) == 2 * active_parameters(spec) + attention
-    # of each layer: 8 of 128 experts of 3 x 4096 x 1536, and the router
-    experts = 94 * (8 * 3 * 4096 * 1536 + 128 * 4096)
-    prediction = predict(config, plan_of(config, world))
-    share = 2 * experts / forward_flops(spec, 8192)
-    assert recomputed_share(prediction, 8192) == pytest.approx(share, rel=1e-9)
 
 
 def test_world_size_comes_from_the_flag_or_the_environment() -> None:
@@ -228,10 +182,10 @@ def test_a_supervised_run_has_no_rollout(capsys: pytest.CaptureFixture[str]) -> 
     findings = find_out(config, 8)
     phases = set(findings.classes[0].table)
     assert phases == {MemoryPhase.LOAD, MemoryPhase.TRAIN_IDLE, MemoryPhase.TRAIN}
-    assert findings.volume is None
+    assert findings.volume == ()
     assert dry_run(config, {}) == (FITS if findings.fits else DOES_NOT_FIT)
     printed = capsys.readouterr().out
-    assert "engine_weights" not in printed and "update" in printed
+    assert "engine_weights" not in printed and "weight update" not in printed
 
 
 def test_a_supervised_run_that_does_not_fit_the_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,22 +202,3 @@ def test_a_supervised_run_that_does_not_fit_the_device(capsys: pytest.CaptureFix
         assert code == (FITS if report["fits"] else DOES_NOT_FIT)
         fits[gigabytes] = report["fits"]
     assert fits == {8: False, 640: True}
-
-
-def test_machine_files(tmp_path: Path) -> None:
-    assert {read_machine(name).name for name in ("a3", "a2", "h200", "cpu")} == {
-        *("a3", "a2", "h200", "cpu")
-    }
-    with pytest.raises(ValueError, match="allowed are a3, a2, h200, cpu"):
-        read_machine("tpu")
-    shipped = (ROOT / "mindspeed_rl/dryrun/machines.toml").read_text()
-    own = "[mine]\n" + shipped.split("[h200]\n")[1].split("\n\n")[0]
-    file = tmp_path / "mine.toml"
-    file.write_text(own)
-    assert read_machine(str(file)).bf16_tflops == 989.0
-    file.write_text(own.replace("host_gb_s = 50.0", "host_gb_s = 0.0"))
-    with pytest.raises(ValueError, match="host_gb_s must be above 0"):
-        read_machine(str(file))
-    file.write_text(own.replace("kernels", "kernel"))
-    with pytest.raises(ValueError, match="missing keys: kernels; unknown keys: kernel"):
-        read_machine(str(file))

@@ -29,8 +29,8 @@ from support.layout_cases import (
 )
 from support.layout_oracle import megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
+from support.tensor_tracker import TensorTracker
 
-from mindspeed_rl.observability.tensor_tracker import TensorTracker
 from mindspeed_rl.resharding import exchange, transports
 from mindspeed_rl.resharding.exchange import shared_view
 from mindspeed_rl.resharding.executor import Resharder

@@ -58,7 +58,7 @@ LAYER_0 = (
 PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))
 # Files and text only, so that rewards and data may write logs without torch.
 PLAIN_OBSERVABILITY = tuple(
-    f"observability.{name}" for name in ("files", "jsonl", "names", "summary", "host_memory")
+    f"observability.{name}" for name in ("files", "jsonl", "names", "summary")
 )
 LAYER_1 = ("data", "rewards", "environments", "algorithms")
 LAYER_2 = (
@@ -112,7 +112,6 @@ TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
-    "observability.tensor_tracker",  # torch has no public name for dispatch modes
     "conversion.distributed_target",  # nor for the entries of a distributed checkpoint's index
     "rollout.vllm_engine",
     "rollout.ascend",

@@ -91,7 +91,8 @@ def three_syncs(
     source: Any, world: World, read: Mapping[str, torch.Tensor], folder: str, rollout: Rollout
 ) -> Moved:
     """Collective: the world. The trainer's weights double between syncs, and are put back."""
-    from mindspeed_rl.observability.tensor_tracker import TensorTracker
+    from support.tensor_tracker import TensorTracker
+
     from mindspeed_rl.parallel.layout import EngineLayout
     from mindspeed_rl.resharding.executor import Resharder
     from mindspeed_rl.resharding.layouts.vllm import VllmLayout

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.memory.assumptions import MemoryAssumptions
-from mindspeed_rl.memory.model_state import registration_key
-from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.memory.owners import FIXED_MODES, MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
-from mindspeed_rl.memory.training import Workload
-from mindspeed_rl.observability.tensor_tracker import TensorTracker
 from mindspeed_rl.offload.storages import num_bytes, storages_of
 from mindspeed_rl.phases.machine import Phases, Sharing
 from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
-    from mindspeed_rl.samples.packing import MicroBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 NUM_SAMPLES, LENGTH = 4, 48
-_EXPERTS = "mlp.experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,6 @@ class MemoryCase:
     name: str
     model: str
     flags: tuple[str, ...] = ()
-    borders: bool = False  # all offload modes are walked through as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +44,6 @@ class Measured:
         predicted: the same owners.
         optimizer_at_start: measured before the first update.
         predicted_at_start: the same.
-        in_step: measured largest moment of forward and backward passes.
-        predicted_in_step: the same.
-        grad_norm: of the first update.
-        in_order: whether parameters are registered in the order that the model counts on.
         borders: ``mode/state`` -> bytes by owner, measured and predicted.
     """
 
@@ -64,10 +51,6 @@ class Measured:
     predicted: dict[str, int]
     optimizer_at_start: int
     predicted_at_start: int
-    in_step: int
-    predicted_in_step: int
-    grad_norm: float
-    in_order: bool
     borders: dict[str, tuple[dict[str, int], dict[str, int]]]
 
 
@@ -84,10 +67,8 @@ def measure_world(
             initialize_parallel(job)
         engine = build_engine(job, "policy", 1)
         measured = _measure(job, engine)
-        if case.borders:
-            reference = build_engine(job, "reference", 0)
-            measured = replace(measured, borders=walk_borders(job, engine, reference))
-        results[case.name] = measured
+        reference = build_engine(job, "reference", 0)
+        results[case.name] = replace(measured, borders=walk_borders(job, engine, reference))
     return results
 
 
@@ -102,65 +83,18 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
     ]
     batches = local_batches(job, engine, samples)
     at_start = _optimizer_bytes(engine)
-    tracker = TensorTracker()
     num_tokens = NUM_SAMPLES * (LENGTH - 1)
-    with tracker, _routed_tokens(engine) as routed:
-        engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
-    stats = engine.step()
-    full = job.config.train.recompute_granularity == "full"
-    assumptions = MemoryAssumptions(train_imbalance=_imbalance(engine, routed, full))
-    prediction = predict(job.config, job.plan, assumptions, work=_workload(job, batches))
-    rank = job.world.rank
-    table = prediction.rank_table(rank)
-    peak = prediction.training.peak(rank, prediction.workload)
+    engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
+    engine.step()
+    table = predict(job.config, job.plan).rank_table(job.world.rank)
     owners = _owners(engine)
     return Measured(
         owners=owners,
         predicted={name: table[MemoryPhase.TRAIN_IDLE].get(Owner(name), 0) for name in owners},
         optimizer_at_start=at_start,
         predicted_at_start=table[MemoryPhase.LOAD].get(Owner.OPTIMIZER, 0),
-        in_step=tracker.peak_bytes,
-        predicted_in_step=peak.in_step,
-        grad_norm=stats.grad_norm,
-        in_order=all(_is_sorted(module) for module in engine.modules),
         borders={},
     )
-
-
-@contextmanager
-def _routed_tokens(engine: TrainEngine) -> Iterator[list[int]]:
-    """Tokens that reach this rank's experts, one number per pass through a layer."""
-    found: list[int] = []
-
-    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        found.append(inputs[0].size(0))
-
-    experts = [m for top in engine.modules for n, m in top.named_modules() if n.endswith(_EXPERTS)]
-    hooks = [module.register_forward_pre_hook(note) for module in experts]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _imbalance(engine: TrainEngine, routed: Sequence[int], full: bool) -> float:
-    """This rank's tokens by the mean of its expert-parallel group, at the fullest moment.
-
-    Collective: the expert-parallel group. That is one micro-batch in all layers of the stage, or,
-    where layers are recomputed one by one, in one of them.
-    """
-    if not routed:
-        return 1.0
-    group = parallel_state.get_expert_model_parallel_group()
-    mine = torch.tensor(routed, dtype=torch.float64)
-    mean = mine.clone()
-    dist.all_reduce(mean, group=group)
-    mean /= dist.get_world_size(group)
-    layers = sum(n.endswith(_EXPERTS) for top in engine.modules for n, _ in top.named_modules())
-    window = 1 if full else layers
-    kept = [x.unfold(0, window, 1).sum(1) for x in (mine, mean)]
-    return max(1.0, float((kept[0] / kept[1]).max()))
 
 
 def walk_borders(
@@ -171,8 +105,8 @@ def walk_borders(
 
     groups = trainer_memory(policy, reference)
     found: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
-    for mode in (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL):
-        prediction = predict(job.config, job.plan, MemoryAssumptions(offload=mode))
+    for mode in FIXED_MODES:
+        prediction = predict(job.config, job.plan, offload=mode)
 
         def look(
             state: str, mode: OffloadMode = mode, prediction: MemoryPrediction = prediction
@@ -198,22 +132,6 @@ def walk_borders(
         for group in groups.values():
             group.restore()
     return found
-
-
-def _is_sorted(module: torch.nn.Module) -> bool:
-    names = [name for name, _ in module.named_parameters()]
-    return names == sorted(names, key=registration_key)
-
-
-def _workload(job: Any, batches: Sequence[MicroBatch]) -> Workload:
-    """What the packed batches are; every sample is as long as the others."""
-    sequences = max(len(b.sample_ids) for b in batches)
-    return Workload(
-        tokens=batches[0].batch.num_tokens * job.plan.parallel.cp,
-        sequence=LENGTH,
-        trained=sequences * (LENGTH - 1),
-        num_micro_batches=len(batches),
-    )
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

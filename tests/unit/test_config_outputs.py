@@ -142,7 +142,7 @@ def test_an_interval_without_a_folder_saves_nothing(run: PretrainRunConfig, tmp_
 
 def old_run(output: Path) -> list[Path]:
     """The results of a run that is over."""
-    names = ("metrics.jsonl", "rollouts.jsonl", "summary.json", "curves.png", "report.html")
+    names = ("metrics.jsonl", "rollouts.jsonl", "summary.json", "curves.png")
     for name in names:
         (output / name).write_text("{}")
     (output / "tensorboard").mkdir()
@@ -163,7 +163,7 @@ def test_a_fresh_run_does_not_mix_with_an_old_one(run: PretrainRunConfig, tmp_pa
     with pytest.raises(ValueError) as caught:
         check_paths(run)
     for words in (
-        "--output-dir", "metrics.jsonl, rollouts.jsonl, summary.json, curves.png, report.html, "
+        "--output-dir", "metrics.jsonl, rollouts.jsonl, summary.json, curves.png, "
         "tensorboard, hf",
         "choose another --output-dir", "--overwrite-output-dir", "--load DIR to go on",
     ):  # fmt: skip

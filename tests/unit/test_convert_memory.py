@@ -20,7 +20,7 @@ from support.conversions import assert_equal, hf_tensors, hf_to_mg, mg_to_hf, wr
 from mindspeed_rl.conversion import run, source, stored
 from mindspeed_rl.conversion.command import run_conversion
 from mindspeed_rl.conversion.options import parse_options
-from mindspeed_rl.observability.host_memory import PeakMemory
+from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 
 TP2 = ("--target-tensor-parallel-size", "2")
 # tensors of up to 4 MB; a layer has 6 MB
@@ -42,10 +42,10 @@ def peak_of(task: Callable[[], object], first: Callable[[], object]) -> int:
         status = 1
         try:
             first()
-            memory = PeakMemory()
-            before = memory.peak_bytes()
+            reset_peak_bytes()
+            before = peak_bytes()
             task()
-            os.write(writer, str((memory.peak_bytes() or 0) - (before or 0)).encode())
+            os.write(writer, str(peak_bytes() - before).encode())
             status = 0
         finally:
             os._exit(status)

@@ -7,27 +7,23 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.published import PUBLISHED, published_config
+from support.published import PUBLISHED
 from support.share import slow_but
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.dryrun.budget import assumptions_of, device_bytes, machine_on, usable_bytes
+from mindspeed_rl.dryrun.budget import device_bytes, machine_on, usable_bytes
 from mindspeed_rl.dryrun.findings import find_out
-from mindspeed_rl.dryrun.machine import read_machine
 from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.memory.engine import EngineMemory
-from mindspeed_rl.memory.layers import Kernels
+from mindspeed_rl.memory.machine import MACHINES
 from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
-from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.metrics import Max
 from mindspeed_rl.orchestration import torchrun
-from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.platforms.npu import NpuPlatform
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rl import build_engine as rl_phases
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.samples.device_cache import TOKENS, TensorCache
@@ -76,7 +72,7 @@ def test_a_run_decides_what_its_dry_run_said(
 ) -> None:
     config = config_of("--rl-dry-run-machine", machine, "--device-memory-gb", str(memory_gb))
     said = find_out(config, WORLD)
-    platform = read_machine(machine).platform
+    platform = MACHINES[machine].platform
     # the driver reports another size than the flag allows
     prediction, why = run_on(platform, 2 * memory_gb, config, monkeypatch)
     assert prediction == said.prediction
@@ -88,40 +84,33 @@ def test_the_choices_differ_with_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     """Without the flag the driver's size counts, and every mode is somebody's choice."""
     config = config_of("--rl-dry-run-machine", "h200")
     found = {
-        size: run_on("cuda", size, config, monkeypatch)[0].assumptions.offload
-        for size in (10, 56, 62, 141)
+        size: run_on("cuda", size, config, monkeypatch)[0].offload for size in (10, 56, 62, 141)
     }
     assert list(found.values()) == sorted(found.values(), key=list(OffloadMode).index, reverse=True)
     assert set(found.values()) >= {OffloadMode.NONE, OffloadMode.ALL}
 
 
 def test_the_machine_is_that_of_the_platform_the_run_is_on() -> None:
-    """The flag's default is an NPU; a run on CPU must not count fused kernels and HCCL."""
+    """The flag's default is an NPU; a run on CPU must not count HCCL."""
     config = config_of()
-    assert machine_on(config, "npu").name == "a3"
-    assert machine_on(config, "cpu").kernels is Kernels.EAGER
-    kernels = {p: assumptions_of(config, machine_on(config, p)).kernels for p in ("cpu", "npu")}
-    assert kernels == {"cpu": Kernels.EAGER, "npu": Kernels.FUSED}
+    assert machine_on(config).name == machine_on(config, "npu").name == "a3"
+    assert machine_on(config, "cpu").communicator_mib == 0
     assert machine_on(config, "cuda").name == "h200"
     assert machine_on(config_of("--rl-dry-run-machine", "a2"), "npu").name == "a2"
 
 
 def test_blocks_of_latent_attention_are_those_of_the_platform() -> None:
     """vLLM-Ascend has kernels for 128 tokens only."""
-    config, layout = config_of(), EngineLayout(2, 2)
-    spec = spec_from_hf_config(published_config("deepseek-v3"))
-    found = {}
-    for platform in ("npu", "cpu"):
-        assumed = assumptions_of(config, machine_on(config, platform))
-        tokens = assumed.latent_block_tokens
-        engine = EngineMemory(VllmLayout(spec, layout), 2, {}, GIB, latent_block_tokens=tokens)
+    flags = f"--hf-checkpoint {PUBLISHED['deepseek-v3']} --pipeline-model-parallel-size 1"
+    config = config_of(*flags.split())
+    for machine, tokens in (("a3", 128), ("cpu", 16)):
+        engine = predict(config, plan_of(config, WORLD), MACHINES[machine]).engine
+        assert engine.latent_block_tokens == tokens
         assert engine.kv_cache() % (tokens * engine.token_bytes()) == 0
-        found[platform] = tokens
-    assert found == {"npu": 128, "cpu": 16}
 
 
 def test_what_is_reserved_is_taken_from_any_device() -> None:
-    machine = read_machine("a3")
+    machine = MACHINES["a3"]
     assert usable_bytes(device_bytes(config_of(), 64 * GIB), machine) == 62 * GIB
     smaller = config_of("--device-memory-gb", "10")
     assert usable_bytes(device_bytes(smaller, 64 * GIB), machine) == 8 * GIB
@@ -130,12 +119,12 @@ def test_what_is_reserved_is_taken_from_any_device() -> None:
 
 def test_what_others_hold_is_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the driver said when the process came; up to the reserve it was expected."""
-    machine = read_machine("a3")
+    machine = MACHINES["a3"]
     assert usable_bytes(64 * GIB, machine, GIB) == 62 * GIB
     assert usable_bytes(64 * GIB, machine, 20 * GIB) == 44 * GIB
     config = config_of("--rl-dry-run-machine", "h200")
-    alone = run_on("cuda", 70, config, monkeypatch)[0].assumptions.offload
-    beside = run_on("cuda", 70, config, monkeypatch, taken_gib=15)[0].assumptions.offload
+    alone = run_on("cuda", 70, config, monkeypatch)[0].offload
+    beside = run_on("cuda", 70, config, monkeypatch, taken_gib=15)[0].offload
     assert list(OffloadMode).index(beside) > list(OffloadMode).index(alone)
 
 
@@ -166,10 +155,10 @@ def test_accelerators_are_asked_by_their_driver(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_host_without_a_limit_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     prediction, why = run_on("cpu", 16, config_of(), monkeypatch)
-    assert prediction.assumptions.offload is OffloadMode.NONE and "device is the host" in why
+    assert prediction.offload is OffloadMode.NONE and "device is the host" in why
     limited = config_of("--device-memory-gb", "8")
     prediction, why = run_on("cpu", 16, limited, monkeypatch)
-    assert prediction.assumptions.offload is OffloadMode.ALL and "exceeds the 7 GiB" in why
+    assert prediction.offload is OffloadMode.ALL and "exceeds the 7 GiB" in why
 
 
 SWAP = ("--swap-optimizer", "--rl-offload", "all")
@@ -179,7 +168,7 @@ def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatc
     """On an NPU the phases do not move it; everything else leaves as the mode says."""
     config = config_of(*SWAP)
     prediction, _ = run_on("npu", 64, config, monkeypatch)
-    assert prediction.assumptions.swap_parts == 16
+    assert prediction.swap_parts == 16
     everything = dict.fromkeys(LEAVING)
     monkeypatch.setattr(rl_phases, "trainer_memory", lambda *engines: dict(everything))
     monkeypatch.setattr(rl_phases, "predict_run", lambda job: (prediction, ""))
@@ -216,7 +205,6 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
         cast(Any, SimpleNamespace(groups={Owner.PARAMETERS: parameters})),
         cast(Any, engine),
         cache,
-        {Owner.OPTIMIZER: None},
     )
     cache.begin_step(1)
     cache.put(TOKENS, [SampleKey(1, 0)], torch.zeros(11, dtype=torch.int32), [11], [0])
@@ -232,8 +220,9 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
         "parameters": 700, "engine_weights": 0, "kv_cache": 0, "samples": 44,
     }  # fmt: skip
     assert metrics["memory/train/samples_bytes"] == Max(44)
-    assert found.predicted is not None
-    assert metrics["memory/train_predicted_bytes"] == Max(sum(found.predicted.values()) + 44)
+    predicted = predict(config, plan_of(config, WORLD)).border(0, "train")
+    expected = predicted["parameters"] + predicted["engine_weights"]
+    assert metrics["memory/train_predicted_bytes"] == Max(expected)
     cache.begin_step(2)
     ledger.at_border("train")
     assert ledger.borders["train"].owners["samples"] == 0
@@ -254,4 +243,4 @@ def test_a_dry_run_says_who_swaps_the_optimizer() -> None:
     assert "moved through the device by MindSpeed in 16 parts (--swap-optimizer)" in swapped
     elsewhere = find_out(config_of(*SWAP, "--rl-dry-run-machine", "h200"), WORLD)
     assert "--swap-optimizer has no effect on cuda" in "\n".join(lines(elsewhere))
-    assert elsewhere.prediction.assumptions.swap_parts == 0
+    assert elsewhere.prediction.swap_parts == 0

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger, Slope
+from mindspeed_rl.observability.memory_ledger import MemoryLedger, Slope
 from mindspeed_rl.observability.metrics import Max
 from mindspeed_rl.platforms.base import DeviceMemory
 
@@ -44,11 +44,6 @@ def test_owners_are_noted_at_every_border() -> None:
     assert metrics["memory/rollout_used_bytes"] == Max(31 * GIB)
     assert metrics["memory/rollout_predicted_bytes"] == Max(31 * GIB)
     assert "memory/train_predicted_bytes" not in metrics
-    assert metrics["memory/rollout/kv_cache_predicted_bytes"] == Max(21 * GIB)
-    ledger.at_border("rollout")
-    later = ledger.metrics()
-    assert "memory/rollout/kv_cache_predicted_bytes" not in later, "it does not change"
-    assert later["memory/rollout/kv_cache_bytes"] == Max(20 * GIB)
 
 
 def test_the_table_has_all_borders_and_predictions() -> None:
@@ -64,61 +59,6 @@ def test_the_table_has_all_borders_and_predictions() -> None:
         "without owner   1024.0             1024.0",
         "in use         11264.0            31744.0",
     ]
-
-
-def test_what_the_data_decides_is_owned_and_not_predicted() -> None:
-    """Samples of a step: in the sums of both, without a prediction of their own."""
-    device, held = Device(), 3 * GIB
-    owners = {"parameters": lambda: device.parameters, "samples": lambda: held}
-    predicted = {"train": {"parameters": 9 * GIB}}
-    ledger = MemoryLedger(owners, device.memory, None, 0, predicted, unforeseen=("samples",))
-    ledger.at_border("train")
-    metrics = ledger.metrics()
-    assert metrics["memory/train/samples_bytes"] == Max(3 * GIB)
-    assert metrics["memory/train_owned_bytes"] == Max(13 * GIB)
-    assert metrics["memory/train_predicted_bytes"] == Max(12 * GIB)
-    assert "memory/train/samples_predicted_bytes" not in metrics
-    assert ledger.table().splitlines()[2].split() == ["samples", "3072.0"]
-
-
-def test_an_optimizer_is_small_until_its_first_update() -> None:
-    """As in the steps of a critic's warm-up, in which the policy has no state yet."""
-    device, updates = Device(), 0
-    owners = {"parameters": lambda: device.parameters, "optimizer": lambda: 8 * GIB * updates}
-    predicted = {"train": {"parameters": 10 * GIB, "optimizer": 8 * GIB}, "rollout": {}}
-    ledger = MemoryLedger(
-        owners, device.memory, None, 0, predicted,
-        growing={"optimizer": Growing(GIB, lambda: updates > 0)},
-    )  # fmt: skip
-    ledger.at_border("train")
-    updates = 1  # the step goes on; what was predicted at the border stays
-    assert ledger.metrics()["memory/train_predicted_bytes"] == Max(11 * GIB)
-    ledger.at_border("rollout")
-    ledger.at_border("train")
-    metrics = ledger.metrics()
-    assert metrics["memory/train_predicted_bytes"] == Max(18 * GIB)
-    assert metrics["memory/train/optimizer_predicted_bytes"] == Max(8 * GIB), "it has changed"
-    assert metrics["memory/rollout/optimizer_predicted_bytes"] == Max(0)
-
-
-def names_of_a_first_update(size: int) -> tuple[set[str], set[str]]:
-    """Of the metrics before it and after it, with an optimizer of that size."""
-    updates = 0
-    growing = {"optimizer": Growing(0, lambda: updates > 0)}
-    predicted = {"train": {"optimizer": size}}
-    owners = {"optimizer": lambda: size * updates}
-    ledger = MemoryLedger(owners, Device().memory, None, 0, predicted, growing=growing)
-    ledger.at_border("train")
-    before = set(ledger.metrics())
-    updates = 1
-    ledger.at_border("train")
-    return before, set(ledger.metrics())
-
-
-def test_ranks_whose_optimizer_is_empty_tell_the_same_names() -> None:
-    """A stage without layers: its numbers do not change with the first update, its names do."""
-    empty, usual = names_of_a_first_update(0), names_of_a_first_update(8 * GIB)
-    assert empty == usual and "memory/train/optimizer_predicted_bytes" in empty[1]
 
 
 def test_a_budget_that_is_exceeded_ends_the_run_with_the_table() -> None:

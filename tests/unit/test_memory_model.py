@@ -7,51 +7,22 @@ from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.published import published_config
 
+from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.memory.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.memory.communicators import GroupUse, device_groups
 from mindspeed_rl.memory.engine import EngineMemory
-from mindspeed_rl.memory.head import HeadSizes, head_step
-from mindspeed_rl.memory.layers import Kernels, LayerSizes, layer_tape
 from mindspeed_rl.memory.model_state import model_state
-from mindspeed_rl.memory.tape import (
-    Step,
-    backward_peak,
-    forward_peak,
-    inference_peak,
-    kept_bytes,
-    recomputed,
-)
-from mindspeed_rl.memory.training import chunks_in_flight
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.parallel.stages import even_stages
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 
-TAPE = [Step("a", 10, 1, 2), Step("b", 20, 50, 0), Step("c", 5, 0, 40)]
-
 
 def spec_of(model: str, **changes: Any) -> Any:
     return spec_from_hf_config(published_config(model) | changes)
-
-
-def test_peaks_of_a_tape() -> None:
-    assert kept_bytes(TAPE) == 35
-    assert forward_peak(TAPE) == 10 + 20 + 50
-    assert backward_peak(TAPE) == 35 + 40
-    assert inference_peak(TAPE) == 20 + 50
-
-
-def test_recomputation_keeps_the_input_and_pays_in_the_backward_pass() -> None:
-    step = recomputed("layer", TAPE, input_bytes=4, gradient_bytes=7, left_bytes=3)
-    assert (step.kept, step.forward, step.left) == (4, 70, 3)
-    assert step.backward == 80 + 7
-    assert backward_peak([step] * 4) == 16 + 87, "the last of four finds all inputs kept"
-    leaky = [replace(step, left=9)] * 4
-    assert backward_peak(leaky) == 4 + 3 * 9 + 87, "the first finds what the others left"
 
 
 def test_micro_batches_in_flight() -> None:
@@ -90,31 +61,20 @@ def test_state_of_one_rank_by_hand(bf16: bool) -> None:
     item = 2 if bf16 else 4
     assert state.parameters == state.plain_parameters == sum(_ALL) * item
     assert state.grad_buffers == sum(_ALL) * 4
-    assert state.moments == sum(_ALL) * 8
     assert state.optimizer_at_start == (sum(_ALL) * 4 if bf16 else 0)
+    assert state.optimizer == state.optimizer_at_start + sum(_ALL) * 8
 
 
 @pytest.mark.parametrize("dp", [1, 3, 7])
 def test_buffers_of_the_distributed_optimizer_by_hand(dp: int) -> None:
     """Every parameter starts at a multiple of 64, the buffer ends at one of lcm(dp, 128)."""
-    # in reverse order of registration each but the last (the embedding) fills whole 64s
-    starts = sum(-(-size // 64) * 64 for size in (*_LAYER, *_LAYER, 8, 96))
+    aligned = sum(-(-size // 64) * 64 for size in _ALL)
     multiple = 128 * dp  # dp is odd
-    padded = -(-(starts + 96) // multiple) * multiple
+    padded = -(-aligned // multiple) * multiple
     state = model_state(tiny(world=dp), 0, bf16=True, distributed_optimizer=True)
     assert state.parameters == padded * 2
     assert state.grad_buffers == padded * 4
-
-
-@given(world=st.sampled_from([1, 2, 3, 4, 6, 8]), bf16=st.booleans())
-def test_shares_of_the_optimizer_add_up(world: int, bf16: bool) -> None:
-    states = [
-        model_state(tiny(world=world), rank, bf16=bf16, distributed_optimizer=True)
-        for rank in range(world)
-    ]
-    assert sum(s.moments for s in states) == sum(_ALL) * 8
-    assert len({s.parameters for s in states}) == 1
-    assert all(s.moments <= states[0].grad_buffers // world * 2 for s in states)
+    assert state.optimizer == sum(_ALL) // dp * 12
 
 
 def test_experts_are_sharded_over_their_own_data_parallelism() -> None:
@@ -126,77 +86,75 @@ def test_experts_are_sharded_over_their_own_data_parallelism() -> None:
     experts = sum(prod(s) for n, s in shapes.items() if ".experts." in n)
     dense = sum(prod(s) for n, s in shapes.items()) - experts
     states = [model_state(layout, rank, bf16=True, distributed_optimizer=True) for rank in range(8)]
-    assert sum(s.moments for s in states) == 8 * (dense + 4 * experts)
-    assert states[0].moments == pytest.approx(8 * (dense / 8 + experts / 2), rel=0.02)
+    assert sum(s.optimizer for s in states) == pytest.approx(12 * (dense + 4 * experts), rel=1e-4)
+    assert states[0].optimizer == pytest.approx(12 * (dense / 8 + experts / 2), rel=0.02)
 
 
-def test_a_tied_embedding_of_two_stages_has_a_bucket_of_its_own() -> None:
-    tied = tiny(world=2, pp=2, tie_word_embeddings=True, vocab_size=8)
-    first, last = (
-        model_state(tied, rank, bf16=False, distributed_optimizer=True) for rank in (0, 1)
-    )
-    # per stage: one layer in its bucket (the last stage with its norm), 64 of vocabulary alone,
-    # which would fill the rest of the last stage's bucket
-    layer = sum(-(-size // 64) * 64 for size in _LAYER)
-    ends = {"first": layer - 64 + 8, "last": layer + 64}
-    assert first.parameters == (-(-ends["first"] // 128) * 128 + 128) * 4
-    assert last.parameters == (-(-ends["last"] // 128) * 128 + 128) * 4
+WORK = Workload(tokens=32, trained=16, num_micro_batches=4)
 
 
-def sizes(**changes: Any) -> LayerSizes:
-    spec = tiny().spec
-    base = LayerSizes(spec, Kernels.EAGER, 32, 16, 1, 1, 1, False, 4, 1.0, ())
-    return replace(base, **changes)
+def training(layout: MegatronLayout, sharded: bool = False, **flags: Any) -> TrainingMemory:
+    return TrainingMemory(layout, TrainConfig(bf16=True, **flags), sharded)
 
 
 def test_a_dense_layer_keeps_what_its_operators_keep() -> None:
-    """fp32, eager, 32 tokens of hidden 8, 2 heads of 4 channels, MLP of 12: by hand."""
-    tokens, hidden, head, mlp = 32, 8, 4, 12
-    norm = tokens * (hidden + 1 + hidden + hidden)  # input, 1 / rms, product, output
-    rotation = 4 * tokens * head
-    attention = tokens * (3 * hidden + hidden + 2 + hidden)  # q, k, v, out, log-sum-exp, reordered
-    gated = tokens * (2 * mlp + mlp + mlp + mlp)  # both halves, shifted, activated, product
-    expected = 4 * (2 * norm + rotation + attention + gated)
-    assert kept_bytes(layer_tape(sizes(), 0)) == expected
+    """bf16, 32 tokens of hidden 8, 2 heads of 4 channels, MLP of 12: by hand."""
+    parts = training(tiny()).layer_parts(0, WORK)
+    assert parts == {
+        "stream": 4 * 32 * 8 * 2,  # inputs of two norms and of the projections behind them
+        "attention": 32 * (3 * 8 + 8) * 2,  # queries, keys, values, output
+        "core_attn": 32 * 2 * 4,  # row statistics in fp32
+        "mlp": 32 * 3 * 12 * 2,  # gate, up, activated
+    }
+    halved = training(tiny(world=2, tp=2)).layer_parts(0, WORK)
+    assert halved == {n: size if n == "stream" else size // 2 for n, size in parts.items()}
+    sharded = training(tiny(world=2, tp=2), sharded=True).layer_parts(0, WORK)
+    assert sharded == {n: size // 2 for n, size in parts.items()}
 
 
-def test_fused_kernels_keep_less_and_bf16_half_of_it() -> None:
-    eager, fused = sizes(), sizes(kernels=Kernels.FUSED)
-    assert kept_bytes(layer_tape(fused, 0)) < kept_bytes(layer_tape(eager, 0))
-    halved = kept_bytes(layer_tape(replace(fused, item=2), 0))
-    stats = 4 * 32 * (2 + 2)  # of two norms and two heads, which stay in fp32
-    assert 2 * (halved - stats) == kept_bytes(layer_tape(fused, 0)) - stats
+def test_recomputation_keeps_less() -> None:
+    """Full: the input of every unit; block: all of the layers behind; selective: without a part."""
+    layers, residual = range(2), 32 * 8 * 2
+    one = sum(training(tiny()).layer_parts(0, WORK).values())
+    assert training(tiny()).kept_by(layers, WORK) == 2 * one
+    for method, count, expected in (
+        ("uniform", 1, 2 * residual),
+        ("uniform", 2, residual),
+        ("block", 1, residual + one),
+    ):
+        memory = training(
+            tiny(),
+            recompute_granularity="full",
+            recompute_method=method,
+            recompute_num_layers=count,
+        )
+        assert memory.kept_by(layers, WORK) == expected
+    selective = training(
+        tiny(), recompute_granularity="selective", recompute_modules=("mlp", "core_attn")
+    )
+    assert selective.kept_by(layers, WORK) == 2 * (4 + 4) * residual
 
 
-def test_activations_grow_with_tokens_and_experts_with_imbalance() -> None:
+def test_peaks_of_a_pipeline() -> None:
+    """The first stage waits for as many micro-batches as there are stages; the last has logits."""
+    memory = training(tiny(world=2, pp=2))
+    kept = memory.kept_by(range(1), WORK)
+    first, last = memory.peak(0, WORK), memory.peak(1, WORK)
+    assert first.activations - last.activations == kept and first.logits == 0 < last.logits
+    longer = replace(WORK, num_updates=3)
+    waiting = (49 * 32 + 24 * 16) * 4
+    assert memory.peak(0, longer).activations - first.activations == 2 * waiting
+    assert memory.peak(1, replace(WORK, entropy_gradient=True)).logits > last.logits
+    assert memory.inference(0, WORK) == kept
+
+
+def test_experts_keep_the_tokens_that_they_take() -> None:
     spec = spec_of("qwen3-30b-a3b")
-    one = LayerSizes(spec, Kernels.FUSED, 4096, 4096, 1, 1, 8, False, 2, 1.0, ())
-    two = replace(one, tokens=8192)
-    assert kept_bytes(layer_tape(two, 0)) == 2 * kept_bytes(layer_tape(one, 0))
-    busy = replace(one, imbalance=3.0)
-    experts = {s.name: s.kept for s in layer_tape(one, 0)}
-    growth = kept_bytes(layer_tape(busy, 0)) - kept_bytes(layer_tape(one, 0))
-    assert growth == 2 * (experts["dispatch"] + experts["experts"])
-    assert experts["dispatch"] == 4096 * 8 * spec.hidden_size * 2
-
-
-def test_sequence_parallelism_shards_the_residual_stream() -> None:
-    plain = sizes(tp=2)
-    sharded = replace(plain, shards_sequence=True)
-    saved = kept_bytes(layer_tape(plain, 0)) - kept_bytes(layer_tape(sharded, 0))
-    norm = 4 * 16 * (8 + 1 + 8 + 8)
-    assert saved == 2 * norm
-
-
-def test_logits_exist_one_chunk_at_a_time() -> None:
-    """Three matrices of a chunk forward, whatever the number of tokens."""
-    base = HeadSizes(4096, 64, 1000, 128, 2, entropy_gradient=False, hidden_states=0)
-    short = head_step(base)
-    assert short.forward == 3 * 128 * 1000 * 4 + 128 * 1000 * 2
-    assert head_step(replace(base, trained=8192)).forward == short.forward
-    assert head_step(replace(base, entropy_gradient=True)).backward > short.backward
-    weights = 1000 * 64
-    assert short.backward >= weights * (4 + 2) + 4096 * 64 * 2
+    parallel = ParallelLayout.build(world=8, stages=even_stages(spec.num_layers), ep=8)
+    even = training(MegatronLayout(spec, parallel))
+    busy, work = replace(even, imbalance=3.0), replace(WORK, tokens=4096)
+    grown = busy.layer_parts(0, work)["moe"] - even.layer_parts(0, work)["moe"]
+    assert grown == 2 * 4096 * 8 * (spec.hidden_size + 3 * spec.expert_ffn_size) * 2
 
 
 def engine(model: str, layout: EngineLayout, **options: object) -> EngineMemory:

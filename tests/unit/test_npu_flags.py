@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 from megatron.core import parallel_state
+from support.published import PUBLISHED
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
-from mindspeed_rl.dryrun.budget import assumptions_of, machine_on
+from mindspeed_rl.dryrun.budget import machine_on
+from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
+from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.platforms import installed
 
@@ -69,14 +72,18 @@ def test_buffers_of_groups() -> None:
 def test_sizes_of_buffers_are_in_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dry run obeys the flag, HCCL_BUFFSIZE and what vLLM-Ascend asks for itself."""
     monkeypatch.setenv("HCCL_BUFFSIZE", "100")
-    argv = "--rl-dry-run-machine a3 --hccl-group-buffer tp:64;dp_cp:300"
-    config, _ = parsed(*argv.split())
-    found = assumptions_of(config, machine_on(config, "npu"))
-    assert found.communicator_bytes == 200 << 20
-    assert {name: size >> 20 for name, size in found.group_bytes.items()} == {
-        "rollout tp": 400, "rollout ep": 400, "rollout dp": 100, "tp": 128, "dp_cp": 600,
-    }  # fmt: skip
-    assert assumptions_of(config, machine_on(config, "cuda")).group_bytes == {}
+    flags = f"""--hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16
+        --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4
+        --rollout-tp 2 --rollout-dp 2
+        --rollout-ep 4 --expert-tensor-parallel-size 1 --grpo-prompts-per-step 8
+        --grpo-group-size 8 --hccl-group-buffer tp:64;dp_cp:300"""
+    config, _ = parsed(*flags.split())
+    found = predict(config, plan_of(config, 8), machine_on(config)).group_bytes(0)
+    own = {"rollout tp": 400, "rollout ep": 400, "rollout dp": 100, "tp": 128, "dp_cp": 600}
+    assert {name: size >> 20 for name, size in found.items()} == {n: own.get(n, 200) for n in found}
+    assert own.keys() <= found.keys()
+    elsewhere = predict(config, plan_of(config, 8), machine_on(config, "cuda")).group_bytes(0)
+    assert {size >> 20 for size in elsewhere.values()} == {150}
 
 
 def test_names_of_groups_are_those_of_megatron_core() -> None:

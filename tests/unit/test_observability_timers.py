@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.observability.host_memory import PeakMemory
 from mindspeed_rl.observability.metrics import Max, Mean
 from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 
 
 class _Clock:
@@ -22,16 +22,16 @@ class _Clock:
         return self.now_s
 
 
-class _Memory(PeakMemory):
+class _Memory:
     """Reports a peak that the test sets; each interval begins again at 10."""
 
     def __init__(self) -> None:
         self.peak = 10
 
-    def restart(self) -> None:
+    def reset_peak_memory(self) -> None:
         self.peak = 10
 
-    def peak_bytes(self) -> int | None:
+    def peak_memory(self) -> int:
         return self.peak
 
 
@@ -58,7 +58,7 @@ def test_nested_phases_are_not_counted_twice() -> None:
         "reward": 10,
         "update": 16,
     }
-    assert {name: use.peak_rss_bytes for name, use in times.phases.items()} == {
+    assert {name: use.peak_bytes for name, use in times.phases.items()} == {
         "rollout": 50,
         "reward": 30,
         "update": 10,
@@ -170,7 +170,7 @@ def test_metrics_carry_their_reduction() -> None:
         "time/step_s": Mean(2, 1),
         "time/update_s": Mean(2, 1),
         "time_max/update_s": Max(2),
-        "memory/update_peak_rss_bytes": Max(10),
+        "memory/update_peak_bytes": Max(10),
     }
 
 
@@ -179,43 +179,13 @@ def test_a_phase_called_step_is_refused() -> None:
         pytest.fail("the block must not run")
 
 
-def _status(path: Path, rss_kib: int, peak_kib: int) -> None:
-    path.write_text(f"Name:\tpython\nVmHWM:\t{peak_kib:8d} kB\nVmRSS:\t{rss_kib:8d} kB\n")
-
-
-def test_peak_memory_with_a_mark_that_can_be_reset(tmp_path: Path) -> None:
-    status, clear_refs = tmp_path / "status", tmp_path / "clear_refs"
-    _status(status, rss_kib=1, peak_kib=9)
-    memory = PeakMemory(status, clear_refs)
-    assert clear_refs.read_text() == "5"
-    _status(status, rss_kib=1, peak_kib=4)
-    assert memory.peak_bytes() == 4 * 1024
-
-
-def test_peak_memory_with_a_mark_that_cannot_be_reset(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    _status(status, rss_kib=3, peak_kib=9)
-    memory = PeakMemory(status, clear_refs=tmp_path / "no_folder" / "clear_refs")
-    _status(status, rss_kib=2, peak_kib=9)
-    assert memory.peak_bytes() == 3 * 1024  # at least the size at the two ends
-    _status(status, rss_kib=2, peak_kib=12)
-    assert memory.peak_bytes() == 12 * 1024  # a new mark was set in this interval
-    memory.restart()
-    assert memory.peak_bytes() == 2 * 1024
-
-
-def test_no_peak_memory_without_proc(tmp_path: Path) -> None:
-    memory = PeakMemory(tmp_path / "missing", tmp_path / "missing")
-    assert memory.peak_bytes() is None
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_peak_memory_sees_a_real_allocation() -> None:
-    memory = PeakMemory()
-    before = memory.peak_bytes()
+    reset_peak_bytes()
+    before = peak_bytes()
     block = bytearray(64 << 20)
     block[:: 4 << 10] = b"x" * len(block[:: 4 << 10])  # touch every page
-    after = memory.peak_bytes()
-    assert before is not None and after is not None
-    assert after - before > 48 << 20
+    assert peak_bytes() - before > 48 << 20
     del block
+    reset_peak_bytes()
+    assert peak_bytes() - before < 16 << 20

@@ -102,7 +102,7 @@ class World:
         """All memory is where the state says, with its content; a whole engine or none."""
         state = self.phases.state
         assert state in CHAIN
-        gone = set(self.mode.leave())
+        gone = set(self.mode.leaves)
         if state is Phase.TRAIN:
             gone &= {Owner.REFERENCE}
         elif state is not Phase.ROLLOUT:

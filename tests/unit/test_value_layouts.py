@@ -11,7 +11,6 @@ import pytest
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.memory.assumptions import MemoryAssumptions
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import predict
 
@@ -143,7 +142,7 @@ def test_memory_of_the_other_models(tmp_path: Path) -> None:
         OffloadMode.ALL: set(),
     }
     for mode, expected in stays.items():
-        table = predict(config, plan, MemoryAssumptions(offload=mode)).rank_table(0)
+        table = predict(config, plan, offload=mode).rank_table(0)
         for phase in (MemoryPhase.TRAIN_IDLE, MemoryPhase.SYNC, MemoryPhase.ROLLOUT):
             assert set(table[phase]) & set(OTHERS) == expected, (mode, phase)
         assert set(table[MemoryPhase.LOAD]) >= set(OTHERS) - {Owner.CRITIC_OPTIMIZER}
@@ -151,17 +150,3 @@ def test_memory_of_the_other_models(tmp_path: Path) -> None:
     plain_config, plain = plan_of(tmp_path, "")
     without = predict(plain_config, plain).rank_table(0)
     assert all(not set(t) & set(OTHERS) for t in without.values())
-
-
-def test_the_critic_takes_time(tmp_path: Path) -> None:
-    """One pass and an update of four, forward passes as the unit: 1 + 3 of the policy's 3."""
-    from mindspeed_rl.dryrun.machine import read_machine
-    from mindspeed_rl.dryrun.step_time import estimate, forward_flops
-
-    config, plan = plan_of(tmp_path, "--rl-advantage-estimator gae --rl-dry-run-machine cpu")
-    rows = {r.phase: r for r in estimate(predict(config, plan), read_machine("cpu"), None)}
-    assert plan.critic is not None
-    length = 32.0
-    share = forward_flops(plan.critic.spec, length) / forward_flops(plan.spec, length)
-    assert share < 1, "it has no vocabulary to project on"
-    assert rows["critic"].seconds == pytest.approx(rows["update"].seconds * share * 4 / 3)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from mindspeed_rl.conversion.command import run_conversion
 from mindspeed_rl.conversion.options import parse_options
-from mindspeed_rl.observability.host_memory import PeakMemory
+from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 
 HIDDEN, FFN, HEADS, VOCAB = 4096, 12288, 32, 32000
 COPY_BYTES = 16 << 20
@@ -102,15 +102,15 @@ def plain_copy(source: Path, target: Path) -> None:
 
 def child(argv: list[str]) -> None:
     """One task; its seconds and memory as JSON."""
-    memory = PeakMemory()  # getrusage would count the parent's
-    before = memory.peak_bytes() or 0
+    reset_peak_bytes()  # getrusage would count the parent's
+    before = peak_bytes()
     start = time.monotonic()
     if argv[0] == "copy":
         plain_copy(Path(argv[1]), Path(argv[2]))
     else:
         run_conversion(parse_options([*argv, "--no-progress"]), lambda line: None)
     seconds = time.monotonic() - start
-    peak = memory.peak_bytes() or 0
+    peak = peak_bytes()
     print(json.dumps({"seconds": seconds, "peak_mib": (peak - before) / 2**20}))
 
 

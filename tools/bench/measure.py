@@ -32,7 +32,7 @@ from bench.strategies import (
 )
 from bench.weights import HfWeights, differing, empty_params, load, refill
 from bench.wire import trainer_groups
-from mindspeed_rl.observability.host_memory import PeakMemory
+from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 
 DTYPE = torch.bfloat16
@@ -169,11 +169,11 @@ def _first_run(
     refill(setting.model.write, UNTOUCHED)
     release_free_memory()
     dist.barrier()
-    memory = PeakMemory()
-    before = memory.peak_bytes() or 0
+    reset_peak_bytes()
+    before = peak_bytes()
     way = build(setting)
     way.run()
-    samples.extra_bytes = (memory.peak_bytes() or 0) - before
+    samples.extra_bytes = peak_bytes() - before
     traffic = way.traffic()
     samples.received_bytes, samples.sent_bytes = traffic.received_bytes, traffic.sent_bytes
     wire = wire_of(way)

@@ -1,0 +1,41 @@
+"""Resident memory of this process, from files of /proc (Linux)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the high-water mark to the present resident size
+
+
+class ProcFile:
+    """A file of /proc that is read again and again: opened once. Of the process that opens it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+
+    def read(self) -> bytes:
+        """Its present content."""
+        number, parts = self._file.fileno(), list[bytes]()
+        while part := os.pread(number, 1 << 14, sum(map(len, parts))):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def reset_peak_bytes() -> None:
+    """Begin another interval of :func:`peak_bytes`; the old one goes on in a read-only /proc."""
+    with suppress(OSError):
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+
+
+def peak_bytes() -> int:
+    """The largest resident size since the last reset; 0 where there is no /proc."""
+    return field_bytes(b"VmHWM:", _STATUS.read_bytes()) if _STATUS.exists() else 0
+
+
+def field_bytes(field: bytes, status: bytes) -> int:
+    """A field of a status file of /proc, which is in kB."""
+    return int(status.partition(field)[2].split(None, 1)[0]) * 1024
