@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mindspeed_rl.conversion.classic_source import TRACKER
-from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target, torch_file
-from mindspeed_rl.conversion.torch_archive import PlannedTensor
+from mindspeed_rl.conversion.classic_source import TRACKER, model_chunks, params_of
+from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
+from mindspeed_rl.conversion.torch_files import read_torch_file, save_unfilled
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
 from mindspeed_rl.resharding.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout
@@ -61,21 +62,30 @@ def _file(
         )
         for param, shape in shapes.items()
     ]
-    stored = [layout.stored_shape(param, shape) for param, shape in shapes.items()]
+    stored = [
+        (t.dtype, layout.stored_shape(param, t.shape))
+        for param, t in zip(shapes, tensors, strict=True)
+    ]
     vpp = layout.parallel.stages.vpp
 
-    def objects(planned: Sequence[PlannedTensor]) -> dict[str, Any]:
+    def objects(saved: Sequence[torch.Tensor]) -> dict[str, Any]:
         state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
         for chunk in range(vpp):
             prefix = chunk_prefix(chunk, vpp)
             state["model" if vpp == 1 else f"model{chunk}"] = {
                 param.removeprefix(prefix): tensor
-                for param, tensor in zip(shapes, planned, strict=True)
+                for param, tensor in zip(shapes, saved, strict=True)
                 if param.startswith(prefix)
             }
         return state
 
-    return torch_file(f"iter_{iteration:07d}/{folder}/{MODEL_FILE}", tensors, stored, objects)
+    def frame(path: Path) -> list[int]:
+        with path.open("wb") as file:
+            save_unfilled(file, stored, objects)
+        found = params_of(model_chunks(path, read_torch_file(path)))
+        return [found[param].offset for param in shapes]
+
+    return OutputFile(f"iter_{iteration:07d}/{folder}/{MODEL_FILE}", tuple(tensors), frame)
 
 
 def _names_of(layout: CheckpointLayout, pieces: Mapping[str, list[Piece]], param: str) -> str:

@@ -82,7 +82,7 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
         f"{len(target.files)} files, {size / 1e9:.2f} GB"
     )
     bar = tqdm(
-        total=sum(_num_bytes(t.shape, t.dtype) for f in target.files for t in f.tensors),
+        total=size,
         unit="B",
         unit_scale=True,
         file=sys.stderr,
@@ -103,10 +103,6 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
         say(f"verified: {len(target.shapes)} tensors have equal checksums in source and result")
     seconds = time.monotonic() - start
     say(f"done in {seconds:.1f} s: {target_dir}")
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _directories(options: ConversionOptions) -> tuple[Path, Path]:
