@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from mindspeed_rl.conversion.classic_source import TRACKER, model_chunks, params_of
-from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
+from mindspeed_rl.conversion.target import OutputFile, Target, params_of_rank
 from mindspeed_rl.conversion.torch_files import read_torch_file, save_unfilled
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
 from mindspeed_rl.resharding.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout
 from mindspeed_rl.resharding.layouts.megatron import chunk_prefix
 
@@ -36,9 +35,8 @@ def plan_classic(
     files = tuple(
         _file(layout, rank, dtype_of, iteration, args) for rank in range(layout.parallel.world)
     )
-    shapes = dict(layout.hf_shapes)
     small = {TRACKER: f"{iteration}".encode()}
-    return Target(files, small, shapes, {name: dtype_of(name) for name in shapes})
+    return Target(files, small, {name: dtype_of(name) for name in layout.hf_shapes})
 
 
 def _file(
@@ -48,24 +46,8 @@ def _file(
     iteration: int,
     args: argparse.Namespace,
 ) -> OutputFile:
-    pieces: dict[str, list[Piece]] = {}
-    for shard in pieces_of(layout, rank):
-        pieces.setdefault(shard.piece.param, []).append(shard.piece)
-    shapes = layout.local_shapes(rank)
-    folder = layout.folder_of(rank)
-    tensors = [
-        OutputTensor(
-            f"{folder}: {param}",
-            dtype_of(_names_of(layout, pieces, param)),
-            shape,
-            tuple(pieces.get(param, ())),
-        )
-        for param, shape in shapes.items()
-    ]
-    stored = [
-        (t.dtype, layout.stored_shape(param, t.shape))
-        for param, t in zip(shapes, tensors, strict=True)
-    ]
+    tensors = params_of_rank(layout, rank, dtype_of)
+    stored = [(t.dtype, layout.stored_shape(name, t.shape)) for name, t in tensors.items()]
     vpp = layout.parallel.stages.vpp
 
     def objects(saved: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -74,7 +56,7 @@ def _file(
             prefix = chunk_prefix(chunk, vpp)
             state["model" if vpp == 1 else f"model{chunk}"] = {
                 param.removeprefix(prefix): tensor
-                for param, tensor in zip(shapes, saved, strict=True)
+                for param, tensor in zip(tensors, saved, strict=True)
                 if param.startswith(prefix)
             }
         return state
@@ -83,14 +65,10 @@ def _file(
         with path.open("wb") as file:
             save_unfilled(file, stored, objects)
         found = params_of(model_chunks(path, read_torch_file(path)))
-        return [found[param].offset for param in shapes]
+        return [found[param].offset for param in tensors]
 
-    return OutputFile(f"iter_{iteration:07d}/{folder}/{MODEL_FILE}", tuple(tensors), frame)
-
-
-def _names_of(layout: CheckpointLayout, pieces: Mapping[str, list[Piece]], param: str) -> str:
-    """An HF tensor of the type of a parameter; a share of padding alone is of the embedding."""
-    return pieces[param][0].hf_name if param in pieces else next(iter(layout.hf_shapes))
+    path = f"iter_{iteration:07d}/{layout.folder_of(rank)}/{MODEL_FILE}"
+    return OutputFile(path, tuple(tensors.values()), frame)
 
 
 def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[str, Any]:

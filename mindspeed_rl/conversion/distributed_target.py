@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from mindspeed_rl.conversion.classic_source import TRACKER
 from mindspeed_rl.conversion.distributed_source import COMMON, FORMAT, INDEX, key_of
-from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
+from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target, params_of_rank
 from mindspeed_rl.conversion.torch_files import (
     read_torch_file,
     save_unfilled,
     saved_bytes,
     stored_tensor,
 )
-from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
 from mindspeed_rl.resharding.layouts.checkpoint_files import CheckpointLayout
 
 _FORMAT = {
@@ -103,26 +102,20 @@ def plan_distributed(
     }
     sizes |= {p.removeprefix(f"{folder}/"): len(data) for p, data in small.items() if "/" in p}
     small[f"{folder}/{record_name}"] = json.dumps({**record, "files": sizes}, indent=1).encode()
-    shapes = dict(layout.hf_shapes)
     outputs = tuple(
         OutputFile(
             f"{folder}/{file.name}", tuple(chunk.tensor for chunk in file.chunks), file.frame
         )
         for file in files
     )
-    return Target(outputs, small, shapes, {name: dtype_of(name) for name in shapes})
+    return Target(outputs, small, {name: dtype_of(name) for name in layout.hf_shapes})
 
 
 def _chunks(
     layout: CheckpointLayout, dtype_of: Callable[[str], torch.dtype], stacked: bool
 ) -> Iterator[_Chunk]:
-    pieces: dict[str, list[Piece]] = {}
-    for shard in pieces_of(layout, 0):
-        pieces.setdefault(shard.piece.param, []).append(shard.piece)
-    for param, shape in layout.local_shapes(0).items():
-        key, position = key_of(param, stacked)
-        dtype = dtype_of(pieces[param][0].hf_name)
-        yield _Chunk(key, position, OutputTensor(param, dtype, shape, tuple(pieces[param])))
+    for param, tensor in params_of_rank(layout, 0, dtype_of).items():
+        yield _Chunk(*key_of(param, stacked), tensor)
 
 
 def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,8 @@ import torch
 
 from mindspeed_rl.conversion.source import Shape, Source, in_storage
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import Piece
+from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
+from mindspeed_rl.resharding.layouts.checkpoint_files import CheckpointLayout
 
 SAFETENSORS_TYPES = {
     torch.bfloat16: "BF16",
@@ -29,7 +30,7 @@ class OutputTensor:
     """A tensor of an output file.
 
     Attributes:
-        name: as messages call it.
+        name: in its file.
         dtype: element type.
         shape: in the coordinates of its pieces; the file may name another of the same size.
         pieces: HF rectangles it is made of; what they leave is 0.
@@ -93,13 +94,11 @@ class Target:
     Attributes:
         files: with tensors.
         small: path -> bytes of all others.
-        shapes: whole shape of every HF tensor in it.
-        dtypes: their element types.
+        dtypes: element type of every HF tensor in it.
     """
 
     files: tuple[OutputFile, ...]
     small: Mapping[str, bytes]
-    shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
 
     @property
@@ -129,3 +128,22 @@ def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
         return [len(data) + start for start in starts]
 
     return OutputFile(path, tuple(tensors), frame)
+
+
+def params_of_rank(
+    layout: CheckpointLayout, rank: int, dtype_of: Callable[[str], torch.dtype]
+) -> dict[str, OutputTensor]:
+    """The parameters of a rank by their local names, each of the type of its first HF tensor.
+
+    A share of padding alone is of the type of the embedding.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for shard in pieces_of(layout, rank):
+        pieces.setdefault(shard.piece.param, []).append(shard.piece)
+    first = next(iter(layout.hf_shapes))
+    found = {}
+    for param, shape in layout.local_shapes(rank).items():
+        mine = tuple(pieces.get(param, ()))
+        dtype = dtype_of(mine[0].hf_name if mine else first)
+        found[param] = OutputTensor(param, dtype, shape, mine)
+    return found
