@@ -182,7 +182,8 @@ class _File:
     def places(self, file: IO[bytes]) -> dict[MetadataIndex, _StorageInfo]:
         """Write the file with holes for the tensors; the archive of each tensor and state in it."""
         found = {}
-        for entry in (*self.chunks, *self.states):
+        entries: tuple[_Chunk | str, ...] = (*self.chunks, *self.states)
+        for entry in entries:
             start = file.tell()
             if isinstance(entry, str):
                 file.write(saved_bytes([None]))
