@@ -1,8 +1,9 @@
-"""Hugging Face checkpoints as sources: plain and block-scaled FP8."""
+"""Hugging Face checkpoints: plain and block-scaled FP8 ones as sources, plain ones as targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
 from mindspeed_rl.checkpoint.mapping import StoredEntry, safetensors_entries
-from mindspeed_rl.conversion.source import Part, Scales, Source
+from mindspeed_rl.conversion.source import Part, Scales, Shape, Source
 from mindspeed_rl.conversion.stored import StoredTensor
+from mindspeed_rl.conversion.target import OutputTensor, Target, safetensors_file
+from mindspeed_rl.models.hf_files import INDEX, SINGLE
 from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.layouts.base import Piece
 
 SCALE = "_scale_inv"
 _TYPES = {
@@ -99,3 +103,34 @@ def _part(
         )
     scales = Scales(StoredTensor(scaled[0], factors.offset, torch.float32, factors.shape), block)
     return Part(box, stored, box, scales=scales)
+
+
+def plan_hf(
+    shapes: Mapping[str, Shape], dtype_of: Callable[[str], torch.dtype], shard_bytes: int
+) -> Target:
+    """Safetensors files of at most ``shard_bytes``, a larger tensor in one of its own.
+
+    Args:
+        shapes: the tensors, in order of writing.
+        dtype_of: element type of each.
+        shard_bytes: see above.
+    """
+    groups: list[list[OutputTensor]] = [[]]
+    filled = total = 0
+    for name, shape in shapes.items():
+        box = Box.whole(shape)
+        tensor = OutputTensor(name, dtype_of(name), shape, (Piece(name, box, name, box),))
+        if groups[-1] and filled + tensor.num_bytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled, total = filled + tensor.num_bytes, total + tensor.num_bytes
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]  # fmt: skip
+    files = tuple(safetensors_file(*file) for file in zip(names, groups, strict=True))
+    weight_map = {tensor.name: file.path for file in files for tensor in file.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True).encode()
+    return Target(files, {} if count == 1 else {INDEX: text}, {n: dtype_of(n) for n in shapes})
