@@ -151,7 +151,8 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
 
 def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
+
     from mindspeed_rl.orchestration import selftest
 
     model = write_tiny_model(

@@ -172,6 +172,6 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 
 def model_in(folder: Path) -> Path:
     """A model for the flags; the self-test writes its own beside it."""
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     return write_tiny_model(folder / "model" / "any", num_layers=4)

@@ -119,7 +119,7 @@ def expected(estimator: str) -> list[np.ndarray]:
 
 
 def test_they_are_those_of_whole_sequences_in_every_layout(tmp_path: Path) -> None:
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     model = write_tiny_model(tmp_path / "model" / "any", num_layers=2)
     found = run_ranks(advantages_in, 2, work_dir=tmp_path, args=(str(model),))[0]

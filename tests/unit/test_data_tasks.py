@@ -9,8 +9,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mindspeed_rl.data import TASK_NAMES, generate_task, is_heldout, write_jsonl
+from make_task_data import TASK_NAMES, generate_task, is_heldout, write_jsonl
 
 
 def question(row):

@@ -72,7 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def prepare(folder: Path, args: argparse.Namespace) -> None:
     """Model, prompts and reward of both sides."""
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     sizes = cast(dict[str, Any], SIZES[args.size])
     model = write_tiny_model(folder / ("model" if not args.warm_steps else "random"), **sizes)

@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def launch(args: argparse.Namespace) -> int:
     """Write the model, start the ranks with torchrun, wait."""
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     with tempfile.TemporaryDirectory(prefix="switch-bench-") as folder:
         print("writing a model with random weights", file=sys.stderr, flush=True)
