@@ -1,0 +1,215 @@
+"""Times the hand-over of samples from one stage to the next, on gloo ranks of this machine.
+
+    python tools/bench/dispatch.py --workers 4 --megabytes 16 64
+
+ours        the workers learn the sample table, plan, and move the samples among themselves
+            (TensorCache, Redistribution)
+controller  rank 0 fetches every worker's samples, makes one batch of them and sends every worker
+            its part, one after the other, as a single controller does
+floor       one all-to-all of the same bytes, nothing packed, planned or checked
+
+All hand over the same 1024 ragged samples of an id and a log-prob per token (log-normal lengths),
+each to the next worker, and what has arrived is compared bit by bit. Seconds are medians, of the
+slowest worker; bytes are those of all samples, and what passes through the busiest rank. The last
+line is RESULT and a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mindspeed_rl.data.routes import Holders, plan_legs
+from mindspeed_rl.experience.redistribute import GroupWire, Parcel, Redistribution
+from mindspeed_rl.experience.samples import SampleKey
+from mindspeed_rl.experience.tensor_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.stages import even_stages
+
+NUM_SAMPLES = 1024
+TOKEN_BYTES = 8  # an id and a log-prob
+TABLE_WORDS = 9  # int64 of a sample in the table that all workers learn
+VERSION = 1
+VOCAB = 50_000
+LIMIT = timedelta(minutes=5)
+COLUMNS = (TOKENS, LOGPROBS)
+Payload = list[torch.Tensor]  # ids and log-probs, one sample after the other
+
+
+class Worker:
+    """One rank with its samples, and the ways to hand them to the next rank.
+
+    Args:
+        rank: of this worker.
+        workers: all of them.
+        megabytes: of all samples together (2^20 bytes).
+    """
+
+    def __init__(self, rank: int, workers: int, megabytes: int) -> None:
+        self._rank, self._workers, self._step = rank, workers, 0
+        drawn = np.random.default_rng(megabytes).lognormal(0.0, 0.8, NUM_SAMPLES)
+        tokens = megabytes * 2**20 / TOKEN_BYTES
+        self._lengths = [max(1, int(n)) for n in drawn * tokens / drawn.sum()]
+        self._mine = self.samples_of(rank)
+        self._before = (rank - 1) % workers
+        self._cache = TensorCache(torch.device("cpu"))
+        self.num_bytes = TOKEN_BYTES * sum(self._lengths)
+
+    def samples_of(self, worker: int) -> Payload:
+        """What a worker makes."""
+        ids = range(worker, NUM_SAMPLES, self._workers)
+        tokens = torch.cat(
+            [torch.arange(7919 * i, 7919 * i + self._lengths[i]) % VOCAB for i in ids]
+        )
+        return [tokens.to(torch.int32), -tokens.to(torch.float32) / VOCAB]
+
+    def prepare(self) -> None:
+        """The samples of a step into the cache, as an engine leaves them."""
+        self._step += 1
+        ids = range(self._rank, NUM_SAMPLES, self._workers)
+        keys = [SampleKey(self._step, i) for i in ids]
+        lengths = [self._lengths[i] for i in ids]
+        self._cache.begin_step(self._step)
+        for column, values in zip(COLUMNS, self._mine, strict=True):
+            self._cache.put(column, keys, values, lengths, [VERSION] * len(keys))
+
+    def ours(self) -> Payload:
+        """Table, plan, exchange. Collective: the world."""
+        sum_over_ranks(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
+        makers = [i % self._workers for i in range(NUM_SAMPLES)]
+        wanted = [(maker + 1) % self._workers for maker in makers]
+        layout = ParallelLayout.build(world=self._workers, stages=even_stages(1))
+        legs = plan_legs(Holders(makers), wanted, layout, (0,), self._rank)
+        parcels = [
+            Parcel(SampleKey(self._step, i), VERSION, n) for i, n in enumerate(self._lengths)
+        ]
+        moved = Redistribution(self._cache, parcels, COLUMNS, legs)
+        moved.run(GroupWire(lambda axis: None))
+        ids = range(self._before, NUM_SAMPLES, self._workers)
+        return [torch.cat([moved.read(i, column) for i in ids]) for column in COLUMNS]
+
+    def controller(self) -> Payload:
+        """Everything to rank 0, one batch, every part from there. Collective: the world."""
+        sizes = [sum(self._lengths[w :: self._workers]) for w in range(self._workers)]
+        arrived: Payload = []
+        for mine in self._mine:
+            if self._rank:
+                part = torch.empty(sizes[self._before], dtype=mine.dtype)
+                dist.send(mine, 0)
+                dist.recv(part, 0)
+            else:
+                batch = torch.empty(sum(sizes), dtype=mine.dtype)
+                parts = list(batch.split(sizes))
+                parts[0].copy_(mine)
+                for worker in range(1, self._workers):
+                    dist.recv(parts[worker], worker)
+                for worker in range(1, self._workers):
+                    dist.send(parts[worker - 1], worker)
+                part = parts[self._before].clone()
+            arrived.append(part)
+        return arrived
+
+    def floor(self) -> Payload:
+        """The wire alone. Collective: the world."""
+        arrived: Payload = []
+        expected = sum(self._lengths[self._before :: self._workers])
+        for mine in self._mine:
+            part = torch.empty(expected, dtype=mine.dtype)
+            received, sent = [0] * self._workers, [0] * self._workers
+            received[self._before] = expected
+            sent[(self._rank + 1) % self._workers] = mine.numel()
+            dist.all_to_all_single(part, mine, received, sent)
+            arrived.append(part)
+        return arrived
+
+
+def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
+    """All ways at one size on this rank. Collective: the world.
+
+    Raises:
+        RuntimeError: other samples arrived than were sent.
+    """
+    worker = Worker(rank, args.workers, megabytes)
+    ways: dict[str, Callable[[], Payload]] = {
+        "ours": worker.ours, "controller": worker.controller, "floor": worker.floor,
+    }  # fmt: skip
+    expected = worker.samples_of((rank - 1) % args.workers)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(args.repeats + 1):  # the first of each is checked and not timed
+        for way, hand_over in ways.items():
+            worker.prepare()
+            dist.barrier()
+            began = time.perf_counter()
+            arrived = hand_over()
+            dist.barrier()
+            if repeat:
+                seconds[way].append(time.perf_counter() - began)
+            elif not all(map(torch.equal, arrived, expected)):
+                raise RuntimeError(f"{way}: rank {rank} has other samples than were sent")
+    median = {way: statistics.median(taken) for way, taken in seconds.items()}
+    everyone: list[Any] = [None] * args.workers
+    dist.all_gather_object(everyone, median)
+    slowest = {way: max(of_rank[way] for of_rank in everyone) for way in ways}
+    size, share = worker.num_bytes, worker.num_bytes // args.workers
+    busiest = {"ours": 2 * share, "controller": 2 * (size - share), "floor": 2 * share}
+    return {
+        "workers": args.workers, "bytes": size, "seconds": slowest, "busiest_bytes": busiest,
+        "controller_over_ours": slowest["controller"] / slowest["ours"],
+        "ours_over_floor": slowest["ours"] / slowest["floor"],
+    }  # fmt: skip
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One of the workers; rank 0 prints."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", args.workers)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.workers, timeout=LIMIT)
+    records = [race(rank, args, megabytes) for megabytes in args.megabytes]
+    if rank == 0:
+        print(f"{'way':12}{'MB':>8}{'seconds':>10}{'x ours':>8}{'busiest rank MB':>17}")
+        for record in records:
+            for way, taken in record["seconds"].items():
+                print(
+                    f"{way:12}{record['bytes'] / 1e6:8.1f}{taken:10.4f}"
+                    f"{taken / record['seconds']['ours']:8.2f}"
+                    f"{record['busiest_bytes'][way] / 1e6:17.1f}"
+                )
+        print("RESULT " + json.dumps({"bench": "dispatch", "sizes": records}), flush=True)
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the workers and wait for them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=4, help="ranks (4)")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", default=[16, 64], help="of all samples (16 64)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="timed hand-overs of each (5)")
+    args = parser.parse_args(argv)
+    if args.workers < 2 or min(args.megabytes) < 1 or args.repeats < 1:
+        parser.error("at least 2 --workers, 1 in --megabytes and 1 in --repeats")
+    with tempfile.TemporaryDirectory(prefix="dispatch-bench-") as folder:
+        mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
+            run_rank, (args, folder), args.workers
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
