@@ -61,6 +61,8 @@ def race(args: argparse.Namespace) -> None:
     theirs: Seconds = defaultdict(list)
     floor: list[float] = []
     bytes_of = sizes(sharing, engine)
+    source = torch.ones(min(64 << 20, bytes_of["copied"]), dtype=torch.uint8)
+    kept = source.clone()
     for version in range(args.warm_cycles):  # proves the weights, allocates host memory, packs
         phases.to_rollout(version)
         phases.to_train()
@@ -74,7 +76,7 @@ def race(args: argparse.Namespace) -> None:
             sequential(sharing, phases, engine, cycle, theirs)
         dist.barrier()
         with timed(floor):
-            plain_copy(bytes_of)
+            plain_copy(bytes_of, source, kept)
         if dist.get_rank() == 0:
             print(f"cycle {cycle + 1}/{args.cycles}", file=sys.stderr, flush=True)
     report(args, bytes_of, ours, theirs, floor)
@@ -214,19 +216,16 @@ def back(stored: Away) -> None:
             as_bytes(storage).copy_(host)
 
 
-def plain_copy(bytes_of: dict[str, int]) -> None:
-    """As many bytes from warm memory, 64 MiB at a time, into memory as warm as the switch has it.
+def plain_copy(bytes_of: dict[str, int], source: torch.Tensor, kept: torch.Tensor) -> None:
+    """As many bytes from warm memory, a piece at a time, into memory as warm as the switch has it.
 
     What goes to the host goes into the same memory again and again. What comes back and the
     engine's weights go into pages that were just allocated, large ones, as ours asks for.
     """
-    piece = 64 << 20
-    source = torch.ones(piece, dtype=torch.uint8)
     to_host = (bytes_of["copied"] - bytes_of["engine_weights"]) // 2
-    target = source.clone()
     for left, fresh in ((to_host, False), (bytes_of["copied"] - to_host, True)):
         while left > 0:
-            size = min(piece, left)
+            size, target = min(len(source), left), kept
             if fresh:
                 target = torch.empty(size, dtype=torch.uint8)
                 advise_large_pages(target.data_ptr(), size)
