@@ -29,6 +29,7 @@ SPLITS = ("train", "heldout")
 
 # The share of all prompts that is held out is one in this many.
 _HELDOUT_MODULUS = 10
+_NUM_DIGITS = 6
 # So many draws in a row without a new prompt mean that the task has (nearly) no more of them.
 _MAX_FRUITLESS_DRAWS = 100_000
 
@@ -56,7 +57,7 @@ def is_heldout(question: str) -> bool:
 
 
 def generate_task(
-    name: str, num_rows: int, seed: int, split: str = "train", **options: Any
+    name: str, num_rows: int, seed: int, split: str = "train"
 ) -> Iterator[dict[str, Any]]:
     """Yields ``num_rows`` rows of task ``name`` with different prompts.
 
@@ -67,10 +68,6 @@ def generate_task(
         num_rows: how many rows, at least 1.
         seed: seed of the rows; does not move a prompt from one split to the other.
         split: ``"train"`` or ``"heldout"``.
-        **options: ``digit_sort``: ``num_digits`` (6) and ``unsorted_share`` (0.0), the share of
-            rows whose solution, not answer, is the unsorted digits: labels for a warm start that
-            leaves something to learn. ``word_problem``: ``num_steps`` (1 to 3, or ``None`` to
-            draw it per row) and ``max_start`` (20), the largest quantity that opens a story.
 
     Yields:
         ``{"prompt": [{"role": "user", "content": ...}], "answer": str, "solution": str,
@@ -83,17 +80,10 @@ def generate_task(
         raise ValueError(f"task name={name!r} is unknown; choose one of {sorted(_TASKS)}")
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown; choose one of {list(SPLITS)}")
-    _check_int("num_rows", num_rows, 1)
-    task = _TASKS[name]
-    unknown = sorted(set(options) - set(task.defaults))
-    if unknown:
-        raise ValueError(
-            f"task {name} has no option {unknown[0]!r}; its options are {sorted(task.defaults)}"
-        )
-    settings = {**task.defaults, **options}
-    task.check(settings)
+    if num_rows < 1:
+        raise ValueError(f"num_rows={num_rows} is not an integer of at least 1")
     rng = random.Random(f"{name}/{split}/{seed}")
-    return _rows(name, lambda: task.draw(rng, settings), num_rows, split)
+    return _rows(name, lambda: _TASKS[name](rng), num_rows, split)
 
 
 def write_jsonl(
@@ -168,31 +158,11 @@ def _rows(
         }
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    allowed = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} is not {allowed}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}={value!r} is not {allowed}")
-
-
-# ---- digit_sort ------------------------------------------------------------------------------
-
-
-def _check_digit_sort(settings: Mapping[str, Any]) -> None:
-    _check_int("num_digits", settings["num_digits"], 1)
-    share = settings["unsorted_share"]
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ValueError(f"unsorted_share={share!r} is not a number in 0..1")
-
-
-def _draw_digit_sort(rng: random.Random, settings: Mapping[str, Any]) -> Problem:
-    num_digits = settings["num_digits"]
-    question = "".join(rng.choice("0123456789") for _ in range(num_digits))
+def _draw_digit_sort(rng: random.Random) -> Problem:
+    question = "".join(rng.choice("0123456789") for _ in range(_NUM_DIGITS))
+    rng.random()  # not used: the rows of a seed stay what they always were
     answer = "".join(sorted(question))
-    # Drawn for every row, so that the questions do not depend on the share.
-    keep_unsorted = rng.random() < settings["unsorted_share"]
-    return Problem(question, answer, question if keep_unsorted else answer, num_digits)
+    return Problem(question, answer, answer, _NUM_DIGITS)
 
 
 # ---- word_problem ----------------------------------------------------------------------------
@@ -229,20 +199,15 @@ _QUESTIONS = (
     "How many {items} are left with {name} in the end?",
 )
 _MAX_WORD_STEPS = 3
+_MAX_START = 20  # the largest quantity that opens a story
 # Products stay below this, so that the mental arithmetic and the token count stay small.
 _MAX_PRODUCT = 200
 
 
-def _check_word_problem(settings: Mapping[str, Any]) -> None:
-    if settings["num_steps"] is not None:
-        _check_int("num_steps", settings["num_steps"], 1, _MAX_WORD_STEPS)
-    _check_int("max_start", settings["max_start"], 2)
-
-
-def _draw_word_problem(rng: random.Random, settings: Mapping[str, Any]) -> Problem:
-    num_steps = settings["num_steps"] or rng.randint(1, _MAX_WORD_STEPS)
+def _draw_word_problem(rng: random.Random) -> Problem:
+    num_steps = rng.randint(1, _MAX_WORD_STEPS)
     words = {"name": rng.choice(_NAMES), "items": rng.choice(_ITEMS)}
-    value = rng.randint(2, settings["max_start"])
+    value = rng.randint(2, _MAX_START)
     story = [rng.choice(_OPENINGS).format(amount=value, **words)]
     working = []
     for _ in range(num_steps):
@@ -276,22 +241,10 @@ def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
     return symbol, rng.choice(operands[symbol])
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    defaults: Mapping[str, Any]
-    check: Callable[[Mapping[str, Any]], None]
-    draw: Callable[[random.Random, Mapping[str, Any]], Problem]
-
-
-_TASKS: dict[str, _Task] = {
-    "digit_sort": _Task(
-        {"num_digits": 6, "unsorted_share": 0.0}, _check_digit_sort, _draw_digit_sort
-    ),
-    "word_problem": _Task(
-        {"num_steps": None, "max_start": 20}, _check_word_problem, _draw_word_problem
-    ),
+_TASKS: dict[str, Callable[[random.Random], Problem]] = {
+    "digit_sort": _draw_digit_sort,
+    "word_problem": _draw_word_problem,
 }
-
 TASK_NAMES = tuple(sorted(_TASKS))
 
 
