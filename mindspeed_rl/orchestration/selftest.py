@@ -267,25 +267,32 @@ class Models:
     job: RLJobOf
     policy: TrainEngine
     critic: TrainEngine
+    policy_gradients: Callable[[], Gradients]
+    critic_gradients: Callable[[], Gradients]
 
-    def gradients(self, engine: TrainEngine) -> Gradients:
-        """Whole gradients by HF name on rank 0, fp32; NaN or empty elsewhere. Collective."""
-        rank, size, device = self.job.world.rank, self.job.world.size, self.job.platform.device
-        target = HfFileLayout(engine.layout.hf_shapes)
+
+def _gradients_of(job: RLJobOf, engine: TrainEngine) -> Callable[[], Gradients]:
+    """What gathers whole gradients: by HF name on rank 0, fp32; empty elsewhere. Collective."""
+    target = HfFileLayout(engine.layout.hf_shapes)
+    resharder = Resharder(
+        engine.layout,
+        target,
+        rank=job.world.rank,
+        ranks_per_node=job.world.size,
+        transport=AllToAllTransport(job.world.size, job.platform.device, None),
+        dtype=torch.float32,
+        bucket_bytes=1 << 20,
+    )
+
+    def gather() -> Gradients:
         whole = {
-            name: torch.full(shape, math.nan, device=device)
-            for name, shape in target.local_shapes(rank).items()
+            name: torch.full(shape, math.nan, device=job.platform.device)
+            for name, shape in target.local_shapes(job.world.rank).items()
         }
-        Resharder(
-            engine.layout,
-            target,
-            rank=rank,
-            ranks_per_node=size,
-            transport=AllToAllTransport(size, device, None),
-            dtype=torch.float32,
-            bucket_bytes=1 << 20,
-        ).run(engine.gradients(), whole)
+        resharder.run(engine.gradients(), whole)
         return whole
+
+    return gather
 
 
 @contextmanager
@@ -314,7 +321,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[Models]:
             with torch.no_grad():
                 weight.copy_(torch.linspace(-0.3, 0.5, weight.numel()).view_as(weight))
         critic.weights_changed()
-        yield Models(job, policy, critic)
+        yield Models(job, policy, critic, _gradients_of(job, policy), _gradients_of(job, critic))
     finally:
         parallel_state.forget()
 
@@ -365,13 +372,14 @@ def _outcome(
     batches = [_annotated(b) for b in batches]
     counts = Denominators.of(s.num_trained for s in samples)
     if case.loss == VALUE:
-        engine = models.critic
+        engine, gradients = models.critic, models.critic_gradients
         batches = _with_targets(engine, batches, reduce or engine.sum_over_context)
         settings = ValueLossSettings(0.2, case.aggregation, LONGEST)
         loss = rl_critic.value_loss_function(settings, counts)
         silent = rl_critic.silent_metrics(loss)
     else:
-        engine, loss = models.policy, make_loss(case, counts)
+        engine, gradients = models.policy, models.policy_gradients
+        loss = make_loss(case, counts)
         if case.loss in ("clip_cov", "kl_cov"):
             chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
             current = engine.logprobs(batches)
@@ -380,7 +388,7 @@ def _outcome(
                 batches = selected_tokens(batches, current, chosen, sums)
         silent = silent_metrics(loss)
     found = engine.forward_backward(batches, loss)
-    return Outcome(reduce_metrics(silent.merge(found)), models.gradients(engine))
+    return Outcome(reduce_metrics(silent.merge(found)), gradients())
 
 
 def make_loss(case: Case, denominators: Denominators) -> LossFunction:

@@ -91,7 +91,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
             marked.append(b.with_advantages(of_sample[b.batch.sequence_of]))
         loss = selftest.make_loss(Case("ppo", "token-mean"), counts[update])
         models.policy.forward_backward(marked, loss)
-        return models.gradients(models.policy)
+        return models.policy_gradients()
 
     def placed_gradients(models: Any, nodes: int) -> list[Any]:
         """Of both optimizer steps, after every rank has stored what its engine said.
