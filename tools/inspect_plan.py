@@ -328,7 +328,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
     if args.case:
         model, args.train, args.rollout, args.world = CASES[args.case]
         args.hf_config = str(CONFIGS / f"{model}.json")
-    if not args.hf_config or not args.world:
+    if not args.hf_config or args.world is None:
         raise ValueError("give --hf-config and --world, or --case")
     _positive(args)
     return Problem(

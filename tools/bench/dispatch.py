@@ -112,7 +112,7 @@ class Worker:
                 dist.recv(part, 0)
             else:
                 batch = torch.empty(sum(sizes), dtype=mine.dtype)
-                parts = list(batch.split(sizes))
+                parts = [batch[sum(sizes[:w]) : sum(sizes[: w + 1])] for w in range(len(sizes))]
                 parts[0].copy_(mine)
                 for worker in range(1, self._workers):
                     dist.recv(parts[worker], worker)

@@ -29,6 +29,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":  # for the makers of model and data
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "0.6m": {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, "ffn": 384},
     "5m": {"hidden_size": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 8, "ffn": 768},
