@@ -372,23 +372,20 @@ def _outcome(
     batches = [_annotated(b) for b in batches]
     counts = Denominators.of(s.num_trained for s in samples)
     if case.loss == VALUE:
-        engine, gradients = models.critic, models.critic_gradients
-        batches = _with_targets(engine, batches, reduce or engine.sum_over_context)
-        settings = ValueLossSettings(0.2, case.aggregation, LONGEST)
-        loss = rl_critic.value_loss_function(settings, counts)
-        silent = rl_critic.silent_metrics(loss)
-    else:
-        engine, gradients = models.policy, models.policy_gradients
-        loss = make_loss(case, counts)
-        if case.loss in ("clip_cov", "kl_cov"):
-            chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
-            current = engine.logprobs(batches)
-            if engine.is_last:
-                sums = reduce or engine.sum_over_tokens
-                batches = selected_tokens(batches, current, chosen, sums)
-        silent = silent_metrics(loss)
-    found = engine.forward_backward(batches, loss)
-    return Outcome(reduce_metrics(silent.merge(found)), gradients())
+        critic, settings = models.critic, ValueLossSettings(0.2, case.aggregation, LONGEST)
+        batches = _with_targets(critic, batches, reduce or critic.sum_over_context)
+        value_loss = rl_critic.value_loss_function(settings, counts)
+        metrics = rl_critic.silent_metrics(value_loss)
+        metrics = metrics.merge(critic.forward_backward(batches, value_loss))
+        return Outcome(reduce_metrics(metrics), models.critic_gradients())
+    engine, loss = models.policy, make_loss(case, counts)
+    if case.loss in ("clip_cov", "kl_cov"):
+        chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
+        current = engine.logprobs(batches)
+        if engine.is_last:
+            batches = selected_tokens(batches, current, chosen, reduce or engine.sum_over_tokens)
+    metrics = silent_metrics(loss).merge(engine.forward_backward(batches, loss))
+    return Outcome(reduce_metrics(metrics), models.policy_gradients())
 
 
 def make_loss(case: Case, denominators: Denominators) -> LossFunction:
