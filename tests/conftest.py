@@ -58,9 +58,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     summed or cut wrongly changes the output.
     """
     import torch
+    from make_tiny_model import write_tiny_model
     from safetensors.torch import load_file, save_file
-
-    from mindspeed_rl.data.tiny_model import write_tiny_model
 
     folder = write_tiny_model(
         tmp_path_factory.mktemp("models") / "tiny",

@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from make_tiny_model import write_tiny_model
 from support.family_sync import family_sync_world
 from support.spawn import run_ranks
-
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
 

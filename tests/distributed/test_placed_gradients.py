@@ -60,7 +60,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from mindspeed_rl.experience.tensor_cache import TensorCache
     from mindspeed_rl.observability.metrics import Max
     from mindspeed_rl.orchestration import rl_samples, selftest
-    from mindspeed_rl.orchestration.selftest_cases import Case, Layout, relative_errors
+    from mindspeed_rl.orchestration.selftest import Case, Layout, relative_errors
     from mindspeed_rl.parallel.layout import EngineLayout
 
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
             marked.append(b.with_advantages(of_sample[b.batch.sequence_of]))
         loss = selftest.make_loss(Case("ppo", "token-mean"), counts[update])
         models.policy.forward_backward(marked, loss)
-        return models.whole.gather(models.policy.gradients())
+        return models.policy_gradients()
 
     def placed_gradients(models: Any, nodes: int) -> list[Any]:
         """Of both optimizer steps, after every rank has stored what its engine said.
@@ -140,7 +140,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     legs: dict[int, int] = {}
     wanted: list[Any] = []
     for shape in SHAPES:
-        with selftest.InLayout(job, Layout(*shape)) as models:
+        with selftest.in_layout(job, Layout(*shape)) as models:
             wanted = wanted or gradients_alone(models)  # the first layout does not cut the model
             found = [*placed_gradients(models, 1), *placed_gradients(models, 2)]
         result[Layout(*shape).name(world.size)] = [
@@ -151,7 +151,8 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
 
 def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
+
     from mindspeed_rl.orchestration import selftest
 
     model = write_tiny_model(

@@ -52,13 +52,13 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.orchestration import selftest, training
     from mindspeed_rl.orchestration.rl_batch import StepBatches, UpdateBatch, with_advantages
-    from mindspeed_rl.orchestration.selftest_cases import Layout
+    from mindspeed_rl.orchestration.selftest import Layout
 
     samples, rows = make_samples()
     result: dict[str, dict[str, Advantages]] = {}
     for name, layout in (("dp2", Layout()), ("cp2", Layout(cp=2)), ("pp2", Layout(pp=2))):
         job = make_job(world, model, ["--micro-batch-size", "2", "--grpo-group-size", "3"])
-        with selftest.InLayout(job, layout) as models:
+        with selftest.in_layout(job, layout) as models:
             local, engine = models.job, models.policy
             result[name] = {}
             for estimator, flags in FLAGS.items():
@@ -119,7 +119,7 @@ def expected(estimator: str) -> list[np.ndarray]:
 
 
 def test_they_are_those_of_whole_sequences_in_every_layout(tmp_path: Path) -> None:
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     model = write_tiny_model(tmp_path / "model" / "any", num_layers=2)
     found = run_ranks(advantages_in, 2, work_dir=tmp_path, args=(str(model),))[0]

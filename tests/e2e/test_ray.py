@@ -21,9 +21,8 @@ from support.jobs import MARKER, ROOT, TorchrunJob, free_port, processes_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 from compare_runs import differences, digests, metrics
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
 

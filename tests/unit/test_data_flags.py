@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from make_task_data import write_jsonl
+from make_tiny_model import TinySizes, write_tiny_model
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.data import PromptSampler, write_jsonl, write_tiny_model
-from mindspeed_rl.data.tiny_families import TinySizes
+from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.orchestration import checkpoints, rl_resume
 from mindspeed_rl.orchestration.rl_job import load_data
 from mindspeed_rl.orchestration.training import load_tokenizer

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from make_tiny_model import write_tiny_model
 from pyarrow import parquet
 from support.architecture import ROOT
 from support.conversions import hf_to_mg, quantise, write_model
 from support.documented import calls_of, execute
 from support.pages import ALL, NOT_RUN, PAGES, Block, Run
 from support.published import PUBLISHED
-
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 
 def executed() -> list[Any]:

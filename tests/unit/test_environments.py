@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from make_tiny_model import build_tokenizer
 from support.rl_run import PROMPTS, make_run, said
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.data.packing import TrainSample, pack
-from mindspeed_rl.data.tiny_model import build_tokenizer
 from mindspeed_rl.environments import Observation, answer_tokens, resolve_environment
 from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
 from mindspeed_rl.experience.continuations import Continuation, exchange_continuations

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
 from support.conversions import convert, write_model
 
@@ -27,7 +28,6 @@ from mindspeed_rl.config import (
     TrainConfig,
 )
 from mindspeed_rl.config.outputs import check_paths
-from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.models.hf_code import code_files
 
 

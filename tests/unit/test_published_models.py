@@ -1,7 +1,7 @@
 """Specs and sizes of published models from their configs alone, in both spellings.
 
-``support/hf_configs`` holds the numbers of each model's ``config.json`` as it was published, in the
-spelling of transformers 4.
+``pretrain_scripts/models/configs`` holds the numbers of each model's ``config.json`` as it was
+published, in the spelling of transformers 4.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the snapshot of the interfaces that we use of other packages, or prints what changed.
 
-usage: python tools/ascend_api_snapshot.py [--sources DIR] [--write] [--trace FILE]
+usage: python tests/support/ascend_api/update.py [--sources DIR] [--write] [--trace FILE]
 
 After a new use of ours, without DIR: entries of the packages that are installed or in the
 emulator's cache are read anew, the others stay. For new versions, with DIR:
@@ -21,14 +21,14 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tools.ascend_api import snapshot as snap  # noqa: E402
-from tools.ascend_api.sources import Sources  # noqa: E402
-from tools.ascend_api.uses import problems, uses_of  # noqa: E402
+from support.ascend_api import PATH as TARGET  # noqa: E402
+from support.ascend_api import entries as snap  # noqa: E402
+from support.ascend_api.sources import Sources  # noqa: E402
+from support.ascend_api.uses import problems, uses_of  # noqa: E402
 
-TARGET = ROOT / "tests" / "support" / "ascend_api.json"
 INSTALLED = ("vllm 0.32.0", "megatron-core 0.16.1")
 CACHED = ("vllm 0.23.0", "vllm-ascend 0.23.0")
 PACKAGES = {

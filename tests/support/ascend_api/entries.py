@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.ascend_api.keys import additional_keys, environment_names
-from tools.ascend_api.sources import Sources, Symbol
-from tools.ascend_api.uses import Use, signature, symbol_key
+from support.ascend_api.keys import additional_keys, environment_names
+from support.ascend_api.sources import Sources, Symbol
+from support.ascend_api.uses import Use, signature, symbol_key
 
 Snapshot = dict[str, Any]
 # vLLM-Ascend -> the vLLM that it runs on.

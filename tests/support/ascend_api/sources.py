@@ -104,11 +104,10 @@ class Sources:
             return Symbol("value")
         members: dict[str, str] = {}
         fields: dict[str, str] = {}
-        for owner, inherited in reversed(list(self._lineage(module, node))):
+        for _, inherited in reversed(list(self._lineage(module, node))):
             members |= _members(inherited)
             if _is_record(inherited):
                 fields |= _fields(inherited)
-            del owner
         init = members.get("__init__")
         if init is None and fields:
             init = ", ".join(name + text for name, text in fields.items())

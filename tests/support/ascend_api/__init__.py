@@ -1,4 +1,4 @@
-"""The committed snapshot of the interfaces that we use (``tools/ascend_api_snapshot.py``)."""
+"""The committed snapshot of the interfaces that we use (``update.py`` writes it)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PATH = Path(__file__).with_name("ascend_api.json")
+PATH = Path(__file__).parents[1] / "ascend_api.json"
 
 
 @cache
