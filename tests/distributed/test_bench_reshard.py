@@ -23,7 +23,7 @@ if TOOLS not in sys.path:
 
 from bench.cases import WAYS  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _DENSE = Case(
     num_layers=3,

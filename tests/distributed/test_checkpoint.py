@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.orchestration.torchrun import Job
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 NUM_STEPS = 4
 # Warm-up and decay, so that a schedule that counts wrongly shows; dropout, so that a wrong random

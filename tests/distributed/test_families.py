@@ -17,7 +17,7 @@ from support.family_models import (
     family_reference,
     write_family_model,
 )
-from support.share import slow_but
+from support.tiers import slow_but
 from support.spawn import run_ranks
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.data.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # In nats, greedy.
 TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ from support.spawn import run_ranks
 if TYPE_CHECKING:
     from support.memory_worlds import Measured
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # Owners are exact. Largest moment of a step; measured: -7.6 to +9.7 %.
 IN_STEP_TOLERANCE = 0.10

@@ -21,7 +21,7 @@ from mindspeed_rl.bootstrap import World
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.selftest_cases import Case, Cut, Finding, Layout
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 Shape = tuple[int, int, int, bool]  # tp, pp, cp, sequence parallel

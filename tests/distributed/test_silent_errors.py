@@ -21,7 +21,7 @@ from support.rollout_worlds import (
     killed_world,
     segments_of,
 )
-from support.share import slow_but
+from support.tiers import slow_but
 from support.spawn import RankError, run_ranks
 from support.training_layouts import LAYOUT_PARAMETERS
 

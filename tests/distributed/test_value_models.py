@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.trainer.prepared import PreparedBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SHARDED = ("--use-distributed-optimizer",)
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

@@ -17,7 +17,7 @@ from support.jobs import ROOT
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import build_tokenizer, write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TIMEOUT_S = 300
 QUESTION = "Sort 3 1 2"

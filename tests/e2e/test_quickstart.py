@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.jobs import ROOT, free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STEPS = 3
 LIMIT_S = 400.0

@@ -22,7 +22,7 @@ from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.observability.names import measures_machine
 from mindspeed_rl.observability.timers import PhaseUse, StepTimes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Of an untrained model: the share of digits among the characters, so that groups differ in reward.
 REWARD = """

@@ -23,7 +23,7 @@ from support.floor_cases import (
     layouts_of,
 )
 from support.floor_oracle import Rollout, Training
-from support.share import slow_but
+from support.tiers import slow_but
 
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import Row

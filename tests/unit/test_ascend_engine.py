@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.fake_ascend import GARBAGE, VERSIONS, AscendDouble
 from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
-from support.share import slow_but
+from support.tiers import slow_but
 
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.parallel.layout import EngineLayout

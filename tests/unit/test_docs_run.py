@@ -33,7 +33,7 @@ def executed() -> list[Any]:
     seen = {
         block.words: block for block in reversed(ALL) if block.run in (Run.ALWAYS, Run.IN_TURNS)
     }
-    marks: dict[Run, list[Any]] = {Run.ALWAYS: [], Run.IN_TURNS: [pytest.mark.slow("each")]}
+    marks: dict[Run, list[Any]] = {Run.ALWAYS: [], Run.IN_TURNS: [pytest.mark.slow]}
     return [
         pytest.param(block, id=block.name, marks=marks[block.run])
         for block in sorted(seen.values(), key=lambda block: block.name)
@@ -112,7 +112,7 @@ def filled_in() -> list[Any]:
     return [
         pytest.param(
             block, id=block.name,
-            marks=[pytest.mark.slow("each")] if any(name in block.text for name in SLOW) else [],
+            marks=[pytest.mark.slow] if any(name in block.text for name in SLOW) else [],
         )
         for block in ALL if block.run is Run.FILLED_IN
     ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.published import PUBLISHED, published_config
-from support.share import slow_but
+from support.tiers import slow_but
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
