@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
 from support.group_use import used_groups_world
-from support.tiers import slow_but
 from support.spawn import run_ranks
+from support.tiers import slow_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.family_models import FAMILY_CASES, write_family_model
 from support.offload_world import MODES, OffloadFacts, offload_world
-from support.tiers import slow_but
 from support.spawn import run_ranks
+from support.tiers import slow_but
 
 from mindspeed_rl.memory.owners import OffloadMode
 

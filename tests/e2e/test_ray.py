@@ -204,12 +204,8 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_in_ray_is_that_of_torchrun_bit_for_bit(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_quickstart_in_ray_is_that_of_torchrun_bit_for_bit(tmp_path: Path) -> None:
     """The script with fewer steps: four ranks of TP2 x PP2, its own warm start, and all it does."""
-    if request.config.getoption("--slow-share") != "0/1":
-        pytest.skip("takes minutes; the test before runs the same entry: tests/run_tests.sh --all")
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     scripts = tmp_path / "pretrain_scripts"
     scripts.mkdir()

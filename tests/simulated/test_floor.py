@@ -123,6 +123,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PUBLISHED, ids=str)
 def test_floors_of_published_models_equal_the_oracle(case: FloorCase) -> None:
     """Every node of the four cases; of worlds above 64 every fifth rank: all positions in turn."""

@@ -7,13 +7,15 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from bench import alternate as alternate_tool
 from bench.alternate import Turns, alternate, compare, main, parse, report, running
+from support.rewards_support import wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def test_ratios_are_of_all_seconds_by_all_steps() -> None:
@@ -50,8 +52,7 @@ def test_while_one_makes_steps_the_other_makes_none(tmp_path: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     before = set(psutil.Process().children(recursive=True))
     with running([(str(f), _steps(f)) for f in files]) as jobs:
-        while any(job.num_steps() < 2 for job in jobs):
-            pass
+        assert wait_for(lambda: all(job.num_steps() > 1 for job in jobs), 60.0)
         alternate(jobs, window_s=0.5, rounds=3)
         stopped = [job.num_steps() for job in jobs]
         jobs[0].take_turn(0.5)
@@ -78,9 +79,7 @@ def test_no_job_outlives_a_stopped_tool(tmp_path: Path, number: signal.Signals) 
         [sys.executable, alternate_tool.__file__, *jobs, "--window", "30"],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not all(f.exists() for f in files):
-        assert tool.poll() is None
-        time.sleep(0.05)
+    assert wait_for(lambda: all(f.exists() for f in files), 60.0) and tool.poll() is None
     tool.send_signal(number)
     assert tool.wait(timeout=30) == 1 and tool.stderr is not None
     assert tool.stderr.read().splitlines()[-1] == "stopped"
@@ -90,8 +89,7 @@ def test_no_job_outlives_a_stopped_tool(tmp_path: Path, number: signal.Signals) 
 def test_processes_of_a_launcher_that_is_gone_are_known(tmp_path: Path) -> None:
     file = tmp_path / "a"
     with running([(str(file), _steps(file))]) as (job,):
-        while job.num_steps() < 2:
-            pass
+        assert wait_for(lambda: job.num_steps() > 1, 60.0)
         launcher, *others = job.processes()
         assert others
         launcher.kill()
@@ -105,8 +103,7 @@ def test_the_processor_time_of_a_child_that_ends_counts(tmp_path: Path) -> None:
     busy = "import time; end = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     command = f"while true; do {sys.executable} -c '{busy}'; date >> {file}; done"
     with running([(str(file), command), (str(tmp_path / "b"), _steps(tmp_path / "b"))]) as jobs:
-        while any(job.num_steps() < 2 for job in jobs):
-            pass
+        assert wait_for(lambda: all(job.num_steps() > 1 for job in jobs), 60.0)
         alternate(jobs, window_s=2.0, rounds=2)
     turns = jobs[0].turns
     assert turns.cpu_seconds > 0.15 * (sum(turns.steps) - 1) > 0

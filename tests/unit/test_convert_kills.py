@@ -60,7 +60,10 @@ def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(tmp_path: Path) ->
         target = tmp_path / f"killed{number}"
         while not kill_at(rng.uniform(0.0, 1.0) * seconds, model, target):
             shutil.rmtree(target)  # it was done before the signal
-        assert not target.exists()
+        if target.exists():  # the signal came between the rename and the exit
+            assert file_bytes(target) == whole
+            shutil.rmtree(target)
+            continue
         journal = tmp_path / f".{target.name}.converting" / "journal"
         noted.append(len(journal.read_text().splitlines()) if journal.exists() else 0)
         said = hf_to_mg(model, target, FOUR)

@@ -121,6 +121,7 @@ def test_a_resumed_run_counts_every_step_and_sample_once(tmp_path: Path) -> None
     assert "0.75" in text and "0.5" not in text
 
 
+@pytest.mark.slow
 def test_the_tool_draws_an_unfinished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, 2)
     tool = Path(__file__).resolve().parents[2] / "tools" / "plot_run.py"

@@ -112,6 +112,7 @@ def test_json_holds_every_strategy_and_key(report: tuple[str, list[dict[str, Any
         assert entry["estimated_s"] == pytest.approx(wire_s)
 
 
+@pytest.mark.slow
 def test_direct_is_at_the_floor_of_the_oracle(report: tuple[str, list[dict[str, Any]]]) -> None:
     _, (direct, *others) = report
     problem = (QWEN_7B.config, QWEN_7B.training, QWEN_7B.rollout)
@@ -164,6 +165,7 @@ def test_stream_has_the_rounds_of_the_product(
     assert entry["peak_staging_bytes"] <= staging + 4 * largest
 
 
+@pytest.mark.slow
 def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:
     """The example of ``--help``, with the config of the test data."""
     words = shlex.split(inspect_plan.EXAMPLE.split("\n", 1)[1].replace("\\\n", " "))
@@ -179,6 +181,7 @@ def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:
     assert two_stage["recv_bytes"]["min"] > 3 * floor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks_per_node", [1, 3, 4, 8, 16, 512])
 @pytest.mark.parametrize("case", [QWEN_7B, QWEN_30B, DEEPSEEK], ids=str)
 def test_links_of_the_peers_add_up_to_their_critical_bytes(
@@ -204,6 +207,7 @@ def test_gathers_over_tensor_parallel_neighbours_stay_in_a_node() -> None:
     assert gather_links(source, 2, 8).between_nodes == 2 * sum(map(prod, of_both_stages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks_per_node", [1, 3, 4, 8, 16, 512])
 @pytest.mark.parametrize("case", [QWEN_7B, QWEN_30B, DEEPSEEK], ids=str)
 def test_what_enters_a_node_is_a_part_of_what_its_ranks_receive(

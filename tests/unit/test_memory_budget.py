@@ -248,6 +248,7 @@ def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_who_swaps_the_optimizer() -> None:
     swapped = "\n".join(lines(find_out(config_of(*SWAP), WORLD)))
     assert "moved through the device by MindSpeed in 16 parts (--swap-optimizer)" in swapped

