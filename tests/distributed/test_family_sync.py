@@ -31,7 +31,6 @@ WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 CASES = [(family, "direct") for family in FLAGS] + [(f, "stream") for f in WITH_EXPERTS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "path"), CASES)
 def test_three_syncs_equal_a_fresh_load(family: str, path: str, tmp_path: Path) -> None:
     """Packed experts and absorbed projections follow every update, exactly once.

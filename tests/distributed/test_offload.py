@@ -14,7 +14,7 @@ from support.tiers import slow_but
 
 from mindspeed_rl.memory.owners import OffloadMode
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 SHARDED = "--use-distributed-optimizer"
 WORLDS = {

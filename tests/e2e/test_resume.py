@@ -85,7 +85,6 @@ def records(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     """With all the state a run can have: an adapted coefficient, groups left over, lengths.
 
@@ -139,7 +138,6 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert middle["surplus"], "the resumed run must have had groups to take over"
 
 
-@pytest.mark.slow
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
     flags = ["--global-batch-size", "10", "--micro-batch-size", "4", "--hidden-dropout", "0.1"]
     data = ["--sft-data", "train.jsonl"]
