@@ -48,7 +48,7 @@ def test_intervals_are_students() -> None:
 
 
 def test_points_on_a_line_determine_no_plane() -> None:
-    with pytest.raises(ValueError, match="several values of --workers and of --megabytes"):
+    with pytest.raises(ValueError, match="several values of --workers"):
         fit([Point(2, b, 1.0) for b in (16, 64, 128, 256)])
 
 
@@ -94,7 +94,7 @@ def test_an_earlier_run_is_added_from_its_last_result(tmp_path: Path) -> None:
 def test_a_run_that_has_not_ended_is_not_added(tmp_path: Path) -> None:
     file = tmp_path / "run.log"
     file.write_text("memcpy: 5.00 GB/s\nno RESULT {}\n")
-    with pytest.raises(SystemExit, match=r"run\.log: no line begins with RESULT"):
+    with pytest.raises(SystemExit, match=r"run\.log: no line begins"):
         measured_in(file)
 
 
