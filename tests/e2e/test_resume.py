@@ -6,7 +6,6 @@ Real megatron-core and real vLLM in torchrun processes.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import DRIVER, ROOT
+from support.jobs import DRIVER, ROOT, run_to_end
 
 from mindspeed_rl.data.tasks import generate_task, write_jsonl
 from mindspeed_rl.data.tiny_model import write_tiny_model
@@ -51,19 +50,15 @@ def torchrun(
     With a fault it is the entry of ``support/rl_driver.py``, which says what a fault is.
     """
     program = [DRIVER] if fault else ["-m", f"mindspeed_rl.{entry}"]
-    return subprocess.run(
+    return run_to_end(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          "--nproc-per-node", str(num_ranks), *program,
          "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
          "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
          "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear", *flags],
-        cwd=folder,
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "DRIVER_MAIN": entry, "DRIVER_FAULT": fault},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
+        TIMEOUT_S,
+        {"PYTHONPATH": str(ROOT), "DRIVER_MAIN": entry, "DRIVER_FAULT": fault},
+        folder,
     )  # fmt: skip
 
 
