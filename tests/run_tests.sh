@@ -11,17 +11,14 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 export OMP_NUM_THREADS=1
 
-TIERS=(first)
+EXTRAS=(--dev)
 case "$*" in
     "") ;;
-    --all) TIERS=(first second) ;;
-    --rest) TIERS=(second) ;;
+    --all|--rest) EXTRAS+=(--ray) ;;
     *)
         PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" --dev | tail -n 1)"
         exec "$PYTHON" -m pytest "$@" ;;
 esac
-EXTRAS=(--dev)
-[[ "${TIERS[-1]}" == first ]] || EXTRAS+=(--ray)
 PYTHON="$("$ROOT/pretrain_scripts/setup_env.sh" "${EXTRAS[@]}" | tail -n 1)"
 STATUS=0
 part() {  # one red part does not hide the others
@@ -50,5 +47,6 @@ second() {
     echo "== planted faults"
     part "$PYTHON" tests/faults/run.py
 }
-for tier in "${TIERS[@]}"; do "$tier"; done
+[[ "$*" == --rest ]] || first
+[[ -z "$*" ]] || second
 exit "$STATUS"
