@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.architecture import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def result_of(script: str, *flags: str, folder: Path) -> dict[str, Any]:

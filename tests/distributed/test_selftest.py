@@ -21,7 +21,7 @@ from mindspeed_rl.bootstrap import World
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.selftest import Case, Cut, Finding, Layout
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = pytest.mark.distributed
 
 
 Shape = tuple[int, int, int, bool]  # tp, pp, cp, sequence parallel
@@ -151,6 +151,7 @@ def test_the_array_covers_every_pair() -> None:
     assert len(chosen) < 100 < len(layouts_of(4)) * len(CUTS) * len(CASES) / 25
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     """A self-test that holds under these would prove nothing."""
     found = run_ranks(faulty, 2, work_dir=tmp_path, args=(str(model_in(tmp_path)),))[0]

@@ -16,7 +16,7 @@ from mindspeed_rl.bootstrap import World
 from mindspeed_rl.data.packing import TrainSample
 from mindspeed_rl.experience.samples import Sample
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 LENGTHS = (9, 3, 1, 20, 6, 2)
 REWARDS = (1.0, 0.0, 0.5, float("nan"), 2.0, -1.0)

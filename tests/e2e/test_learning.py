@@ -84,7 +84,6 @@ def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
     assert min(step["policy/ratio_max_deviation"] for step in steps) > 0.01
 
 
-@pytest.mark.slow
 def test_bfloat16_passes_its_own_checks(world: Path) -> None:
     """With the default tolerance of the probe, which measures about 4e-3 here."""
     steps = train(

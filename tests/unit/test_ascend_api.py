@@ -125,6 +125,7 @@ def test_a_key_of_another_version_is_told() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_snapshot_is_that_of_the_installed_packages() -> None:
     """Read anew from the installation of CPU runs: the same entries."""
     sources = {}

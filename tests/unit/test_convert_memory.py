@@ -57,7 +57,7 @@ def peak_of(task: Callable[[], object], first: Callable[[], object]) -> int:
     return int(text)
 
 
-@pytest.mark.slow("each")
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_misspelt_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert "unrecognized arguments: --target-tensor-parallel" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_itself(tmp_path: Path) -> None:
     """Exit status and streams of the script in a process of its own."""
     model = write_model("qwen3", tmp_path / "hf")

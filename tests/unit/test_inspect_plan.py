@@ -94,6 +94,7 @@ def test_json_holds_every_key(report: tuple[str, list[dict[str, Any]]]) -> None:
         assert entry["estimated_s"] == pytest.approx(wire_s)
 
 
+@pytest.mark.slow
 def test_direct_is_at_the_floor_of_the_oracle(report: tuple[str, list[dict[str, Any]]]) -> None:
     _, (direct,) = report
     problem = (QWEN_7B.config, QWEN_7B.training, QWEN_7B.rollout)
@@ -123,6 +124,7 @@ def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, A
     assert re.search(r"^in / floor +1\.00$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:
     """The example of ``--help``, with the config of the test data."""
     words = shlex.split(inspect_plan.EXAMPLE.split("\n", 1)[1].replace("\\\n", " "))

@@ -97,6 +97,19 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
 
 
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_draws_other_seeds_than_the_training_of_its_step(tmp_path: Path) -> None:
+    """Else it would look at the samples that are trained on."""
+    run = make_run(tmp_path, ROWS, flags=["--rl-eval-samples", "2"])
+    evaluate(run, run.eval_sets[""], 1)
+    collect(run, 1)
+    *evaluated, trained = (
+        {r.seed for r in requests} for requests in cast(Answers, run.engine).asked
+    )
+    assert len(evaluated) == 2 and trained
+    assert not trained & set.union(*evaluated)
+
+
 def test_the_first_verdict_that_scored_a_sample_counts() -> None:
     assert is_right({"format": 1.0, "code": 1.0, "math": 0.0}, "7", "8") is False
     assert is_right({"format": 0.0, "code": 1.0, "math": math.nan}, "7", "8") is True
