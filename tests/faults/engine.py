@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from faults.planting import Fault, gives, keeps, skipped, takes, without
+from faults.planting import Fault, keeps, skipped, takes, without
 
 _ENGINE = "tests/unit/test_vllm_engine.py::"
 _CACHE = "tests/unit/test_tensor_cache.py::"
@@ -31,13 +31,6 @@ def _any_entry(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def _keeps_everything(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, step: int, keep: Any = ()) -> None:
-        original(self, step, {key for entries in self._entries.values() for key in entries})
-
-    return changed
-
-
 def _overwrites(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(self: Any, column: Any, keys: Any, versions: Any, parts: Any) -> None:
         for key, version in zip(keys, versions, strict=True):
@@ -48,88 +41,39 @@ def _overwrites(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ENGINE = (
-    Fault(
-        "prefix-cache-survives-an-update",
-        "mindspeed_rl.rollout.vllm_engine:VllmEngine.finish_update",
-        without("_reset_prefix_cache"),
-        _ENGINE + "test_no_cached_prefix_survives_an_update",
-        "Prompts seen before would be continued from keys and values of older weights.",
-    ),
-    Fault(
-        "prefix-cache-survives-sleep",
-        "mindspeed_rl.rollout.vllm_engine:VllmEngine.free_cache",
-        without("_reset_prefix_cache"),
-        _ENGINE + "test_no_cached_prefix_survives_sleep_at_an_unchanged_version",
-        "Every chat template is a common prefix, whose blocks are zeros after waking.",
-    ),
-    Fault(
-        "any-version-of-the-weights-generates",
-        "mindspeed_rl.rollout.vllm_engine:VllmEngine._require",
-        lambda original: lambda self, call, _: original(self, call, self._version),
-        _ENGINE + "test_weights_of_another_version_do_not_generate",
-        "Samples of other weights would count as on-policy.",
-    ),
-    Fault(
-        "half-an-update-generates",
-        "mindspeed_rl.rollout.vllm_engine:VllmEngine.begin_update",
-        keeps("_version"),
-        _ENGINE + "test_half_written_weights_do_not_generate",
-        "After a failed sync the engine would sample from a mixture of two versions.",
-    ),
-    Fault(
-        "requests-digest-forgets-the-weights",
-        "mindspeed_rl.rollout.engine:requests_digest",
-        takes(version=lambda _: 0),
-        _REQUESTS + "test_any_difference_changes_the_digest",
-        "Ranks of an engine could generate with different weights unnoticed.",
-    ),
-    Fault(
-        "seeds-forget-the-step",
-        "mindspeed_rl.rollout.engine:request_seed",
-        takes(step=lambda _: 0),
-        _REQUESTS + "test_seeds_of_a_run_are_all_different",
-        "Every step would draw with the same random numbers.",
-    ),
-    Fault(
-        "tokens-of-an-earlier-engine-lost",
-        "mindspeed_rl.rollout.open_requests:OpenRequests.finish",
-        _own_tokens_only,
-        _UNCHANGED,
-        "A moved response would lose its beginning.",
-    ),
-    Fault(
-        "a-moved-request-draws-its-first-numbers-again",
-        "mindspeed_rl.rollout.open_requests:OpenRequests.take",
-        gives(lambda parcels: [replace(p, stream=None) for p in parcels]),
-        _UNCHANGED,
-        "A sample would depend on which engine it was moved to.",
-    ),
-    Fault(
-        "an-entry-of-the-cache-is-overwritten",
-        "mindspeed_rl.experience.tensor_cache:TensorCache.put_parts",
-        _overwrites,
-        _CACHE + "test_an_entry_is_written_once",
-        "Two samples under one name would be trained on as one.",
-    ),
-    Fault(
-        "another-version-is-read-from-the-cache",
-        "mindspeed_rl.experience.tensor_cache:TensorCache.find",
-        _any_entry,
-        _CACHE + "test_nothing_else_is_read_in_its_place",
-        "Log-probs of earlier weights would be taken for those of the sample.",
-    ),
-    Fault(
-        "a-step-keeps-the-samples-of-the-last",
-        "mindspeed_rl.experience.tensor_cache:TensorCache.begin_step",
-        _keeps_everything,
-        _CACHE + "test_a_new_step_drops_all_but_what_is_carried_over",
-        "Device memory would grow with every step.",
-    ),
-    Fault(
-        "work-in-any-phase",
-        "mindspeed_rl.phases.machine:Phases.require",
-        skipped,
-        "tests/unit/test_phase_requirements.py::test_refused_while_the_engine_has_the_device[save]",
-        "A checkpoint would be written while parameters are away from the device.",
-    ),
-)
+    Fault("prefix-cache-survives-an-update",
+          "mindspeed_rl.rollout.vllm_engine:VllmEngine.finish_update",
+          without("_reset_prefix_cache"), _ENGINE + "test_no_cached_prefix_survives_an_update",
+          "Prompts seen before would be continued from keys and values of older weights."),
+    Fault("prefix-cache-survives-sleep", "mindspeed_rl.rollout.vllm_engine:VllmEngine.free_cache",
+          without("_reset_prefix_cache"),
+          _ENGINE + "test_no_cached_prefix_survives_sleep_at_an_unchanged_version",
+          "Every chat template is a common prefix, whose blocks are zeros after waking."),
+    Fault("any-version-of-the-weights-generates",
+          "mindspeed_rl.rollout.vllm_engine:VllmEngine._require",
+          lambda original: lambda self, call, _: original(self, call, self._version),
+          _ENGINE + "test_weights_of_another_version_do_not_generate",
+          "Samples of other weights would count as on-policy."),
+    Fault("half-an-update-generates", "mindspeed_rl.rollout.vllm_engine:VllmEngine.begin_update",
+          keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
+          "After a failed sync the engine would sample from a mixture of two versions."),
+    Fault("seeds-forget-the-step", "mindspeed_rl.rollout.engine:request_seed",
+          takes(step=lambda _: 0), _REQUESTS + "test_seeds_of_a_run_are_all_different",
+          "Every step would draw with the same random numbers."),
+    Fault("tokens-of-an-earlier-engine-lost",
+          "mindspeed_rl.rollout.open_requests:OpenRequests.finish",
+          _own_tokens_only, _UNCHANGED,
+          "A moved response would lose its beginning."),
+    Fault("an-entry-of-the-cache-is-overwritten",
+          "mindspeed_rl.experience.tensor_cache:TensorCache.put_parts",
+          _overwrites, _CACHE + "test_an_entry_is_written_once",
+          "Two samples under one name would be trained on as one."),
+    Fault("another-version-is-read-from-the-cache",
+          "mindspeed_rl.experience.tensor_cache:TensorCache.find",
+          _any_entry, _CACHE + "test_nothing_else_is_read_in_its_place",
+          "Log-probs of earlier weights would be taken for those of the sample."),
+    Fault("work-in-any-phase", "mindspeed_rl.phases.machine:Phases.require",
+          skipped,
+          "tests/unit/test_phase_requirements.py::test_refused_while_the_engine_has_the_device[save]",
+          "A checkpoint would be written while parameters are away from the device."),
+)  # fmt: skip

@@ -90,7 +90,7 @@ def test_a_target_that_does_not_exist_names_the_row() -> None:
     import mindspeed_rl.algorithms.overlong as module
 
     lines: list[str] = []
-    with pytest.raises(FaultError, match="'gone'.*overlong:renamed does not exist"):
+    with pytest.raises(FaultError, match=r"'gone'.*overlong:renamed does not exist"):
         plant(_row("gone", "mindspeed_rl.algorithms.overlong:renamed"), module, lines.append)
     assert lines == ["broken: mindspeed_rl.algorithms.overlong:renamed does not exist"]
 
