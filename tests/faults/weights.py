@@ -84,7 +84,7 @@ WEIGHTS = (
           gives(lambda place: place._replace(local=place.local + (place.stage > 0))),
           _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold",
           "Layers of a pipeline stage would be taken for their neighbours."),
-    Fault("experts-kept-twice-are-forgotten", "mindspeed_rl.resharding.executor:copy_within",
+    Fault("experts-kept-twice-are-forgotten", "mindspeed_rl.resharding.exchange:copy_within",
           _not_from_itself, _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
           "The second copy of an expert would keep the weights of an earlier step."),
     Fault("router-bias-travels-in-the-models-precision",

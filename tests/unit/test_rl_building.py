@@ -71,9 +71,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 def built(folder: Path, flags: str = "") -> RLJob:
     folder.mkdir(exist_ok=True)
-    job = make_run(folder, FLAGS + flags).job
-    job = SimpleNamespace(**{n: getattr(job, n) for n in job.__slots__}, say=nothing)  # type: ignore[assignment]
-    return build_rl_job(job)
+    return build_rl_job(make_run(folder, FLAGS + flags).job)
 
 
 def test_policy_and_reference_are_of_the_temperature_of_the_rollouts(
