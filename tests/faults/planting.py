@@ -193,18 +193,19 @@ def _planted(fault: Fault, original: Any, report: Callable[[str], None]) -> Any:
         try:
             return replacement(*args, **kwargs)
         except Exception as error:
-            if _raised_here(error):
+            if _raised_by(fault, error):
                 report(f"broken: the fault itself raised {error!r}")
             raise
 
     return planted
 
 
-def _raised_here(error: BaseException) -> bool:
+def _raised_by(fault: Fault, error: BaseException) -> bool:
     """Whether code of a fault, and not of the product, raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).name not in ("dataclasses.py", "inspect.py")]
-    return bool(own) and os.path.abspath(own[-1].filename).startswith(_FOLDER)
+    table = inspect.getfile(fault.change)
+    return bool(own) and (own[-1].filename == table or own[-1].filename.startswith(_FOLDER))
 
 
 class _PlantingFinder(MetaPathFinder):
