@@ -36,9 +36,10 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
     found = {"sum": float(policy.sum_over_tokens(torch.tensor([1.0 + world.rank])))}
     policy.schedule.num_updates, critic.schedule.num_updates = 3, 2
     torch.manual_seed(100 + world.rank)
+    drawn = torch.rand(5)
+    torch.manual_seed(100 + world.rank)
     both = {"critic": critic}
     save_checkpoint(folder, 1, policy, {}, with_optimizer=False, companions=both)
-    drawn = torch.rand(5)
     policy, critic = training.build_engine(job, "policy", 8), build_critic(job)
     assert critic is not None
     torch.manual_seed(7)
