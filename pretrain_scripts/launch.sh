@@ -41,7 +41,7 @@ has_flag() {
 # config_of DIR PUBLISHED ARG...: DIR; before it is downloaded, the published config.json for a dry run
 # and for the doctor
 config_of() {
-    local checkpoint="$1" published="$ROOT/tests/support/hf_configs/$2.json"
+    local checkpoint="$1" published="$ROOT/pretrain_scripts/models/configs/$2.json"
     shift 2
     if [[ ! -e "$checkpoint" ]] && { has_flag --rl-dry-run "$@" || has_flag --doctor "$@"; }; then
         echo "$published"

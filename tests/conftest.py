@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports torch or a Hugging Face library.
 for _name, _value in {
@@ -23,31 +24,10 @@ _TESTS = str(Path(__file__).resolve().parent)
 if _TESTS not in sys.path:  # for `from support.spawn import run_ranks`
     sys.path.insert(0, _TESTS)
 
-from support.share import parse_share, unit_of  # noqa: E402
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """--slow-share."""
-    parser.addoption(
-        "--slow-share",
-        default="0/1",
-        metavar="I/N",
-        help="of the tests marked slow every N-th from the I-th on (0/1: all)",
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests of other shares."""
-    try:
-        share = parse_share("--slow-share", config.getoption("--slow-share"))
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
-    of_item = {item: unit_of(item) for item in items if item.get_closest_marker("slow")}
-    chosen = set(share.of(sorted(set(of_item.values()))))
-    left_out = [item for item, unit in of_item.items() if unit not in chosen]
-    if left_out:
-        items[:] = [item for item in items if item not in set(left_out)]
-        config.hook.pytest_deselected(items=left_out)
+# The same examples at every run of CI; elsewhere new ones, and a failure prints how to repeat it.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("search", print_blob=True, deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "search")
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +38,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     summed or cut wrongly changes the output.
     """
     import torch
+    from make_tiny_model import write_tiny_model
     from safetensors.torch import load_file, save_file
-
-    from mindspeed_rl.data.tiny_model import write_tiny_model
 
     folder = write_tiny_model(
         tmp_path_factory.mktemp("models") / "tiny",

@@ -91,7 +91,7 @@ def test_functions_are_short() -> None:
 
 
 BLOCKED_IMPORT = """
-import sys, time
+import sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -99,27 +99,21 @@ class Blocker:
             raise ImportError(f"{{name}} is blocked in layer 0")
 
 sys.meta_path.insert(0, Blocker())
-start = time.process_time()
 for name in {names}:
     __import__(name)
-print(time.process_time() - start)
 """
 
 
-def test_layer_0_imports_without_heavy_libraries_and_quickly() -> None:
-    """A dry run and an error message about a flag need none of them, and no patience."""
+def test_layer_0_imports_without_heavy_libraries() -> None:
+    """A dry run and an error message about a flag need none of them."""
     names = [f"mindspeed_rl.{m.name}" for m in modules() if within(m.name, LAYER_0)]
     assert len(names) > 20
     blocked = sorted(HEAVY | {"numpy", "transformers", "datasets", "torch_npu", "matplotlib"})
     script = BLOCKED_IMPORT.format(blocked=blocked, names=names)
-    times = []
-    for _ in range(3):  # processor time: the machine may be busy
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        times.append(float(done.stdout))
-    assert min(times) < 0.3
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # --- the rules above must be able to fail ------------------------------------------------------

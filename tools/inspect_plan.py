@@ -1,8 +1,7 @@
 """What a reshard would move, for any model and any number of ranks, without a device.
 
-For `direct`, `stream` and the ways of other projects (`gather`: every rank gets every tensor;
-`two-stage`: experts only where needed): bytes in and out per rank, the floors, the bytes on the
-critical path, staging, messages and planning time. Sizes are those of bfloat16 weights.
+Bytes in and out per rank, beside the floors and beside whole tensors for every rank; the bytes on
+the critical path, staging, messages and planning time. Sizes are those of bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -11,16 +10,38 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from plan_strategies import MIB, Findings, Problem, Strategy, inspect
-
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.layouts.from_text import ROLLOUT_KEYS, TRAIN_KEYS
-from mindspeed_rl.resharding.traffic import Spread
+from mindspeed_rl.observability.progress import RunProgress
+from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
+from mindspeed_rl.resharding.layouts.from_text import (
+    ROLLOUT_KEYS,
+    TRAIN_KEYS,
+    rollout_from_text,
+    training_from_text,
+)
+from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.resharding.planner import plan_reshard
+from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
+from mindspeed_rl.resharding.traffic import (
+    RankTraffic,
+    RoundTraffic,
+    Spread,
+    critical_bytes,
+    element_bytes_of,
+    node_floors,
+    rank_floor,
+    rank_traffic,
+    round_traffic,
+)
 
 EXAMPLE = """example:
   python tools/inspect_plan.py --hf-config DeepSeek-V3/config.json --world 256 \\
@@ -30,12 +51,39 @@ EXAMPLE = """example:
 """
 
 
+BF16_BYTES, MIB = 2, 2**20
+CONFIGS = Path(__file__).resolve().parents[1] / "pretrain_scripts" / "models" / "configs"
+# Reference cases: config, --train, --rollout, --world
+CASES = {
+    "A": ("qwen2.5-7b", "tp=4,pp=2", "tp=2", 16),
+    "B": ("qwen3-30b-a3b", "tp=4,pp=2,ep=8,etp=1", "tp=2,dp=8,ep=16", 16),
+    "C": (
+        "qwen3-235b-a22b",
+        "tp=4,pp=4,cp=4,ep=32,etp=1,num_layer_list=23-24-24-23",
+        "tp=4,dp=32,ep=128",
+        128,
+    ),
+    "D": (
+        "deepseek-v3",
+        "tp=4,pp=8,ep=8,moe_tp_extend_ep=1,num_layer_list=7-8-8-8-8-8-7-7",
+        "tp=2,dp=128,ep=256",
+        256,
+    ),
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--hf-config", required=True, metavar="PATH", help="config.json, or a folder that holds it"
+        "--case",
+        choices=tuple(CASES),
+        help="a reference case instead of --hf-config, --train, --rollout and --world: "
+        + "; ".join(f"{key}: {case[0]} on {case[3]} ranks" for key, case in CASES.items()),
+    )
+    parser.add_argument(
+        "--hf-config", metavar="PATH", help="config.json, or a folder that holds it"
     )
     parser.add_argument(
         "--train", default="", metavar="KEY=VALUE,...", help=f"keys: {', '.join(TRAIN_KEYS)}"
@@ -43,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rollout", default="", metavar="KEY=VALUE,...", help=f"keys: {', '.join(ROLLOUT_KEYS)}"
     )
-    parser.add_argument("--world", required=True, type=int, help="ranks of the whole job")
+    parser.add_argument("--world", type=int, help="ranks of the whole job")
     parser.add_argument(
         "--ranks", default="all", help="ranks to look at: all (the default), or 0,17,..."
     )
@@ -111,12 +159,177 @@ def _positive(args: argparse.Namespace) -> None:
         raise ValueError(f"--json {args.json}: the folder does not exist; make it first")
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is asked: a model, two layouts as text, and the machine.
+
+    Attributes:
+        spec: the model.
+        train: ``--train``.
+        rollout: ``--rollout``.
+        world: all ranks.
+        ranks: those that are looked at.
+        ranks_per_node: neighbouring ranks with fast links.
+        bucket_bytes: bound of all staging of a rank: of the rounds on their way.
+        relay: look at ``direct`` with a relay, too.
+    """
+
+    spec: ModelSpec
+    train: str
+    rollout: str
+    world: int
+    ranks: Sequence[int]
+    ranks_per_node: int
+    bucket_bytes: int
+    relay: bool = False
+
+    def layouts(self) -> tuple[MegatronLayout, VllmLayout]:
+        """Both layouts, with nothing looked up yet: what a rank begins with."""
+        return (
+            training_from_text(self.spec, self.train, self.world),
+            rollout_from_text(self.spec, self.rollout, self.world),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What one way of resharding costs the ranks that are looked at.
+
+    Attributes:
+        name: ``direct`` or ``relay``.
+        recv_bytes: from other ranks.
+        inter_node_bytes: the part of it from other nodes.
+        intra_node_bytes: the part of it from the same node.
+        send_bytes: to other ranks.
+        critical_bytes: sum over rounds of the largest max(sent, received) of a rank.
+        within_nodes: the part of ``critical_bytes`` within nodes.
+        between_nodes: the part of ``critical_bytes`` between nodes.
+        peak_staging_bytes: of the rank that needs most at one time.
+        messages_per_rank: received, mean.
+        rounds: collective calls that a rank takes part in.
+        plan_s: processor time of one rank that plans from nothing.
+    """
+
+    name: str
+    recv_bytes: Spread
+    inter_node_bytes: Spread
+    intra_node_bytes: Spread
+    send_bytes: Spread
+    critical_bytes: int
+    within_nodes: int
+    between_nodes: int
+    peak_staging_bytes: int
+    messages_per_rank: float
+    rounds: int
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All strategies of a problem, and the least that any could move.
+
+    Attributes:
+        floors: per rank that is looked at.
+        node_floors: per node, of all nodes.
+        whole: per rank that is looked at, what it receives where all whole tensors go to all ranks.
+        strategies: ``direct`` first.
+    """
+
+    floors: dict[int, int]
+    node_floors: dict[int, int]
+    whole: dict[int, int]
+    strategies: tuple[Strategy, ...]
+
+
+def inspect(problem: Problem) -> Findings:
+    """Plan the ranks that are looked at and count.
+
+    Raises:
+        ValueError: layouts that do not fit the model or the world.
+    """
+    source, target = problem.layouts()
+    bytes_of = element_bytes_of(source, BF16_BYTES)
+    everywhere = HfFileLayout.of(source, range(problem.world))
+    return Findings(
+        {rank: rank_floor(source, target, rank, bytes_of) for rank in problem.ranks},
+        node_floors(source, target, bytes_of, problem.ranks_per_node),
+        {rank: rank_floor(source, everywhere, rank, bytes_of) for rank in problem.ranks},
+        (_direct(problem), *([_direct(problem, relay=True)] if problem.relay else [])),
+    )
+
+
+def _direct(problem: Problem, relay: bool = False) -> Strategy:
+    """Count the plans of the ranks."""
+    per_node = problem.ranks_per_node
+
+    def plan_one() -> object:
+        fresh = problem.layouts()
+        plan = plan_reshard(*fresh, problem.ranks[0], per_node, relay=relay)
+        return split_rounds(plan, _schedule(problem, *fresh, relay), fresh[0], 1 + relay)
+
+    start = time.process_time()  # planning is plain computation, and the machine may be busy
+    plan_one()
+    plan_s = time.process_time() - start
+    source, target = problem.layouts()
+    bytes_of = element_bytes_of(source, BF16_BYTES)
+    schedule = _schedule(problem, source, target, relay)
+    totals: list[RankTraffic] = []
+    by_round: list[RoundTraffic] = []
+    count = len(problem.ranks)
+    name = "relay" if relay else "direct"
+    progress = RunProgress(count, 0, f"{name}: planning ranks", count > 1, max(1, count // 4))
+    for number, rank in enumerate(problem.ranks, start=1):
+        plan = plan_reshard(source, target, rank, per_node, relay=relay)
+        totals.append(rank_traffic(plan, bytes_of, per_node))
+        by_round.append(round_traffic(plan, schedule, source, bytes_of))
+        progress.update(number, {})
+    progress.close()
+    critical = critical_bytes(by_round)
+    # that of the rank that has most bytes between nodes
+    busiest = max(totals, key=lambda t: (t.busiest_inter_node_bytes, t.busiest_bytes))
+    between = min(busiest.busiest_inter_node_bytes, critical)
+    in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
+    return Strategy(
+        name=name,
+        recv_bytes=Spread.of([t.receive_bytes for t in totals]),
+        inter_node_bytes=Spread.of([t.inter_node_receive_bytes for t in totals]),
+        intra_node_bytes=Spread.of([t.receive_bytes - t.inter_node_receive_bytes for t in totals]),
+        send_bytes=Spread.of([t.send_bytes for t in totals]),
+        critical_bytes=critical,
+        within_nodes=critical - between,
+        between_nodes=between,
+        peak_staging_bytes=in_flight * max(r.peak_bytes for r in by_round),
+        messages_per_rank=sum(r.num_messages for r in by_round) / count,
+        rounds=schedule.num_rounds,
+        plan_s=plan_s,
+    )
+
+
+def _schedule(
+    problem: Problem, source: MegatronLayout, target: VllmLayout, relay: bool
+) -> Schedule:
+    """The rounds as the executor asks for them."""
+    return plan_schedule(
+        source,
+        target,
+        bucket_bytes=round_bytes(problem.bucket_bytes),
+        item_bytes=BF16_BYTES,
+        ranks_per_node=problem.ranks_per_node,
+        relay=relay,
+    )
+
+
 def problem_of(args: argparse.Namespace) -> Problem:
     """What the command line asks.
 
     Raises:
         ValueError: a flag that is not possible; the message names what is.
     """
+    if args.case:
+        model, args.train, args.rollout, args.world = CASES[args.case]
+        args.hf_config = str(CONFIGS / f"{model}.json")
+    if not args.hf_config or args.world is None:
+        raise ValueError("give --hf-config and --world, or --case")
     _positive(args)
     return Problem(
         spec=_read_spec(Path(args.hf_config)),
@@ -133,13 +346,15 @@ def problem_of(args: argparse.Namespace) -> Problem:
 def _seconds(strategy: Strategy, args: argparse.Namespace) -> float | None:
     if args.intra_node_gbs is None:
         return None
-    return strategy.link_bytes.seconds(args.intra_node_gbs, args.inter_node_gbs)
+    within, between = strategy.within_nodes / 1e9, strategy.between_nodes / 1e9
+    return float(within / args.intra_node_gbs + between / args.inter_node_gbs)
 
 
 def as_json(findings: Findings, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One object per strategy; sizes in bytes, times in seconds."""
     floors = asdict(Spread.of(list(findings.floors.values())))
     nodes = asdict(Spread.of(list(findings.node_floors.values())))
+    whole = asdict(Spread.of(list(findings.whole.values())))
     return [
         {
             "strategy": s.name,
@@ -148,10 +363,11 @@ def as_json(findings: Findings, args: argparse.Namespace) -> list[dict[str, Any]
             "recv_intra_node_bytes": asdict(s.intra_node_bytes),
             "floor_bytes": floors,
             "node_floor_bytes": nodes,
+            "whole_tensor_bytes": whole,
             "send_bytes": asdict(s.send_bytes),
             "critical_bytes": s.critical_bytes,
-            "critical_within_nodes_bytes": s.link_bytes.within_nodes,
-            "critical_between_nodes_bytes": s.link_bytes.between_nodes,
+            "critical_within_nodes_bytes": s.within_nodes,
+            "critical_between_nodes_bytes": s.between_nodes,
             "peak_staging_bytes": s.peak_staging_bytes,
             "messages_per_rank": s.messages_per_rank,
             "rounds": s.rounds,
@@ -181,12 +397,12 @@ def _rows(findings: Findings, strategy: Strategy, seconds: float | None) -> dict
         "out per rank, GB": _spread(strategy.send_bytes),
         "in / floor": ratio,
         "critical path, GB": _gb(strategy.critical_bytes),
-        "  within nodes": _gb(strategy.link_bytes.within_nodes),
-        "  between nodes": _gb(strategy.link_bytes.between_nodes),
+        "  within nodes": _gb(strategy.within_nodes),
+        "  between nodes": _gb(strategy.between_nodes),
         "peak staging, GB": _gb(strategy.peak_staging_bytes),
         "messages per rank": f"{strategy.messages_per_rank:.0f}",
         "rounds": str(strategy.rounds),
-        "planning one rank, s": f"{strategy.plan_s:.2f}" if strategy.plan_s else "-",
+        "planning one rank, s": f"{strategy.plan_s:.2f}",
     } | ({} if seconds is None else {"on the wire, s": f"{seconds:.3f}"})
 
 
@@ -200,14 +416,16 @@ def table(findings: Findings, args: argparse.Namespace) -> str:
     for label in labels:
         cells = (f"{rows[label]:>{widths[name]}}" for name, rows in columns.items())
         lines.append("  ".join([f"{label:<{wide}}", *cells]))
-    floors, nodes = (
-        Spread.of(list(values.values())) for values in (findings.floors, findings.node_floors)
+    floors, nodes, whole = (
+        Spread.of(list(values.values()))
+        for values in (findings.floors, findings.node_floors, findings.whole)
     )
     return "\n".join(
         [
             f"{len(findings.floors)} of {args.world} ranks, {args.ranks_per_node} per node",
             f"floor per rank, GB (min / mean / max): {_spread(floors)}",
             f"floor per node, GB (min / mean / max): {_spread(nodes)}",
+            f"whole tensors to every rank, GB in (min / mean / max): {_spread(whole)}",
             "",
             *lines,
         ]

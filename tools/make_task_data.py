@@ -1,13 +1,251 @@
-"""Writes a jsonl file of verifiable tasks: digit sorting or arithmetic word problems."""
+"""Writes a jsonl file of verifiable tasks, generated from a seed.
+
+Two tasks need no download, so every recipe, test and demo can run offline:
+
+* ``digit_sort``: sort the digits of a string, ``529146`` -> ``124569``. One step of thought, a
+  very small model learns it in minutes.
+* ``word_problem``: arithmetic word problems of one to three steps with worked solutions that end
+  in ``#### 42``, the form of the public grade-school data sets.
+
+Whether a prompt is held out is decided by a hash of its text alone. The two splits are therefore
+disjoint for every seed, number of rows and option.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.data.rows import read_rows
-from mindspeed_rl.data.tasks import TASK_NAMES, generate_task, write_jsonl
+
+SPLITS = ("train", "heldout")
+
+# The share of all prompts that is held out is one in this many.
+_HELDOUT_MODULUS = 10
+_NUM_DIGITS = 6
+# So many draws in a row without a new prompt mean that the task has (nearly) no more of them.
+_MAX_FRUITLESS_DRAWS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One generated question.
+
+    Attributes:
+        question: the user message.
+        answer: the final answer, as the rewards compare it.
+        solution: a response worth imitating; holds the answer at its end.
+        difficulty: number of digits (``digit_sort``) or of steps (``word_problem``).
+    """
+
+    question: str
+    answer: str
+    solution: str
+    difficulty: int
+
+
+def is_heldout(question: str) -> bool:
+    """Whether ``question`` belongs to the held-out split: crc32 of its UTF-8 bytes, one in ten."""
+    return zlib.crc32(question.encode()) % _HELDOUT_MODULUS == 0
+
+
+def generate_task(
+    name: str, num_rows: int, seed: int, split: str = "train"
+) -> Iterator[dict[str, Any]]:
+    """Yields ``num_rows`` rows of task ``name`` with different prompts.
+
+    The rows depend on the arguments only; a longer run starts with the rows of a shorter one.
+
+    Args:
+        name: ``"digit_sort"`` or ``"word_problem"``.
+        num_rows: how many rows, at least 1.
+        seed: seed of the rows; does not move a prompt from one split to the other.
+        split: ``"train"`` or ``"heldout"``.
+
+    Yields:
+        ``{"prompt": [{"role": "user", "content": ...}], "answer": str, "solution": str,
+        "metadata": {"task": name, "difficulty": int}}``.
+
+    Raises:
+        ValueError: an argument is not allowed, or the task has fewer different prompts.
+    """
+    if name not in _TASKS:
+        raise ValueError(f"task name={name!r} is unknown; choose one of {sorted(_TASKS)}")
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} is unknown; choose one of {list(SPLITS)}")
+    if num_rows < 1:
+        raise ValueError(f"num_rows={num_rows} is not an integer of at least 1")
+    rng = random.Random(f"{name}/{split}/{seed}")
+    return _rows(name, lambda: _TASKS[name](rng), num_rows, split)
+
+
+def write_jsonl(
+    path: str | Path,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    num_rows: int | None = None,
+    progress: bool = True,
+) -> int:
+    """Writes ``rows`` as one JSON object per line; the file appears complete or not at all.
+
+    Args:
+        path: the file; its folder is made, an older file is replaced.
+        rows: consumed once, so a generator of any length is fine.
+        num_rows: the expected number, for the progress bar only.
+        progress: show a bar on a terminal when writing takes more than a second.
+
+    Returns:
+        The number of rows written.
+    """
+    from tqdm import tqdm
+
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    count = 0
+    try:
+        with (
+            partial.open("w", encoding="utf-8") as file,
+            tqdm(
+                rows,
+                total=num_rows,
+                desc=target.name,
+                unit="row",
+                delay=1,
+                disable=None if progress else True,
+            ) as bar,
+        ):
+            for row in bar:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _rows(
+    name: str, draw: Callable[[], Problem], num_rows: int, split: str
+) -> Iterator[dict[str, Any]]:
+    seen: set[str] = set()
+    fruitless = 0
+    while len(seen) < num_rows:
+        problem = draw()
+        if problem.question in seen or is_heldout(problem.question) != (split == "heldout"):
+            fruitless += 1
+            if fruitless >= _MAX_FRUITLESS_DRAWS:
+                raise ValueError(
+                    f"task {name}, split {split}: num_rows={num_rows}, but only {len(seen)} "
+                    "different prompts were found; ask for fewer rows or for harder problems"
+                )
+            continue
+        fruitless = 0
+        seen.add(problem.question)
+        yield {
+            "prompt": [{"role": "user", "content": problem.question}],
+            "answer": problem.answer,
+            "solution": problem.solution,
+            "metadata": {"task": name, "difficulty": problem.difficulty},
+        }
+
+
+def _draw_digit_sort(rng: random.Random) -> Problem:
+    question = "".join(rng.choice("0123456789") for _ in range(_NUM_DIGITS))
+    rng.random()  # not used: the rows of a seed stay what they always were
+    answer = "".join(sorted(question))
+    return Problem(question, answer, answer, _NUM_DIGITS)
+
+
+# ---- word_problem ----------------------------------------------------------------------------
+
+_NAMES = ("Ada", "Ben", "Chen", "Dana", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi")
+_ITEMS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stickers")
+_OPENINGS = (
+    "{name} has {amount} {items}.",
+    "{name} starts the day with {amount} {items}.",
+    "There are {amount} {items} in the bag of {name}.",
+)
+_EVENTS = {
+    "+": (
+        "Then {name} buys {amount} more.",
+        "A friend gives {name} {amount} more.",
+        "Later {name} finds {amount} more.",
+    ),
+    "-": (
+        "Then {name} gives away {amount} of them.",
+        "Later {name} loses {amount} of them.",
+        "{name} sells {amount} of them.",
+    ),
+    "*": (
+        "A week later {name} has {amount} times as many.",
+        "After some trading {name} has {amount} times as many.",
+    ),
+    "/": (
+        "{name} packs them into {amount} equal boxes and keeps one box.",
+        "{name} shares them equally among {amount} people and keeps one share.",
+    ),
+}
+_QUESTIONS = (
+    "How many {items} does {name} have now?",
+    "How many {items} are left with {name} in the end?",
+)
+_MAX_WORD_STEPS = 3
+_MAX_START = 20  # the largest quantity that opens a story
+# Products stay below this, so that the mental arithmetic and the token count stay small.
+_MAX_PRODUCT = 200
+
+
+def _draw_word_problem(rng: random.Random) -> Problem:
+    num_steps = rng.randint(1, _MAX_WORD_STEPS)
+    words = {"name": rng.choice(_NAMES), "items": rng.choice(_ITEMS)}
+    value = rng.randint(2, _MAX_START)
+    story = [rng.choice(_OPENINGS).format(amount=value, **words)]
+    working = []
+    for _ in range(num_steps):
+        symbol, amount = _draw_operation(rng, value)
+        result = _OPERATIONS[symbol](value, amount)
+        story.append(rng.choice(_EVENTS[symbol]).format(amount=amount, **words))
+        working.append(f"{value} {symbol} {amount} = {result}")
+        value = result
+    story.append(rng.choice(_QUESTIONS).format(**words))
+    solution = "\n".join([*working, f"#### {value}"])
+    return Problem(" ".join(story), str(value), solution, num_steps)
+
+
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda value, amount: value + amount,
+    "-": lambda value, amount: value - amount,
+    "*": lambda value, amount: value * amount,
+    "/": lambda value, amount: value // amount,
+}
+
+
+def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
+    """An operator and an operand that keep the running ``value`` a positive integer."""
+    operands: dict[str, list[int]] = {
+        "+": list(range(2, 21)),
+        "-": list(range(1, min(value, 21))),
+        "*": [factor for factor in range(2, 6) if value * factor <= _MAX_PRODUCT],
+        "/": [divisor for divisor in range(2, 6) if value % divisor == 0],
+    }
+    symbol = rng.choice([symbol for symbol, choices in operands.items() if choices])
+    return symbol, rng.choice(operands[symbol])
+
+
+_TASKS: dict[str, Callable[[random.Random], Problem]] = {
+    "digit_sort": _draw_digit_sort,
+    "word_problem": _draw_word_problem,
+}
+TASK_NAMES = tuple(sorted(_TASKS))
 
 
 def prompts_of(path: str) -> set[str]:

@@ -1,11 +1,317 @@
-"""Writes a tiny randomly initialised checkpoint with its own tokenizer."""
+"""Writes a tiny randomly initialised checkpoint with its own tokenizer, offline.
+
+It has what makes real checkpoints hard: a chat template, separate pad and end tokens, QKV biases,
+untied embeddings, and a vocabulary size that no tensor-parallel degree divides. What cannot be
+scaled down is fixed by vLLM's CPU kernels: heads of 32 channels or more, experts of 32 channels on
+each rank, and latent attention with the real 512 + 64 cached channels.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.data.tiny_families import TINY_FAMILIES
-from mindspeed_rl.data.tiny_model import write_tiny_model
+from make_task_data import generate_task
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
+
+# One token per role and no line breaks: a prompt costs its content plus two tokens.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{%- if message['role'] == 'assistant' -%}{{ '<|end|>' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+_NUM_BYTES = 256
+_INIT_STD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TinySizes:
+    """Sizes of a tiny model. vLLM on CPU needs a head size of 32 or more.
+
+    Attributes:
+        vocab_size: number of tokens and rows of the embeddings. The default is odd, so tensor
+            parallelism has to pad it.
+        hidden_size: a multiple of ``num_heads``; the head size must be even.
+        num_layers: number of decoder layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; divides ``num_heads``.
+        ffn: width of a dense MLP.
+        max_position_embeddings: longest sequence, in tokens.
+        num_experts: routed experts of a layer, in families with experts.
+        expert_ffn: width of one of them.
+
+    Raises:
+        ValueError: the sizes contradict each other.
+    """
+
+    vocab_size: int = 307
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    num_kv_heads: int = 2
+    ffn: int = 128
+    max_position_embeddings: int = 256
+    num_experts: int = 4
+    expert_ffn: int = 64
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} with num_heads={self.num_heads} gives no even "
+                "head size; use a hidden_size that is an even multiple of num_heads"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                "use a divisor"
+            )
+
+
+def _qwen2(**common: Any) -> PretrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**common, architectures=["Qwen2ForCausalLM"])
+
+
+def _llama(**common: Any) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**common, architectures=["LlamaForCausalLM"])
+
+
+def _qwen3(**common: Any) -> PretrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"])
+
+
+def _qwen3_moe(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedConfig:
+    from transformers import Qwen3MoeConfig
+
+    usual = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeConfig(
+        **usual | common,
+        num_experts=num_experts,
+        moe_intermediate_size=expert_ffn,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+
+
+def _deepseek_v3(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedConfig:
+    from transformers import DeepseekV3Config
+
+    usual = {
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_nextn_predict_layers": 0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    fields = usual | common
+    del fields["head_dim"]  # of the rotary part, there
+    return DeepseekV3Config(
+        **fields | {"num_key_value_heads": common["num_attention_heads"]},
+        n_routed_experts=num_experts,
+        moe_intermediate_size=expert_ffn,
+        architectures=["DeepseekV3ForCausalLM"],
+    )
+
+
+_DENSE = {"qwen2": _qwen2, "llama": _llama, "qwen3": _qwen3}
+_WITH_EXPERTS = {"qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}
+TINY_FAMILIES: dict[str, Callable[..., PretrainedConfig]] = _DENSE | _WITH_EXPERTS
+
+
+def tiny_config(family: str, sizes: TinySizes, **more: Any) -> PretrainedConfig:
+    """The config of a family: untied embeddings, RoPE base 1e4.
+
+    Raises:
+        ValueError: an unknown family.
+    """
+    if family not in TINY_FAMILIES:
+        raise ValueError(f"--family {family}: allowed are {', '.join(TINY_FAMILIES)}")
+    common = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.ffn,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.hidden_size // sizes.num_heads,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        **more,
+    }
+    if family in _WITH_EXPERTS:
+        common |= {"num_experts": sizes.num_experts, "expert_ffn": sizes.expert_ffn}
+    return TINY_FAMILIES[family](**common)
+
+
+def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer in which every digit is a token of its own.
+
+    Ids 0 to 4 are pad, end (the end-of-sequence token) and the three roles; then come the bytes,
+    so that any text can be encoded, and the merges learned from the corpus. Plain text survives
+    ``decode(encode(text))`` unchanged, up to Unicode normalisation (NFC).
+
+    Args:
+        corpus_texts: texts to learn merges from.
+        vocab_size: exact number of tokens, at least 261.
+
+    Raises:
+        ValueError: ``vocab_size`` is too small, or larger than the corpus can fill.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    special_tokens = [PAD_TOKEN, END_TOKEN, *ROLE_TOKENS]
+    smallest = _NUM_BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small; {_NUM_BYTES} bytes and {len(special_tokens)} "
+            f"special tokens need at least {smallest}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    # Qwen2's own splitting rules: `AutoTokenizer` puts them in place for every model of type
+    # "qwen2", whatever tokenizer.json says, and other rules here would give it other ids.
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus_texts, trainer)
+    num_tokens = tokenizer.get_vocab_size()
+    if num_tokens != vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size}, but the corpus gives only {num_tokens} tokens; lower "
+            "vocab_size or pass more text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        # Never produced, since all bytes are known; Qwen2's default would add a token.
+        unk_token=PAD_TOKEN,
+        additional_special_tokens=list(ROLE_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_tiny_model(
+    out_dir: str | Path, *, seed: int = 0, family: str = "qwen2", **sizes: int
+) -> Path:
+    """Writes a Hugging Face model folder with random fp32 weights and a tokenizer.
+
+    Untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms 1, biases 0. Nothing but
+    ``seed``, the family and the sizes decides the weights; the global random state is left alone.
+
+    Args:
+        out_dir: the folder; made if missing, files of an earlier call are replaced.
+        seed: seed of the weights.
+        family: one of :data:`TINY_FAMILIES`.
+        **sizes: fields of :class:`TinySizes`.
+
+    Returns:
+        ``out_dir`` as a path.
+
+    Raises:
+        ValueError: an unknown family, or sizes that contradict each other.
+    """
+    chosen = TinySizes(**sizes)
+    tokenizer = build_tokenizer(_corpus(), chosen.vocab_size)
+    tokenizer.model_max_length = chosen.max_position_embeddings
+    config = tiny_config(
+        family,
+        chosen,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=_INIT_STD,
+    )
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _no_progress_bars():
+        _random_model(config, seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers shows a bar for every file that it writes, however small."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _corpus() -> Iterator[str]:
+    """Text for the merges: word problems, since digits are never merged."""
+    for row in generate_task("word_problem", num_rows=500, seed=0):
+        yield row["prompt"][0]["content"]
+        yield row["solution"]
+
+
+def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # The constructor draws initial values of its own from the global generator.
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, _INIT_STD, generator=generator)
+    return model
 
 
 def main() -> None:

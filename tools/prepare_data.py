@@ -15,14 +15,145 @@ file of dapo-math-17k holds each about a hundred times), and those with several 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.data.published import PUBLISHED, prepare
+from mindspeed_rl.data.rows import Row, read_rows
 from mindspeed_rl.observability.files import write_text_atomic
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+"""Asks for what the reward ``math`` looks for first."""
+_GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question as it is asked, and its answer."""
+
+    question: str
+    answer: str
+
+
+def _text(row: Row, *keys: str) -> str:
+    """The first of some columns that holds text.
+
+    Raises:
+        ValueError: none does; the file is another one than it should be.
+    """
+    for key in keys:
+        value = row.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+    raise ValueError(
+        f"{row.where}: no text in {' or '.join(keys)}; the columns are {sorted(row.values)}: is "
+        "this the file of another data set?"
+    )
+
+
+def _gsm8k(row: Row) -> Problem:
+    """``question``, and ``answer`` with the result after ``####``."""
+    question, answer = _text(row, "question"), _text(row, "answer")
+    found = _GSM8K_ANSWER.search(answer)
+    if not found:
+        raise ValueError(f"{row.where}: no '#### result' in the answer {answer[-60:]!r}")
+    return Problem(f"{question}\n{BOXED}", found[1].strip().replace(",", "").lstrip("$"))
+
+
+def _deepscaler(row: Row) -> Problem:
+    """``problem`` and ``answer``; the solution is left out."""
+    return Problem(f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer"))
+
+
+def _dapo_math(row: Row) -> Problem:
+    """One message, which says itself how to answer, and ``reward_model.ground_truth``."""
+    messages = row.get("prompt")
+    if (
+        not isinstance(messages, list)
+        or len(messages) != 1
+        or not isinstance(messages[0], Mapping)
+        or not isinstance(messages[0].get("content"), str)
+    ):
+        raise ValueError(f"{row.where}: prompt is not a list of one message: {messages!r:.120}")
+    return Problem(messages[0]["content"].strip(), _text(row, "reward_model.ground_truth"))
+
+
+PUBLISHED: Mapping[str, Callable[[Row], Problem]] = {
+    "gsm8k": _gsm8k,
+    "deepscaler": _deepscaler,
+    "dapo-math-17k": _dapo_math,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows to write, and what became of the file.
+
+    Attributes:
+        train: rows to train on.
+        heldout: rows to evaluate on; no question of them is in ``train``.
+        num_read: rows of the file.
+        num_repeated: rows whose question came before.
+        num_contradicting: questions that the file answers in several ways; none of them is kept.
+    """
+
+    train: list[dict[str, Any]]
+    heldout: list[dict[str, Any]]
+    num_read: int
+    num_repeated: int
+    num_contradicting: int
+
+
+def prepare(name: str, file: str | Path, num_heldout: int = 0) -> Prepared:
+    """Read a downloaded file. Local.
+
+    Args:
+        name: key of :data:`PUBLISHED`.
+        file: ``.parquet``, ``.json`` or ``.jsonl``.
+        num_heldout: questions to hold out, chosen by a hash of their text: the same ones whatever
+            the order of the file.
+
+    Raises:
+        ValueError: the file is broken, is another data set's, or has too few questions.
+    """
+    answers: dict[str, set[str]] = {}
+    num_read = 0
+    for problem in map(PUBLISHED[name], read_rows(file)):
+        num_read += 1
+        answers.setdefault(problem.question, set()).add(problem.answer)
+    kept = {q: next(iter(several)) for q, several in answers.items() if len(several) == 1}
+    if num_heldout >= len(kept):
+        raise ValueError(
+            f"{file}: {len(kept)} questions; --heldout {num_heldout} leaves none to train on"
+        )
+    held = set(sorted(kept, key=_hash)[:num_heldout])
+    rows = {question: _row(name, question, answer) for question, answer in kept.items()}
+    return Prepared(
+        train=[row for question, row in rows.items() if question not in held],
+        heldout=[row for question, row in rows.items() if question in held],
+        num_read=num_read,
+        num_repeated=num_read - len(answers),
+        num_contradicting=len(answers) - len(kept),
+    )
+
+
+def _row(source: str, question: str, answer: str) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "answer": answer,
+        "source": source,
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mindspeed_rl.conversion.source import Part, Shape, Source
 from mindspeed_rl.conversion.stored import StoredTensor
-from mindspeed_rl.conversion.torch_files import read_torch_file
+from mindspeed_rl.conversion.torch_files import read_torch_file, stored_tensor
 from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, told_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.stages import StageLayout
@@ -36,7 +38,7 @@ _EXPERT = re.compile(
 _EMBEDDING = "embedding.word_embeddings.weight"
 # State of modules that is no weight.
 _NO_WEIGHTS = ("_extra_state", "inv_freq", "local_tokens_per_expert", "attention_mask")
-_Chunks = tuple[dict[str, StoredTensor], ...]
+Chunks = tuple[dict[str, StoredTensor], ...]
 
 
 def iteration_folder(directory: Path) -> Path | None:
@@ -64,7 +66,7 @@ class _Files:
     """What the files hold, by (tensor, pipeline, expert) parallel rank."""
 
     folder: Path
-    chunks: Mapping[tuple[int, int, int], _Chunks]
+    chunks: Mapping[tuple[int, int, int], Chunks]
     args: Any
     iteration: int
 
@@ -129,18 +131,19 @@ def _words(layout: CheckpointLayout) -> str:
 
 def _read(folder: Path) -> _Files:
     """All files, tensors as places."""
-    raw: dict[tuple[int, ...], _Chunks] = {}
+    raw: dict[tuple[int, ...], Chunks] = {}
     args, iteration = None, 1
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
         if match is None:
             continue
-        if not (path / MODEL_FILE).is_file():
+        file = path / MODEL_FILE
+        if not file.is_file():
             raise ValueError(f"{path}: {MODEL_FILE} is missing; copy the checkpoint again")
-        state = read_torch_file(path / MODEL_FILE)
+        state = read_torch_file(file)
         if not isinstance(state, Mapping):
-            raise ValueError(f"{path / MODEL_FILE}: holds no checkpoint of Megatron")
-        raw[tuple(int(n) for n in match.groups() if n is not None)] = _chunks(path, state)
+            raise ValueError(f"{file}: holds no checkpoint of Megatron")
+        raw[tuple(int(n) for n in match.groups() if n is not None)] = model_chunks(file, state)
         args, iteration = state.get("args", args), int(state.get("iteration") or 1)
     lengths = {len(key) for key in raw}
     if len(lengths) != 1:
@@ -148,29 +151,33 @@ def _read(folder: Path) -> _Files:
     return _Files(folder, dict(_axes(raw, lengths.pop())), args, iteration)
 
 
-def _chunks(path: Path, state: Mapping[str, Any]) -> _Chunks:
-    keys = (
-        ["model"]
-        if "model" in state
-        else sorted(
-            (key for key in state if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:])
-        )
-    )
+def model_chunks(file: Path, state: Mapping[str, Any]) -> Chunks:
+    """The parameters of each chunk of an interleaved pipeline, one where there is none."""
+    numbered = sorted((k for k in state if re.fullmatch(r"model\d+", k)), key=lambda k: int(k[5:]))
+    keys = ["model"] if "model" in state else numbered
     if not keys:
-        raise ValueError(f"{path / MODEL_FILE}: no model in it; keys: {', '.join(map(str, state))}")
+        raise ValueError(f"{file}: no model in it; keys: {', '.join(map(str, state))}")
     return tuple(
         {
-            name: value
+            name: stored_tensor(file, value)
             for name, value in state[key].items()
-            if isinstance(value, StoredTensor) and not name.endswith(_NO_WEIGHTS)
+            if isinstance(value, torch.Tensor) and not name.endswith(_NO_WEIGHTS)
         }
         for key in keys
     )
 
 
+def params_of(chunks: Chunks) -> dict[str, StoredTensor]:
+    """The parameters of a file under the names of a layout, which prefixes them by chunk."""
+    count = len(chunks)
+    return {
+        chunk_prefix(i, count) + n: t for i, chunk in enumerate(chunks) for n, t in chunk.items()
+    }
+
+
 def _axes(
-    raw: Mapping[tuple[int, ...], _Chunks], length: int
-) -> Iterable[tuple[tuple[int, int, int], _Chunks]]:
+    raw: Mapping[tuple[int, ...], Chunks], length: int
+) -> Iterable[tuple[tuple[int, int, int], Chunks]]:
     """Ranks of three axes; a second number is the stage unless one stage holds both ends."""
     first = raw[min(raw)]
     both_ends = any(name.endswith("final_layernorm.weight") for name in first[-1])
@@ -248,7 +255,6 @@ def _expert_cut(
 def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, StoredTensor]]:
     """The parameters of every rank of the layout, under its names and in its shapes."""
     held: dict[int, dict[str, StoredTensor]] = {}
-    vpp = layout.parallel.stages.vpp
     for rank in range(layout.parallel.world):
         coords = layout.parallel.coords(rank)
         chunks = files.chunks.get((coords.tp, coords.pp, layout.file_ep(rank)))
@@ -257,7 +263,7 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
                 f"{files.folder}: {layout.folder_of(rank)} is missing; the other files are of "
                 f"{_words(layout)}"
             )
-        found = {chunk_prefix(i, vpp) + n: t for i, c in enumerate(chunks) for n, t in c.items()}
+        found = params_of(chunks)
         wanted = layout.local_shapes(rank)
         where = f"{files.folder / layout.folder_of(rank)}"
         if missing := sorted(wanted.keys() - found.keys()):

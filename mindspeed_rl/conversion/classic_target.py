@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mindspeed_rl.conversion.classic_source import TRACKER
-from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target, torch_file
-from mindspeed_rl.conversion.torch_archive import PlannedTensor
+from mindspeed_rl.conversion.classic_source import TRACKER, model_chunks, params_of
+from mindspeed_rl.conversion.target import OutputFile, Target, params_of_rank
+from mindspeed_rl.conversion.torch_files import read_torch_file, save_unfilled
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
 from mindspeed_rl.resharding.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout
 from mindspeed_rl.resharding.layouts.megatron import chunk_prefix
 
@@ -35,9 +35,8 @@ def plan_classic(
     files = tuple(
         _file(layout, rank, dtype_of, iteration, args) for rank in range(layout.parallel.world)
     )
-    shapes = dict(layout.hf_shapes)
     small = {TRACKER: f"{iteration}".encode()}
-    return Target(files, small, shapes, {name: dtype_of(name) for name in shapes})
+    return Target(files, small, {name: dtype_of(name) for name in layout.hf_shapes})
 
 
 def _file(
@@ -47,40 +46,29 @@ def _file(
     iteration: int,
     args: argparse.Namespace,
 ) -> OutputFile:
-    pieces: dict[str, list[Piece]] = {}
-    for shard in pieces_of(layout, rank):
-        pieces.setdefault(shard.piece.param, []).append(shard.piece)
-    shapes = layout.local_shapes(rank)
-    folder = layout.folder_of(rank)
-    tensors = [
-        OutputTensor(
-            f"{folder}: {param}",
-            dtype_of(_names_of(layout, pieces, param)),
-            shape,
-            tuple(pieces.get(param, ())),
-        )
-        for param, shape in shapes.items()
-    ]
-    stored = [layout.stored_shape(param, shape) for param, shape in shapes.items()]
+    tensors = params_of_rank(layout, rank, dtype_of)
+    stored = [(t.dtype, layout.stored_shape(name, t.shape)) for name, t in tensors.items()]
     vpp = layout.parallel.stages.vpp
 
-    def objects(planned: Sequence[PlannedTensor]) -> dict[str, Any]:
+    def objects(saved: Sequence[torch.Tensor]) -> dict[str, Any]:
         state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
         for chunk in range(vpp):
             prefix = chunk_prefix(chunk, vpp)
             state["model" if vpp == 1 else f"model{chunk}"] = {
                 param.removeprefix(prefix): tensor
-                for param, tensor in zip(shapes, planned, strict=True)
+                for param, tensor in zip(tensors, saved, strict=True)
                 if param.startswith(prefix)
             }
         return state
 
-    return torch_file(f"iter_{iteration:07d}/{folder}/{MODEL_FILE}", tensors, stored, objects)
+    def frame(path: Path) -> list[int]:
+        with path.open("wb") as file:
+            save_unfilled(file, stored, objects)
+        found = params_of(model_chunks(path, read_torch_file(path)))
+        return [found[param].offset for param in tensors]
 
-
-def _names_of(layout: CheckpointLayout, pieces: Mapping[str, list[Piece]], param: str) -> str:
-    """An HF tensor of the type of a parameter; a share of padding alone is of the embedding."""
-    return pieces[param][0].hf_name if param in pieces else next(iter(layout.hf_shapes))
+    path = f"iter_{iteration:07d}/{layout.folder_of(rank)}/{MODEL_FILE}"
+    return OutputFile(path, tuple(tensors.values()), frame)
 
 
 def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[str, Any]:

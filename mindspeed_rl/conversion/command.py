@@ -22,12 +22,11 @@ from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.conversion.classic_source import TRACKER
 from mindspeed_rl.conversion.classic_target import plan_classic, run_arguments
 from mindspeed_rl.conversion.distributed_target import plan_distributed
-from mindspeed_rl.conversion.hf_source import open_hf
-from mindspeed_rl.conversion.hf_target import plan_hf
+from mindspeed_rl.conversion.hf import open_hf, plan_hf
 from mindspeed_rl.conversion.megatron_source import open_megatron
 from mindspeed_rl.conversion.options import MODEL_TYPES, ConversionOptions, without_effect
 from mindspeed_rl.conversion.run import convert
-from mindspeed_rl.conversion.source import Source
+from mindspeed_rl.conversion.source import Source, same_bits
 from mindspeed_rl.conversion.target import Target
 from mindspeed_rl.models.file_names import (
     MTP_COPIES,
@@ -78,11 +77,11 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
     if unused := without_effect(options):
         say(f"without effect, this target has no layout: {', '.join(unused)}")
     say(
-        f"{source.kind}: {options.load_dir} -> {target_dir}: {len(target.shapes)} tensors, "
+        f"{source.kind}: {options.load_dir} -> {target_dir}: {len(target.dtypes)} tensors, "
         f"{len(target.files)} files, {size / 1e9:.2f} GB"
     )
     bar = tqdm(
-        total=sum(_num_bytes(t.shape, t.dtype) for f in target.files for t in f.tensors),
+        total=size,
         unit="B",
         unit_scale=True,
         file=sys.stderr,
@@ -100,13 +99,9 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
     if kept:
         say(f"resumed: {kept / 1e9:.2f} GB were written before")
     if options.verify:
-        say(f"verified: {len(target.shapes)} tensors have equal checksums in source and result")
+        say(f"verified: {len(target.dtypes)} tensors are bit-equal in source and result")
     seconds = time.monotonic() - start
     say(f"done in {seconds:.1f} s: {target_dir}")
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _directories(options: ConversionOptions) -> tuple[Path, Path]:
@@ -249,8 +244,7 @@ def _check_copies(spec: ModelSpec, source: Source, copies: list[str]) -> None:
     for name in copies:
         main = MTP_COPIES[name.split(".", 3)[-1]]
         main = main if main in source.shapes else "model.embed_tokens.weight"
-        dtype = source.dtype_of(name)
-        if source.checksum(name, dtype) != source.checksum(main, dtype):
+        if not same_bits(source, name, source, source.dtype_of(name), main):
             raise ValueError(
                 f"{source.place}: {name} differs from {main}; layers of multi-token prediction "
                 "with an embedding of their own are not supported: --mtp-num-layers 0"
@@ -355,18 +349,17 @@ def _reopen(options: ConversionOptions, model: _Model, out: Path) -> Source:
 
 
 def verify(source: Source, result: Source, target: Target, workers: int) -> None:
-    """Compare the checksums of all tensors, in the types of the result.
+    """Compare all tensors bit by bit, in the types of the result.
 
     Raises:
         ValueError: some differ.
     """
 
     def differs(name: str) -> bool:
-        dtype = target.dtypes[name]
-        return source.checksum(name, dtype) != result.checksum(name, dtype)
+        return not same_bits(source, name, result, target.dtypes[name])
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        names = list(target.shapes)
+        names = list(target.dtypes)
         wrong = [name for name, bad in zip(names, pool.map(differs, names), strict=True) if bad]
     if wrong:
         raise ValueError(

@@ -14,13 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_rl.checkpoint.resume import RECORD
 from mindspeed_rl.conversion.source import Part, Source
 from mindspeed_rl.conversion.stored import StoredTensor
-from mindspeed_rl.conversion.torch_files import read_torch_file
+from mindspeed_rl.conversion.torch_files import read_torch_file, stored_tensor
 from mindspeed_rl.models.file_names import told_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import Box, ParamView
@@ -130,10 +131,10 @@ def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
 
 
 def _stored(path: Path, key: str, box: Box, info: Any) -> StoredTensor:
-    stored = read_torch_file(path, info.offset, info.length)
-    if not isinstance(stored, StoredTensor) or stored.shape != box.size:
+    tensor = read_torch_file(path, info.offset, info.length)
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != box.size:
         raise ValueError(f"{path}: {key} is not the tensor that {INDEX} says; copy it again")
-    return stored
+    return stored_tensor(path, tensor, info.offset)
 
 
 def _parts(

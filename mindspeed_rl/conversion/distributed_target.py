@@ -12,7 +12,8 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,9 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from mindspeed_rl.conversion.classic_source import TRACKER
 from mindspeed_rl.conversion.distributed_source import COMMON, FORMAT, INDEX, key_of
-from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
-from mindspeed_rl.conversion.torch_archive import PlannedTensor, TorchArchive
-from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
+from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target, params_of_rank
+from mindspeed_rl.conversion.torch_files import (
+    read_torch_file,
+    save_unfilled,
+    saved_bytes,
+    stored_tensor,
+)
 from mindspeed_rl.resharding.layouts.checkpoint_files import CheckpointLayout
 
 _FORMAT = {
@@ -77,8 +82,13 @@ def plan_distributed(
     counts = _counts(chunks)
     states = tuple(_states(chunks, counts))
     folder = f"iter_{iteration:07d}"
+    files = tuple(_files(chunks, states))
     index = Metadata({}, storage_data={}, planner_data=None)
-    files = tuple(_files(folder, chunks, states, index))
+    sizes = {}
+    for file in files:
+        with _Nowhere() as sink:
+            index.storage_data |= file.places(sink)
+            sizes[file.name] = sink.tell()
     for chunk in chunks:
         _describe(index, chunk, counts[chunk.key])
     for state in states:
@@ -87,26 +97,25 @@ def plan_distributed(
     small = {
         f"{folder}/{INDEX}": pickle.dumps(index, protocol=2),
         f"{folder}/{FORMAT}": json.dumps(_FORMAT).encode(),
-        f"{folder}/{COMMON}": _saved({**common, "args": argparse.Namespace(**arguments)}),
+        f"{folder}/{COMMON}": saved_bytes({**common, "args": argparse.Namespace(**arguments)}),
         TRACKER: f"{iteration}".encode(),
     }
-    sizes = {file.path.removeprefix(f"{folder}/"): file.num_bytes for file in files}
     sizes |= {p.removeprefix(f"{folder}/"): len(data) for p, data in small.items() if "/" in p}
     small[f"{folder}/{record_name}"] = json.dumps({**record, "files": sizes}, indent=1).encode()
-    shapes = dict(layout.hf_shapes)
-    return Target(files, small, shapes, {name: dtype_of(name) for name in shapes})
+    outputs = tuple(
+        OutputFile(
+            f"{folder}/{file.name}", tuple(chunk.tensor for chunk in file.chunks), file.frame
+        )
+        for file in files
+    )
+    return Target(outputs, small, {name: dtype_of(name) for name in layout.hf_shapes})
 
 
 def _chunks(
     layout: CheckpointLayout, dtype_of: Callable[[str], torch.dtype], stacked: bool
 ) -> Iterator[_Chunk]:
-    pieces: dict[str, list[Piece]] = {}
-    for shard in pieces_of(layout, 0):
-        pieces.setdefault(shard.piece.param, []).append(shard.piece)
-    for param, shape in layout.local_shapes(0).items():
-        key, position = key_of(param, stacked)
-        dtype = dtype_of(pieces[param][0].hf_name)
-        yield _Chunk(key, position, OutputTensor(param, dtype, shape, tuple(pieces[param])))
+    for param, tensor in params_of_rank(layout, 0, dtype_of).items():
+        yield _Chunk(*key_of(param, stacked), tensor)
 
 
 def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:
@@ -148,58 +157,68 @@ def _shape(chunk: _Chunk) -> tuple[int, ...]:
     return (*(1 for _ in chunk.position), *chunk.tensor.shape)
 
 
-def _files(
-    folder: str, chunks: Sequence[_Chunk], states: Sequence[str], index: Metadata
-) -> Iterator[OutputFile]:
+def _files(chunks: Sequence[_Chunk], states: Sequence[str]) -> Iterator[_File]:
     """Files of about 4 GiB; the states are in the first."""
     groups: list[list[_Chunk]] = [[]]
     filled = 0
     for chunk in chunks:
-        size = torch.Size(chunk.tensor.shape).numel() * chunk.tensor.dtype.itemsize
-        if groups[-1] and filled + size > _FILE_BYTES:
+        if groups[-1] and filled + chunk.tensor.num_bytes > _FILE_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(chunk)
-        filled += size
+        filled += chunk.tensor.num_bytes
     for number, group in enumerate(groups):
-        yield _file(folder, f"__{number}_0.distcp", group, () if number else states, index)
+        yield _File(f"__{number}_0.distcp", tuple(group), () if number else tuple(states))
 
 
-def _file(
-    folder: str, name: str, chunks: Sequence[_Chunk], states: Sequence[str], index: Metadata
-) -> OutputFile:
+@dataclass(frozen=True, slots=True)
+class _File:
     """Archives of one tensor each behind one another, then the states."""
-    storage = index.storage_data
-    assert storage is not None
-    archives, starts, position = [], [], 0
-    for chunk in chunks:
-        planned = PlannedTensor(0, chunk.tensor.dtype, _shape(chunk))
-        archive = TorchArchive(planned, [planned])
-        archives.append(archive)
-        starts.append(position)
-        place = MetadataIndex(chunk.key, _offsets(chunk))
-        storage[place] = _StorageInfo(name, position, archive.num_bytes)
-        position += archive.num_bytes
-    empty, fixed = _saved([None]), []
-    for state in states:
-        fixed.append((position, empty))
-        storage[MetadataIndex(state)] = _StorageInfo(name, position, len(empty))
-        position += len(empty)
 
-    def frame(checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        for archive, start, crc in zip(archives, starts, checksums, strict=True):
-            yield from ((start + offset, data) for offset, data in archive.frame([crc]))
-        yield from fixed
+    name: str
+    chunks: tuple[_Chunk, ...]
+    states: tuple[str, ...]
 
-    offsets = tuple(s + a.offset_of(0) for a, s in zip(archives, starts, strict=True))
-    tensors = tuple(chunk.tensor for chunk in chunks)
-    return OutputFile(f"{folder}/{name}", tensors, offsets, position, frame)
+    def places(self, file: IO[bytes]) -> dict[MetadataIndex, _StorageInfo]:
+        """Write the file with holes for the tensors; the archive of each tensor and state in it."""
+        found = {}
+        entries: tuple[_Chunk | str, ...] = (*self.chunks, *self.states)
+        for entry in entries:
+            start = file.tell()
+            if isinstance(entry, str):
+                file.write(saved_bytes([None]))
+                place = MetadataIndex(entry)
+            else:
+                save_unfilled(file, [(entry.tensor.dtype, _shape(entry))], lambda made: made[0])
+                place = MetadataIndex(entry.key, _offsets(entry))
+            found[place] = _StorageInfo(self.name, start, file.tell() - start)
+        return found
+
+    def frame(self, path: Path) -> list[int]:
+        """Make the file with holes for the tensors; first byte of each."""
+        with path.open("wb") as file:
+            infos = list(self.places(file).values())[: len(self.chunks)]
+        return [
+            stored_tensor(path, read_torch_file(path, i.offset, i.length), i.offset).offset
+            for i in infos
+        ]
 
 
-def _saved(objects: Any) -> bytes:
-    archive = TorchArchive(objects, ())
-    buffer = io.BytesIO()
-    for offset, data in archive.frame(()):
-        buffer.seek(offset)
-        buffer.write(data)
-    return buffer.getvalue()
+class _Nowhere(io.BytesIO):
+    """A file that keeps the position alone: archives are planned before there is a file."""
+
+    _position = 0
+
+    def write(self, data: Any) -> int:
+        """Move on."""
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move on, or to a place."""
+        self._position = offset + (self._position if whence else 0)
+        return self._position
+
+    def tell(self) -> int:
+        """Where the next byte would be."""
+        return self._position

@@ -227,7 +227,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help=f"Threads; each takes about 100 MB of memory, these {100 * workers} MB in all "
         f"[cores, at most {_MOST_WORKERS}: {workers}].")  # fmt: skip
     add("--verify", action="store_true",
-        help="Compare a checksum of every tensor, source against result, before the result gets "
+        help="Compare every bit of every tensor, source against result, before the result gets "
         "its name.")  # fmt: skip
     add("--no-progress", action="store_true", help="No progress bar.")
 

@@ -1,38 +1,34 @@
-"""Runs a conversion: workers fill tensors block by block and write them to their places."""
+"""Runs a conversion: workers fill files block by block; a finished file gets its name.
+
+Files are written into ``.NAME.converting-IDENTITY`` beside the target ``NAME``: as ``FILE.part``
+until all of one is on disk. The folder gets the name of the target when every file is there, so the
+target is complete or absent. After a kill, the same conversion keeps the files that have their
+names. What another conversion left is removed.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Event
+from threading import Event, Lock
 
 import torch
 
-from mindspeed_rl.conversion.journal import Journal, fingerprint
+from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.conversion.source import Source, row_blocks
 from mindspeed_rl.conversion.stored import UnreadableError, bytes_of
 from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
 
-# A worker puts what it has written on disk, and notes it, after about this many bytes.
-_SYNC_BYTES = 256 << 20
-# Left free on the disk besides the files.
+# Left free on the disk besides the tensors.
 _MARGIN_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One tensor to write: numbers of its file and of itself in it."""
-
-    file: int
-    tensor: int
 
 
 def convert(
@@ -42,7 +38,7 @@ def convert(
     *,
     workers: int,
     advance: Callable[[int], None],
-    check: Callable[[Path], None] | None = None,
+    check: Callable[[Path], None],
 ) -> int:
     """Write all files of ``target`` and name the directory, or go on where a kill ended it. Local.
 
@@ -50,223 +46,189 @@ def convert(
         source: what is read.
         target: what is written.
         directory: of the target; it appears when everything is on disk, never before.
-        workers: threads; each holds about one block of a tensor at a time.
-        advance: told the bytes that came to be on disk, those of an earlier attempt first.
+        workers: threads; each writes a file and holds about one block of a tensor at a time.
+        advance: told the bytes of tensors that are written, those of an earlier attempt first.
         check: looks at the finished files before the directory gets its name.
 
     Returns:
-        Bytes of tensors that an earlier attempt had written.
+        Bytes of tensors in the files that an earlier attempt had finished.
 
     Raises:
         ValueError: the target exists, or a source cannot be read.
         OSError: the disk is full; the same command goes on when there is space.
     """
-    sizes = {file.path: file.num_bytes for file in target.files}
-    with Journal(directory, fingerprint(source, target), sizes) as journal:
-        kept = sum(_size(target.files[f].tensors[t]) for f, t in journal.done)
-        if not journal.named:
-            _check_space(target, directory, journal.out)
+    refuse_existing(directory)
+    with _work_folder(directory, _identity(source, target)) as out:
+        finished = [file for file in target.files if (out / file.path).is_file()]
+        kept = sum(file.num_bytes for file in finished)
+        _check_space(target.num_bytes, kept, directory, out)
         advance(kept)
-        if journal.named:
-            if check is not None:
-                check(directory)
-            return kept
-        with _told(directory):
-            _allocate(target, journal.out)
-            _run_jobs(source, target, journal, workers, advance)
-            _finish(target, journal)
-            if check is not None:
-                _checked(check, journal)
-            journal.commit()
+        missing = [file for file in target.files if file not in finished]
+        with _explained(directory, out):
+            _write_files(_Writer(source, out, advance), missing, workers)
+            for path, data in target.small.items():
+                (out / path).parent.mkdir(parents=True, exist_ok=True)
+                (out / path).write_bytes(data)
+                sync_path(out / path)
+            _check(check, out)
+            for folder, _, _ in os.walk(out):
+                sync_path(Path(folder))
+            os.rename(out, directory)  # over an empty directory at most
+            sync_path(directory.parent)
         return kept
 
 
-def _checked(check: Callable[[Path], None], journal: Journal) -> None:
+def refuse_existing(target: Path) -> None:
+    """A conversion replaces nothing.
+
+    Raises:
+        ValueError: ``target`` exists and is not an empty directory.
+    """
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(
+            f"--save-dir {target} exists and is not empty; a conversion replaces nothing: choose "
+            "another directory, or remove it"
+        )
+
+
+def _identity(source: Source, target: Target) -> str:
+    """Differs between conversions that would write other bytes: sources by size and time."""
+    digest = hashlib.sha256()
+    for path in source.files:
+        status = path.stat()
+        digest.update(repr((str(path), status.st_size, status.st_mtime_ns)).encode())
+    for file in target.files:
+        digest.update(repr((file.path, file.tensors)).encode())
+    digest.update(repr(sorted(target.small.items())).encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _work_folder(target: Path, identity: str) -> Iterator[Path]:
+    """The folder of this conversion, locked for this process; those of other ones are removed.
+
+    Raises:
+        ValueError: another process converts into the target.
+    """
+    prefix = f".{target.name}.converting-"
+    folder = target.with_name(prefix + identity)
+    folder.mkdir(parents=True, exist_ok=True)
+    folders = [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
+    for found in sorted(folders, key=lambda path: path == folder):
+        descriptor = os.open(found, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if found == folder:
+                yield folder
+            else:
+                shutil.rmtree(found)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--save-dir {target}: another process is converting into it; wait for it, or "
+                "choose another directory"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+
+def _check(check: Callable[[Path], None], out: Path) -> None:
     """Look at the finished files; wrong ones must not be taken up by the next attempt."""
     try:
-        check(journal.out)
+        check(out)
     except UnreadableError:  # nothing is known to be wrong
         raise
     except ValueError:
-        journal.discard()
+        wrong = out.with_name(out.name.rpartition("-")[0] + "-wrong")
+        os.rename(out, wrong)  # a kill must not leave some of them under the name of right ones
+        shutil.rmtree(wrong)
         raise
 
 
 @contextmanager
-def _told(directory: Path) -> Iterator[None]:
+def _explained(directory: Path, out: Path) -> Iterator[None]:
     """Errors of the file system, with what they mean for the conversion."""
     try:
         yield
     except OSError as error:
         raise OSError(
             error.errno,
-            f"--save-dir {directory}: {error.strerror or error}. Nothing has that name yet; what "
-            f"was written is kept beside it in .{directory.name}.converting: free space or mend "
-            "the disk and give the same command again to go on, or remove that folder",
+            f"--save-dir {directory}: {error.strerror or error}. Nothing has that name yet; "
+            f"finished files are kept beside it in {out.name}: free space or mend the disk and "
+            "give the same command again to go on, or remove that folder",
         ) from error
 
 
-def _check_space(target: Target, directory: Path, out: Path) -> None:
+def _check_space(num_bytes: int, kept: int, directory: Path, out: Path) -> None:
     """The disk must have room for what is not there yet."""
-    present = sum(file.stat().st_blocks * 512 for file in out.rglob("*") if file.is_file())
-    needed = target.num_bytes + _MARGIN_BYTES - present
     free = shutil.disk_usage(out).free
-    if needed > free:
+    if num_bytes + _MARGIN_BYTES - kept > free:
         raise OSError(
             errno.ENOSPC,
-            f"--save-dir {directory}: the checkpoint takes {target.num_bytes / 2**30:.2f} GiB "
-            f"({present / 2**30:.2f} are written) and {free / 2**30:.2f} GiB are free; free space "
+            f"--save-dir {directory}: the checkpoint takes {num_bytes / 2**30:.2f} GiB "
+            f"({kept / 2**30:.2f} are written) and {free / 2**30:.2f} GiB are free; free space "
             "or choose another disk. Nothing was written",
         )
 
 
-def _allocate(target: Target, out: Path) -> None:
-    for file in target.files:
-        path = out / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as handle:
-            handle.truncate(file.num_bytes)
-
-
-def _jobs(source: Source, target: Target, journal: Journal) -> list[_Job]:
-    """What is left to write, tensors of one source near each other, so that it is read once."""
-    order = {name: i for i, name in enumerate(source.shapes)}
-    last = len(order)
-
-    def position(job: _Job) -> tuple[int, int, int]:
-        pieces = target.files[job.file].tensors[job.tensor].pieces
-        first = order.get(pieces[0].hf_name, last) if pieces else last
-        return first, job.file, job.tensor
-
-    return sorted(
-        (
-            _Job(f, t)
-            for f, file in enumerate(target.files)
-            for t in range(len(file.tensors))
-            if (f, t) not in journal.done
-        ),
-        key=position,
-    )
-
-
-def _run_jobs(
-    source: Source, target: Target, journal: Journal, workers: int, advance: Callable[[int], None]
-) -> None:
-    queue: SimpleQueue[_Job] = SimpleQueue()
-    for job in _jobs(source, target, journal):
-        queue.put(job)
-    stop = Event()
+def _write_files(writer: _Writer, files: list[OutputFile], workers: int) -> None:
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        running = [
-            pool.submit(_Worker(source, target, journal, advance).run, queue, stop)
-            for _ in range(workers)
-        ]
-        wait(running, return_when=FIRST_EXCEPTION)
-        stop.set()
-    for future in running:
+        running = [pool.submit(writer.write, file) for file in files]
+        try:
+            done, _ = wait(running, return_when=FIRST_EXCEPTION)
+        finally:
+            writer.stop.set()
+            pool.shutdown(cancel_futures=True)
+    for future in done:
         future.result()
 
 
-@dataclass
-class _Worker:
-    """One thread: tensors that are written but not yet on disk, and their files."""
+@dataclass(frozen=True)
+class _Writer:
+    """Writes one file at a time in each thread that calls it.
+
+    Attributes:
+        source: what is read.
+        out: folder of the files.
+        advance: told the bytes of tensors that are written.
+        stop: set when what is being written is no longer wanted.
+    """
 
     source: Source
-    target: Target
-    journal: Journal
+    out: Path
     advance: Callable[[int], None]
-    written: dict[tuple[int, int], int] = field(default_factory=dict)
-    num_bytes: int = 0
-    memory: Memory = field(default_factory=lambda: Memory())
+    stop: Event = field(default_factory=Event)
+    lock: Lock = field(default_factory=Lock)
 
-    def run(self, queue: SimpleQueue[_Job], stop: Event) -> None:
-        while not stop.is_set():
-            try:
-                job = queue.get_nowait()
-            except Empty:
-                break
-            file = self.target.files[job.file]
-            crc = _write_tensor(
-                self.source, file, job.tensor, self.journal.out / file.path, self.memory
-            )
-            self.written[job.file, job.tensor] = crc
-            self.num_bytes += _size(file.tensors[job.tensor])
-            if self.num_bytes >= _SYNC_BYTES:
-                self._sync()
-        self._sync()
-
-    def _sync(self) -> None:
-        for number in sorted({file for file, _ in self.written}):
-            _sync_data(self.journal.out / self.target.files[number].path)
-        if self.written:
-            self.journal.record(self.written)
-            self.advance(self.num_bytes)
-        self.written, self.num_bytes = {}, 0
-
-
-def _size(tensor: OutputTensor) -> int:
-    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
-
-
-class Memory:
-    """One block of memory, used again and again: fresh pages cost as much as the copy into them."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def block(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[size], with what was in it."""
-        needed = torch.Size(size).numel() * dtype.itemsize
-        if self._bytes.numel() < needed:
-            self._bytes = torch.empty(needed, dtype=torch.uint8)
-        return self._bytes[:needed].view(dtype).view(size)
-
-
-def _write_tensor(source: Source, file: OutputFile, index: int, path: Path, memory: Memory) -> int:
-    """Fill and write one tensor; its CRC-32."""
-    tensor, position, crc = file.tensors[index], file.offsets[index], 0
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        for block in row_blocks(tensor.shape, tensor.dtype.itemsize):
-            values = memory.block(block.size, tensor.dtype)
-            tensor.fill(source, block, values)
-            data = bytes_of(values)
-            crc = zlib.crc32(data, crc)
-            _write_at(descriptor, data, position)
-            position += len(data)
-    finally:
-        os.close(descriptor)
-    return crc
-
-
-def _write_at(descriptor: int, data: memoryview | bytes, position: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count
-
-
-def _sync_data(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _finish(target: Target, journal: Journal) -> None:
-    """Headers and small files, and everything on disk."""
-    for number, file in enumerate(target.files):
-        checksums: Sequence[int] = [journal.done[number, t] for t in range(len(file.tensors))]
-        descriptor = os.open(journal.out / file.path, os.O_WRONLY)
+    def write(self, file: OutputFile) -> None:
+        """Everything of a file, which gets its name when it is on disk."""
+        path = self.out / file.path
+        part = path.with_name(path.name + ".part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        offsets = file.frame(part)
+        descriptor = os.open(part, os.O_WRONLY)
         try:
-            for position, data in file.frame(checksums):
-                _write_at(descriptor, data, position)
+            for tensor, offset in zip(file.tensors, offsets, strict=True):
+                self._write_tensor(descriptor, tensor, offset)
+            if self.stop.is_set():
+                return
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    for path, data in target.small.items():
-        place = journal.out / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
-        _sync_data(place)
+        part.rename(path)
+
+    def _write_tensor(self, descriptor: int, tensor: OutputTensor, position: int) -> None:
+        values = torch.empty(0, dtype=tensor.dtype)
+        for block in row_blocks(tensor.shape, tensor.dtype.itemsize):
+            if self.stop.is_set():
+                return
+            if tuple(values.shape) != block.size:  # fresh pages cost as much as the copy into them
+                values = torch.empty(block.size, dtype=tensor.dtype)
+            tensor.fill(self.source, block, values)
+            data = bytes_of(values)
+            size = len(data)
+            while data:
+                count = os.pwrite(descriptor, data, position)
+                data, position = data[count:], position + count
+            with self.lock:
+                self.advance(size)

@@ -12,13 +12,10 @@ import torch
 
 from mindspeed_rl.conversion.stored import StoredTensor, read_box
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
-from mindspeed_rl.resharding.checksums import box_checksum
 
 Shape = tuple[int, ...]
 # Tensors are worked on in blocks of about this size, so that memory does not grow with the model.
 BLOCK_BYTES = 32 << 20
-# Checksums take 56 bytes per element on the way; slices that stay in the cache take half the time.
-CHECKSUM_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +137,8 @@ class Source:
                 slices = common.moved(box, Box.whole(box.size)).slices
                 part.read(target[slices], common)
 
-    def checksum(self, name: str, dtype: torch.dtype) -> int:
-        """Layout-invariant checksum of the bits of a tensor, cast to ``dtype``."""
-        shape = self.shapes[name]
-        total = 0
-        for box in row_blocks(shape, dtype.itemsize, CHECKSUM_BYTES):
-            values = torch.empty(box.size, dtype=dtype)
-            self.read(name, box, values)
-            total += int(box_checksum(values, box, shape, dtype))
-        return total % 2**64
 
-
-def row_blocks(shape: Shape, item_bytes: int, block_bytes: int | None = None) -> Iterator[Box]:
+def row_blocks(shape: Shape, item_bytes: int) -> Iterator[Box]:
     """The rectangles of whole rows that a tensor is worked on in; none of an empty one."""
     whole = Box.whole(shape)
     if not whole.num_elements:
@@ -159,6 +146,19 @@ def row_blocks(shape: Shape, item_bytes: int, block_bytes: int | None = None) ->
     if not shape:
         yield whole
         return
-    step = max(1, (block_bytes or BLOCK_BYTES) // (math.prod(shape[1:]) * item_bytes))
+    step = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * item_bytes))
     for row in range(0, shape[0], step):
         yield whole.with_dim(0, row, min(step, shape[0] - row))
+
+
+def same_bits(
+    a: Source, name: str, b: Source, dtype: torch.dtype, other_name: str | None = None
+) -> bool:
+    """Whether two HF tensors, cast to ``dtype``, agree in every bit; of one name unless told."""
+    for box in row_blocks(a.shapes[name], dtype.itemsize):
+        left, right = torch.empty(box.size, dtype=dtype), torch.empty(box.size, dtype=dtype)
+        a.read(name, box, left)
+        b.read(other_name or name, box, right)
+        if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (left, right))):
+            return False
+    return True

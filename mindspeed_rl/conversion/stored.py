@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 
 from mindspeed_rl.resharding.boxes import Box
 
-# A rectangle that is not one run of bytes is copied out of a mapping of this size at a time.
-_MAPPED_BYTES = 64 << 20
+# A rectangle that is not one run of bytes is cut out of whole rows of this size at a time.
+_ROWS_BYTES = 32 << 20
 
 
 class UnreadableError(ValueError):
@@ -23,29 +22,17 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A row-major tensor at an offset of a file.
-
-    Attributes:
-        path: the file.
-        offset: of the first byte.
-        dtype: element type.
-        shape: in elements.
-    """
+    """A row-major tensor: its file, offset of its first byte, element type and shape."""
 
     path: Path
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Size in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
         """The same bytes under another shape."""
         assert math.prod(shape) == math.prod(self.shape), (self, shape)
-        return StoredTensor(self.path, self.offset, self.dtype, shape)
+        return replace(self, shape=shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -71,7 +58,11 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
     if not box.num_elements:
         return
     try:
-        _read_box(target, stored, box)
+        descriptor = os.open(stored.path, os.O_RDONLY)
+        try:
+            _read(descriptor, target, stored, box)
+        finally:
+            os.close(descriptor)
     except OSError as error:  # those of the target's disk mean something else
         raise UnreadableError(
             f"{stored.path}: cannot be read: {error.strerror or error}; mend its disk or copy the "
@@ -79,61 +70,34 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
         ) from error
 
 
-def _read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
-    run = _run(stored.shape, box)
-    descriptor = os.open(stored.path, os.O_RDONLY)
-    try:
-        if os.fstat(descriptor).st_size < stored.offset + stored.num_bytes:
-            raise ValueError(
-                f"{stored.path}: the file ends before byte {stored.offset + stored.num_bytes}, "
-                "where its header says that a tensor ends; copy or download it again"
-            )
-        if run is None:
-            _copy_mapped(descriptor, target, stored, box)
-        else:
-            _read_run(descriptor, target, stored, run)
-    finally:
-        os.close(descriptor)
+def _read(descriptor: int, target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
+    """Whole rows of the first axis that the rectangle has several of, in blocks."""
+    offset, shape, lo = stored.offset, stored.shape, box.lo
+    while shape and target.shape[0] == 1:
+        offset += lo[0] * math.prod(shape[1:]) * stored.dtype.itemsize
+        target, shape, lo = target[0], shape[1:], lo[1:]
+    if not shape:
+        target, shape, lo = target.unsqueeze(0), (1,), (0,)
+    columns = tuple(slice(at, at + n) for at, n in zip(lo[1:], target.shape[1:], strict=True))
+    direct = (
+        target.is_contiguous() and target.dtype == stored.dtype and target.shape[1:] == shape[1:]
+    )
+    row_bytes = math.prod(shape[1:]) * stored.dtype.itemsize
+    step = max(1, _ROWS_BYTES // row_bytes)
+    for row in range(0, target.shape[0], step):
+        part = target[row : row + step]
+        rows = part if direct else torch.empty((len(part), *shape[1:]), dtype=stored.dtype)
+        _read_at(descriptor, bytes_of(rows), offset + (lo[0] + row) * row_bytes, stored.path)
+        if not direct:
+            part.copy_(rows[(slice(None), *columns)])
 
 
-def _run(shape: tuple[int, ...], box: Box) -> int | None:
-    """First element of a rectangle that is one run of memory; ``None`` when it is several."""
-    open_dim = next((d for d, n in enumerate(box.size) if n > 1), len(shape))
-    if any(box.size[d] != shape[d] for d in range(open_dim + 1, len(shape))):
-        return None
-    return sum(lo * math.prod(shape[dim + 1 :]) for dim, lo in enumerate(box.lo))
-
-
-def _read_run(descriptor: int, target: torch.Tensor, stored: StoredTensor, first: int) -> None:
-    start = stored.offset + first * stored.dtype.itemsize
-    direct = target.is_contiguous() and target.dtype == stored.dtype
-    buffer = target if direct else torch.empty(target.shape, dtype=stored.dtype)
-    memory, done = bytes_of(buffer), 0
-    while done < len(memory):
-        count = os.preadv(descriptor, [memory[done:]], start + done)
+def _read_at(descriptor: int, memory: memoryview, position: int, path: Path) -> None:
+    while memory:
+        count = os.preadv(descriptor, [memory], position)
         if not count:
-            raise ValueError(f"{stored.path}: the file became shorter while it was read")
-        done += count
-    if not direct:
-        target.copy_(buffer)
-
-
-def _copy_mapped(descriptor: int, target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
-    """Columns of a matrix: only the pages that hold them are read."""
-    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    step = max(1, _MAPPED_BYTES // max(1, row_bytes))
-    for row in range(0, box.size[0], step):
-        count = min(step, box.size[0] - row)
-        start = stored.offset + (box.lo[0] + row) * row_bytes
-        low = start - start % mmap.ALLOCATIONGRANULARITY
-        end = start + count * row_bytes
-        with mmap.mmap(descriptor, end - low, access=mmap.ACCESS_COPY, offset=low) as mapped:
-            flat = torch.frombuffer(
-                mapped, dtype=torch.uint8, offset=start - low, count=end - start
+            raise ValueError(
+                f"{path}: the file ends at byte {position}, within a tensor that its header "
+                "describes; copy or download it again"
             )
-            if start % stored.dtype.itemsize:
-                flat = flat.clone()  # a file may keep numbers at odd addresses
-            rows = flat.view(stored.dtype).view(count, *stored.shape[1:])
-            inner = tuple(slice(lo, lo + n) for lo, n in zip(box.lo[1:], box.size[1:], strict=True))
-            target[row : row + count].copy_(rows[(slice(None), *inner)])
-            del flat, rows
+        memory, position = memory[count:], position + count

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed_rl.conversion.source import Shape, Source, in_storage
-from mindspeed_rl.conversion.torch_archive import PlannedTensor, TorchArchive
 from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import Piece
+from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
+from mindspeed_rl.resharding.layouts.checkpoint_files import CheckpointLayout
 
 SAFETENSORS_TYPES = {
     torch.bfloat16: "BF16",
@@ -29,7 +30,7 @@ class OutputTensor:
     """A tensor of an output file.
 
     Attributes:
-        name: as messages call it.
+        name: in its file.
         dtype: element type.
         shape: in the coordinates of its pieces; the file may name another of the same size.
         pieces: HF rectangles it is made of; what they leave is 0.
@@ -39,6 +40,11 @@ class OutputTensor:
     dtype: torch.dtype
     shape: Shape
     pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def fill(self, source: Source, block: Box, values: torch.Tensor) -> None:
         """Read a rectangle of it from the source into ``values`` [block.size]."""
@@ -68,16 +74,17 @@ class OutputFile:
     Attributes:
         path: below the directory of the target.
         tensors: what it holds.
-        offsets: first byte of each.
-        num_bytes: its size.
-        frame: given the CRC-32 of every tensor, all else as (offset, bytes).
+        frame: makes the file at a given path with all else in it; first byte of each tensor.
     """
 
     path: str
     tensors: tuple[OutputTensor, ...]
-    offsets: tuple[int, ...]
-    num_bytes: int
-    frame: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
+    frame: Callable[[Path], Sequence[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -87,41 +94,17 @@ class Target:
     Attributes:
         files: with tensors.
         small: path -> bytes of all others.
-        shapes: whole shape of every HF tensor in it.
-        dtypes: their element types.
+        dtypes: element type of every HF tensor in it.
     """
 
     files: tuple[OutputFile, ...]
     small: Mapping[str, bytes]
-    shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
-        return sum(file.num_bytes for file in self.files) + sum(map(len, self.small.values()))
-
-
-def torch_file(
-    path: str,
-    tensors: Sequence[OutputTensor],
-    shapes: Sequence[Shape],
-    objects: Callable[[Sequence[PlannedTensor]], Any],
-) -> OutputFile:
-    """A file of ``torch.save``.
-
-    Args:
-        path: below the directory of the target.
-        tensors: what it holds.
-        shapes: their shapes in the file.
-        objects: makes the objects to save, given what stands for the tensors.
-    """
-    planned = [
-        PlannedTensor(i, t.dtype, s) for i, (t, s) in enumerate(zip(tensors, shapes, strict=True))
-    ]
-    archive = TorchArchive(objects(planned), planned)
-    offsets = tuple(archive.offset_of(i) for i in range(len(planned)))
-    return OutputFile(path, tuple(tensors), offsets, archive.num_bytes, archive.frame)
+        """Of all tensors."""
+        return sum(file.num_bytes for file in self.files)
 
 
 def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
@@ -129,16 +112,38 @@ def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, starts = 0, []
     for tensor in tensors:
-        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
             "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
+            "data_offsets": [position, position + tensor.num_bytes],
         }
         starts.append(position)
-        position += size
+        position += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     data = struct.pack("<Q", len(text)) + text
-    offsets = tuple(len(data) + start for start in starts)
-    return OutputFile(path, tuple(tensors), offsets, len(data) + position, lambda _: [(0, data)])
+
+    def frame(place: Path) -> list[int]:
+        place.write_bytes(data)
+        return [len(data) + start for start in starts]
+
+    return OutputFile(path, tuple(tensors), frame)
+
+
+def params_of_rank(
+    layout: CheckpointLayout, rank: int, dtype_of: Callable[[str], torch.dtype]
+) -> dict[str, OutputTensor]:
+    """The parameters of a rank by their local names, each of the type of its first HF tensor.
+
+    A share of padding alone is of the type of the embedding.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for shard in pieces_of(layout, rank):
+        pieces.setdefault(shard.piece.param, []).append(shard.piece)
+    first = next(iter(layout.hf_shapes))
+    found = {}
+    for param, shape in layout.local_shapes(rank).items():
+        mine = tuple(pieces.get(param, ()))
+        dtype = dtype_of(mine[0].hf_name if mine else first)
+        found[param] = OutputTensor(param, dtype, shape, mine)
+    return found

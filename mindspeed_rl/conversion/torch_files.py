@@ -1,40 +1,29 @@
-"""Files of ``torch.save``: what is in them and where, without running code that they name.
+"""Files of ``torch.save``: where their tensors lie, and files whose tensors are filled in later.
 
-Such a file is a zip archive without compression: a pickle that describes the objects, and the bytes
-of every storage in a record of its own. Any class that the pickle names and that is not known here
-becomes an inert :class:`Unknown`, so that the arguments of a training run can be read without the
-libraries of that run.
+``torch.load`` and ``torch.save`` do the work. Tensors are loaded to the meta device, so only names
+and places are read. A class that a file names and that is not known here becomes an inert
+:class:`Unknown`, so that the arguments of a training run are read without the libraries of that run
+and without running code. (``weights_only=True`` does the same for pickle protocol 2 alone;
+MindSpeed-LLM writes protocol 4.)
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import io
 import pickle
-import struct
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import skip_data
 
 from mindspeed_rl.conversion.stored import StoredTensor
-
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_DTYPES = {
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "BoolStorage": torch.bool,
-}
 
 
 class Unknown:
@@ -53,129 +42,103 @@ class Unknown:
         pass
 
 
-class Section(io.RawIOBase):
-    """A part of an open file, as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def tell(self) -> int:
-        """Position within the part."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the part."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """At most what is left of the part."""
-        self._file.seek(self._start + self._position)
-        wanted = min(len(buffer), self._length - self._position)
-        data = self._file.read(max(0, wanted))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds plain containers, :class:`StoredTensor` and :class:`Unknown`; runs nothing else."""
-
-    def __init__(self, data: bytes, path: Path, records: dict[str, int]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._path, self._records = path, records
-
-    def persistent_load(self, pid: Any) -> StoredTensor:
-        """A storage: ``("storage", type, record, device, number of elements)``."""
-        _, kind, key, _, count = pid
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"{self._path}: storages of type {kind} are not supported")
-        return StoredTensor(self._path, self._records[str(key)], kind, (int(count),))
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The few names that describe tensors and containers."""
-        if module in ("torch", "torch.storage") and name in _DTYPES:
-            return _DTYPES[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return _KNOWN.get((module, name), Unknown)
-
-
-def _rebuild_tensor(
-    storage: StoredTensor, offset: int, size: Any, stride: Any, *unused: object
-) -> StoredTensor | Unknown:
-    shape = tuple(int(n) for n in size)
-    dense, step = [], 1
-    for n in reversed(shape):
-        dense.append(step)
-        step *= n
-    strides = tuple(int(n) for n in stride)
-    fits = all(s == d or n == 1 for s, d, n in zip(strides, reversed(dense), shape, strict=True))
-    if not fits:  # nothing that a layout holds is stored so
-        return Unknown()
-    start = storage.offset + int(offset) * storage.dtype.itemsize
-    return StoredTensor(storage.path, start, storage.dtype, shape)
-
-
-def _rebuild_parameter(data: StoredTensor, *unused: object) -> StoredTensor:
-    return data
-
-
+_rebuild: Any = torch._utils  # untyped in torch
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): _rebuild._rebuild_parameter,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("argparse", "Namespace"): argparse.Namespace,
     ("types", "SimpleNamespace"): argparse.Namespace,
-    ("builtins", "set"): set,
-    ("__builtin__", "set"): set,
-    ("torch", "Size"): tuple,
 }
 
 
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Tensors, element types and plain containers."""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name == "set" and module in ("builtins", "__builtin__"):
+            return set
+        return _KNOWN.get((module, name), Unknown)
+
+
+class _Pickle:
+    """What ``torch.load`` takes for the module ``pickle``."""
+
+    Unpickler = _Unpickler
+
+    @staticmethod
+    def load(*args: object, **kwargs: object) -> None:
+        """Asked where a file is no archive."""
+        raise pickle.UnpicklingError("no zip archive")
+
+
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """The objects of a file of ``torch.save``, tensors as :class:`StoredTensor`.
+    """The objects of a file of ``torch.save``, tensors on the meta device.
 
     Args:
         path: the file.
         start: where the archive begins, of a file with several.
-        length: of the archive; the rest of the file when not given.
+        length: of the archive; the whole file when not given.
 
     Raises:
         ValueError: no such archive, or a truncated one.
     """
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size - start if length is None else length
-            with zipfile.ZipFile(io.BufferedReader(Section(file, start, size))) as archive:
-                entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
-                data = archive.read(entries["data.pkl"])
-                order = entries.get("byteorder")
-                if order is not None and archive.read(order) != b"little":
-                    raise ValueError("numbers are in big-endian order")
-            records = {
-                name.removeprefix("data/"): start + _data_offset(file, start, info)
-                for name, info in entries.items()
-                if name.startswith("data/")
-            }
-        return _Unpickler(data, path, records).load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, KeyError, struct.error) as error:
+            archive: Any = file if length is None else _create_file_view(file, start, length)
+            return torch.load(
+                archive, map_location="meta", pickle_module=_Pickle, weights_only=False
+            )
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a seek before the start
+            raise
         raise ValueError(
             f"{path}: truncated, or not written by torch.save ({error}); copy it again"
         ) from error
 
 
-def _data_offset(file: IO[bytes], start: int, info: zipfile.ZipInfo) -> int:
-    """Where the bytes of a record begin, behind its local header."""
-    file.seek(start + info.header_offset)
-    header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return info.header_offset + _LOCAL_HEADER.size + int(header[-2]) + int(header[-1])
+def stored_tensor(path: Path, tensor: torch.Tensor, start: int = 0) -> StoredTensor:
+    """Where the bytes of a tensor of :func:`read_torch_file` are; ``start`` as given to it.
+
+    Raises:
+        ValueError: it is not stored in row-major order.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not in row-major "
+                         "order; save the checkpoint with contiguous tensors")  # fmt: skip
+    storage: Any = tensor.untyped_storage()
+    offset = start + storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+    return StoredTensor(path, offset, tensor.dtype, tuple(tensor.shape))
+
+
+def save_unfilled(
+    file: IO[bytes],
+    tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+    objects: Callable[[Sequence[torch.Tensor]], Any],
+) -> None:
+    """``torch.save`` at the present position, with holes where the bytes of tensors belong.
+
+    The checksums of the archive's records are those of the holes; ``torch.load`` reads none.
+
+    Args:
+        file: open for writing.
+        tensors: element type and shape of each.
+        objects: makes what is saved of tensors without data.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with FakeTensorMode():
+        fakes = [torch.empty(shape, dtype=dtype) for dtype, shape in tensors]
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(objects(fakes), file)
+
+
+def saved_bytes(objects: Any) -> bytes:
+    """A file of ``torch.save`` of small objects."""
+    buffer = io.BytesIO()
+    torch.save(objects, buffer)
+    return buffer.getvalue()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.orchestration.torchrun import Job
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 4
 # Warm-up and decay, so that a schedule that counts wrongly shows; dropout, so that a wrong random
@@ -194,6 +194,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert [num_children for _, num_children in before] == [0, 0], "a manager process was spawned"
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_the_random_state(tiny_model: Path, tmp_path: Path) -> None:
     """Else the test above could not tell whether random states are restored."""
     args = ((*SHARDED, *DROPOUT), str(tiny_model), str(tmp_path / "save"))
@@ -268,6 +269,7 @@ def go_on(world: World, model: str, folder: str) -> tuple[Trace, str]:
     return trace, str(save_checkpoint(folder, 2, engine, {}))
 
 
+@pytest.mark.slow
 def test_kill_during_a_save_leaves_the_previous_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -326,6 +328,7 @@ def refusals(world: World, model: str, other_model: str, folder: str) -> dict[st
     return messages
 
 
+@pytest.mark.slow
 def test_refusals_name_the_flag_that_helps(
     tiny_model: Path, tied_model: Path, tmp_path: Path
 ) -> None:

@@ -17,8 +17,8 @@ from support.family_models import (
     family_reference,
     write_family_model,
 )
-from support.share import slow_but
 from support.spawn import run_ranks
+from support.tiers import slow_but
 
 if TYPE_CHECKING:
     from support.training_worlds import CaseResult, WorldResult

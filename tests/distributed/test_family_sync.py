@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from make_tiny_model import write_tiny_model
 from support.family_sync import family_sync_world
 from support.spawn import run_ranks
 
-from mindspeed_rl.data.tiny_model import write_tiny_model
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # In nats, greedy.
 TOLERANCE = 1e-4
@@ -31,7 +30,6 @@ WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 CASES = [(family, "direct") for family in FLAGS] + [(f, "stream") for f in WITH_EXPERTS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "path"), CASES)
 def test_three_syncs_equal_a_fresh_load(family: str, path: str, tmp_path: Path) -> None:
     """Packed experts and absorbed projections follow every update, exactly once.

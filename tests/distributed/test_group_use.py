@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
 from support.group_use import used_groups_world
-from support.share import slow_but
 from support.spawn import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -32,7 +31,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, ["experts"]))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_uses_the_predicted_groups(name: str, tmp_path: Path) -> None:
     model, flags = LAYOUTS[name]
     folder = str(write_family_model(FAMILY_CASES[model], tmp_path / "model"))

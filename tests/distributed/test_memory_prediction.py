@@ -15,7 +15,7 @@ from support.spawn import run_ranks
 if TYPE_CHECKING:
     from support.memory_worlds import Measured
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # Shares of the optimizer are predicted as even; buckets differ by their padding.
 TOLERANCE = 0.03

@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.family_models import FAMILY_CASES, write_family_model
 from support.offload_world import MODES, OffloadFacts, offload_world
-from support.share import slow_but
 from support.spawn import run_ranks
+from support.tiers import slow_but
 
 from mindspeed_rl.memory.owners import OffloadMode
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = pytest.mark.distributed
 
 SHARDED = "--use-distributed-optimizer"
 WORLDS = {

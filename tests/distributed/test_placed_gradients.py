@@ -54,7 +54,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from mindspeed_rl.parallel.layout import EngineLayout
     from mindspeed_rl.rl import selftest
     from mindspeed_rl.rl.build_models import batch_rules
-    from mindspeed_rl.rl.selftest_cases import Case, Layout, relative_errors
+    from mindspeed_rl.rl.selftest import Case, Layout, relative_errors
     from mindspeed_rl.samples.columns import response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.packing import pack
@@ -93,7 +93,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
             marked.append(b.with_column("advantages", of_sample[b.sequence_of]))
         loss = selftest.make_loss(Case("ppo", "token-mean"), counts[update])
         models.policy.forward_backward(marked, loss)
-        return models.whole.gather(models.policy.gradients())
+        return models.policy_gradients()
 
     def placed_gradients(models: Any, nodes: int) -> list[Any]:
         """Of both optimizer steps, after every rank has stored what its engine said.
@@ -145,7 +145,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     legs: dict[int, int] = {}
     wanted: list[Any] = []
     for shape in SHAPES:
-        with selftest.InLayout(job, Layout(*shape)) as models:
+        with selftest.in_layout(job, Layout(*shape)) as models:
             wanted = wanted or gradients_alone(models)  # the first layout does not cut the model
             found = [*placed_gradients(models, 1), *placed_gradients(models, 2)]
         result[Layout(*shape).name(world.size)] = [
@@ -156,7 +156,8 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
 
 def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
+
     from mindspeed_rl.rl import selftest
 
     model = write_tiny_model(

@@ -66,7 +66,6 @@ def test_a_group_that_hangs_is_named_and_ends_its_ranks(tmp_path: Path) -> None:
     assert words in (tmp_path / "rows").read_text()
 
 
-@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     words = "meeting of ranks 0, 1, 2, 3: .*; not in it: rank 3"
     with pytest.raises(RankError, match=words):

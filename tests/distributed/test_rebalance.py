@@ -59,7 +59,6 @@ def test_a_skewed_set_takes_fewer_steps_and_gives_the_same_samples(
     check(run_ranks(rebalance_world, 2, work_dir=tmp_path, args=(str(tiny_model), [])))
 
 
-@pytest.mark.slow
 def test_ranks_of_an_engine_take_and_give_alike(tiny_model: Path, tmp_path: Path) -> None:
     """Two engines of two ranks."""
     args = (str(tiny_model), ["--rollout-tp", "2"])

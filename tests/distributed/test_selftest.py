@@ -19,9 +19,9 @@ from support.spawn import run_ranks
 from mindspeed_rl.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.rl.selftest_cases import Case, Cut, Finding, Layout
+    from mindspeed_rl.rl.selftest import Case, Cut, Finding, Layout
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = pytest.mark.distributed
 
 
 Shape = tuple[int, int, int, bool]  # tp, pp, cp, sequence parallel
@@ -32,16 +32,8 @@ def findings(world: World, model: str) -> list[Finding]:
     from support.training_worlds import make_job
 
     from mindspeed_rl.rl import selftest
-    from mindspeed_rl.rl.selftest_cases import CASES
 
-    chosen = chosen_rows(world.size)
-    cases = [c for c in CASES if any(case == c for _, _, case in chosen)]
-    layouts = list(dict.fromkeys(layout for layout, _, _ in chosen))
-
-    def pick(layout: Layout, cut: Cut) -> list[Case]:
-        return [case for at, by, case in chosen if (at, by) == (layout, cut)]
-
-    return selftest.run(make_job(world, model, ()), layouts, cases, pick=pick)
+    return selftest.run(make_job(world, model, ()), chosen_rows(world.size))
 
 
 def sizes(at: Layout, world: int) -> tuple[int | bool, ...]:
@@ -51,8 +43,7 @@ def sizes(at: Layout, world: int) -> tuple[int | bool, ...]:
 
 def chosen_rows(world: int) -> list[tuple[Layout, Cut, Case]]:
     """Every pair of tp, pp, cp, dp, sequence parallelism, cut, loss and aggregation."""
-    from mindspeed_rl.rl.selftest import layouts_of
-    from mindspeed_rl.rl.selftest_cases import CASES, CUTS
+    from mindspeed_rl.rl.selftest import CASES, CUTS, layouts_of
 
     rows = {
         (*sizes(at, world), cut.name, case.loss, case.aggregation): (at, cut, case)
@@ -68,14 +59,14 @@ def faulty(world: World, model: str) -> dict[str, list[Finding]]:
     from support.training_worlds import make_job
 
     from mindspeed_rl.rl import selftest
-    from mindspeed_rl.rl.selftest_cases import CUTS, Case, Layout
+    from mindspeed_rl.rl.selftest import CUTS, Case, Layout
 
     job = make_job(world, model, ())
     result = {}
     for fault, (shape, loss) in FAULTS.items():
-        layouts, cases = [Layout(*shape)], [Case(loss, "token-mean")]
+        trial = (Layout(*shape), CUTS[1], Case(loss, "token-mean"))
         with planted(fault):
-            result[fault] = selftest.run(job, layouts, cases, CUTS[1:2])
+            result[fault] = selftest.run(job, [trial])
     return result
 
 
@@ -143,8 +134,7 @@ def test_no_layout_shows(tmp_path: Path) -> None:
 
 def test_the_array_covers_every_pair() -> None:
     """Against all pairs of all allowed rows, counted apart."""
-    from mindspeed_rl.rl.selftest import layouts_of
-    from mindspeed_rl.rl.selftest_cases import CASES, CUTS
+    from mindspeed_rl.rl.selftest import CASES, CUTS, layouts_of
 
     def values(at: Layout, cut: Cut, case: Case) -> tuple[Any, ...]:
         return (*sizes(at, 4), cut, case.loss, case.aggregation)
@@ -161,6 +151,7 @@ def test_the_array_covers_every_pair() -> None:
     assert len(chosen) < 100 < len(layouts_of(4)) * len(CUTS) * len(CASES) / 25
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     """A self-test that holds under these would prove nothing."""
     found = run_ranks(faulty, 2, work_dir=tmp_path, args=(str(model_in(tmp_path)),))[0]
@@ -172,6 +163,6 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 
 def model_in(folder: Path) -> Path:
     """A model for the flags; the self-test writes its own beside it."""
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     return write_tiny_model(folder / "model" / "any", num_layers=4)

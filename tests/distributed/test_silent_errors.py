@@ -21,8 +21,8 @@ from support.rollout_worlds import (
     killed_world,
     segments_of,
 )
-from support.share import slow_but
 from support.spawn import RankError, run_ranks
+from support.tiers import slow_but
 from support.training_layouts import LAYOUT_PARAMETERS
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from make_tiny_model import write_tiny_model
 from support.spawn import run_ranks
 from support.step_sync_world import LOADS, SETTINGS, Run, step_sync_world
-
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from mindspeed_rl.bootstrap import World
 from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.samples.rollout_info import Sample
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 LENGTHS = (9, 3, 1, 20, 6, 2)
 REWARDS = (1.0, 0.0, 0.5, float("nan"), 2.0, -1.0)
@@ -54,13 +54,13 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
     from mindspeed_rl.rl.advantages import compute_advantages
     from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches
     from mindspeed_rl.rl.components import RunState
-    from mindspeed_rl.rl.selftest_cases import Layout
+    from mindspeed_rl.rl.selftest import Layout
 
     samples, rows = make_samples()
     result: dict[str, dict[str, Advantages]] = {}
     for name, layout in (("dp2", Layout()), ("cp2", Layout(cp=2)), ("pp2", Layout(pp=2))):
         job = make_job(world, model, ["--micro-batch-size", "2", "--grpo-group-size", "3"])
-        with selftest.InLayout(job, layout) as models:
+        with selftest.in_layout(job, layout) as models:
             local, engine = models.job, models.policy
             result[name] = {}
             for estimator, flags in FLAGS.items():
@@ -121,7 +121,7 @@ def expected(estimator: str) -> list[np.ndarray]:
 
 
 def test_they_are_those_of_whole_sequences_in_every_layout(tmp_path: Path) -> None:
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     model = write_tiny_model(tmp_path / "model" / "any", num_layers=2)
     found = run_ranks(advantages_in, 2, work_dir=tmp_path, args=(str(model),))[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.spawn import run_ranks
+from support.tiers import slow_but
 from support.training_worlds import make_job, make_samples
 
 from mindspeed_rl.bootstrap import World
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.samples.packing import MicroBatch, TrainSample
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow("each")]
+pytestmark = pytest.mark.distributed
 
 SHARDED = ("--use-distributed-optimizer",)
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -210,7 +211,7 @@ def write_scorer(model: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("dp2", "tp2-pp2") else pytest.mark.slow) for n in WORLDS],
+    slow_but(WORLDS, ["dp2"]),
 )
 def test_value_models(name: str, tmp_path: Path) -> None:
     """Values are transformers', bytes are those predicted, a resumed run is the whole one."""

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 from support.jobs import TorchrunJob, free_port
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

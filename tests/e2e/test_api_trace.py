@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 from support.ascend_api import snapshot
 from support.attribute_trace import collected
 from support.jobs import ROOT, TorchrunJob, free_port
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -52,7 +51,7 @@ def test_attributes_of_objects_are_in_the_snapshot(
         print(
             f"\n{sum(map(len, traced.values()))} attributes traced, {len(lost + local)} unresolved"
         )
-    assert lost == [], "run tools/ascend_api_snapshot.py --trace"
+    assert lost == [], "run tests/support/ascend_api/update.py --trace"
     assert {
         "vllm.v1.engine.llm_engine:LLMEngine",
         "megatron.core.models.gpt.gpt_model:GPTModel",

@@ -6,18 +6,15 @@ The run reads another tokenizer than the one beside its weights (--tokenizer-nam
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import ROOT
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import build_tokenizer, write_tiny_model
+from support.jobs import ROOT, run_to_end
 
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import build_tokenizer, write_tiny_model
-
-pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TIMEOUT_S = 300
 QUESTION = "Sort 3 1 2"
@@ -58,11 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *words: str) -> None:
     variables = {"PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=os.environ | variables,
-        capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = run_to_end([sys.executable, *words], TIMEOUT_S, variables, folder)
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 def test_an_export_answers_alike_in_transformers_and_vllm(folder: Path) -> None:

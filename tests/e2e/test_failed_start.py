@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 from support.jobs import TorchrunJob, free_port
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 from support.jobs import TorchrunJob, free_port
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -85,7 +84,6 @@ def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:
     assert min(step["policy/ratio_max_deviation"] for step in steps) > 0.01
 
 
-@pytest.mark.slow
 def test_bfloat16_passes_its_own_checks(world: Path) -> None:
     """With the default tolerance of the probe, which measures about 4e-3 here."""
     steps = train(

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
 from support.jobs import TorchrunJob, free_port
 from support.plain_trainer import CriticRecipe, Recipe, dumped_steps, replay
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -21,11 +21,10 @@ from support.jobs import MARKER, ROOT, TorchrunJob, free_port, processes_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 from compare_runs import differences, digests, metrics
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
-
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 DRIVER = [sys.executable, str(ROOT / "tests" / "support" / "ray_driver.py")]
 ENTRY = [sys.executable, "-m", "mindspeed_rl.train_rl"]
@@ -104,7 +103,6 @@ def joining(address: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> None:
     """Of two steps: three messages for each of four stages, none of 256 bytes.
 
@@ -121,7 +119,6 @@ def test_two_nodes_are_driven_by_small_messages(folder: Path, address: str) -> N
     assert (stages, messages) == (4, 4 * (1 + 2)) and largest < 256
 
 
-@pytest.mark.slow
 def test_an_exception_of_a_rank_ends_the_run_with_its_traceback(folder: Path, address: str) -> None:
     """Its peer, on another node, is inside a collective."""
     ended = run(folder, joining(address), MINDSPEED_RL_TEST_FAULT="1:train:2:raise")
@@ -134,7 +131,6 @@ def test_an_exception_of_a_rank_ends_the_run_with_its_traceback(folder: Path, ad
     assert last in ended.stderr.splitlines()
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_with_what_it_did(folder: Path, address: str) -> None:
     ended = run(folder, joining(address), MINDSPEED_RL_TEST_FAULT="1:rollout:2:kill")
     assert ended.returncode == 1
@@ -142,7 +138,6 @@ def test_a_killed_rank_is_named_with_what_it_did(folder: Path, address: str) -> 
     assert "worker process has died" in ended.stderr, "what Ray knows about it"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "cause", "dumped"),
     [
@@ -175,7 +170,6 @@ def test_a_rank_that_hangs_ends_the_run_with_all_stacks(
         time.sleep(0.2)
 
 
-@pytest.mark.slow
 def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     """The real entry in a local Ray, rewards and environments in its actors; nothing stays."""
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
@@ -203,13 +197,8 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
-def test_the_quickstart_in_ray_is_that_of_torchrun_bit_for_bit(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_quickstart_in_ray_is_that_of_torchrun_bit_for_bit(tmp_path: Path) -> None:
     """The script with fewer steps: four ranks of TP2 x PP2, its own warm start, and all it does."""
-    if request.config.getoption("--slow-share") != "0/1":
-        pytest.skip("takes minutes; the test before runs the same entry: tests/run_tests.sh --all")
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     scripts = tmp_path / "pretrain_scripts"
     scripts.mkdir()

@@ -28,7 +28,7 @@ from support.score_runs import (
     transformers_scores,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow("each")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 VARIANT = "qwen3-moe"
 

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file, save_file
 from support.jobs import ROOT, TorchrunJob, free_port
-
-from mindspeed_rl.data.tasks import generate_task, write_jsonl
-from mindspeed_rl.data.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
 

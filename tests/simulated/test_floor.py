@@ -23,7 +23,7 @@ from support.floor_cases import (
     layouts_of,
 )
 from support.floor_oracle import Rollout, Training
-from support.share import slow_but
+from support.tiers import slow_but
 
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import Row
@@ -123,6 +123,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PUBLISHED, ids=str)
 def test_floors_of_published_models_equal_the_oracle(case: FloorCase) -> None:
     """Every node of the four cases; of worlds above 64 every fifth rank: all positions in turn."""

@@ -34,10 +34,12 @@ from support.tensor_tracker import TensorTracker
 from mindspeed_rl.resharding import exchange, transports
 from mindspeed_rl.resharding.exchange import shared_view
 from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.resharding.layouts.base import ShardLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.resharding.schedule import Schedule
 from mindspeed_rl.resharding.stream import TensorStream
-from mindspeed_rl.resharding.traffic import element_bytes_of
+from mindspeed_rl.resharding.traffic import ElementBytes, element_bytes_of
 
 TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
 if TOOLS not in sys.path:
@@ -225,11 +227,30 @@ def test_experts_are_staged_within_the_bucket(case: Case, relay: bool) -> None:
         assert 0 < said == peak <= BUCKET_BYTES
 
 
+def whole_tensor_bytes(schedule: Schedule, source: ShardLayout, bytes_of: ElementBytes) -> int:
+    """The most that lies about of tensors that have begun and are not delivered.
+
+    A round's own copies are made while the round before it is still on its way.
+    """
+    change = [0] * (schedule.num_rounds + 2)
+    for number, names in enumerate(schedule.completed):
+        for name in names:
+            shape, size = source.shape_of(name), bytes_of(name)
+            for length in shape:
+                size *= length
+            first = schedule.slots_of(source, name)[0].round
+            change[max(0, first - 1)] += size
+            change[number + 1] -= size
+    most = held = 0
+    for size in change:
+        held += size
+        most = max(most, held)
+    return most
+
+
 @pytest.mark.parametrize("case", [TIED, MOE, LATENT], ids=["dense", "sliced", "whole"])
 def test_a_stream_stages_within_the_bucket_besides_its_tensors(case: Case) -> None:
-    """What comes on top are whole tensors that have begun to arrive, as inspect_plan.py says."""
-    from plan_stream import whole_tensor_bytes
-
+    """What comes on top are whole tensors that have begun to arrive."""
     case = replace(case, dp=2)
     hf = hf_arrays(case)
     source, _ = layouts_of(case)

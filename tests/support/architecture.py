@@ -112,6 +112,7 @@ TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
+    "conversion.torch_files",  # nor for tensors without data and parts of a file
     "conversion.distributed_target",  # nor for the entries of a distributed checkpoint's index
     "rollout.vllm_engine",
     "rollout.ascend",

@@ -49,7 +49,7 @@ class ToyLLM:
         self.running = False
         self.num_resets = 0
         self.cache = torch.ones(CACHE_BYTES, dtype=torch.uint8)
-        self._prefixes: dict[tuple[int, ...], float] = {}
+        self._prefixes: dict[tuple[int, ...], tuple[int, float]] = {}
         layer = SimpleNamespace(kv_cache=[self.cache])
         runner = SimpleNamespace(
             model=model,
@@ -71,11 +71,18 @@ class ToyLLM:
         return True
 
     def logprob(self, prompt: tuple[int, ...]) -> float:
-        """From the cache where the prompt is known: right only while the weights are the same."""
+        """From the cache where the prompt is known: right only while the weights are the same.
+
+        What is remembered of a prompt is in a byte of the cache; memory that was given back and
+        comes again holds zeros, which are another log-prob.
+        """
         if prompt not in self._prefixes:
             total = sum(float(p.detach().sum()) for _, p in self.model.named_parameters())
-            self._prefixes[prompt] = -total - sum(prompt)
-        return self._prefixes[prompt]
+            block = len(self._prefixes)
+            self.cache[block] = 1
+            self._prefixes[prompt] = block, -total - sum(prompt)
+        block, logprob = self._prefixes[prompt]
+        return logprob * float(self.cache[block])
 
 
 class ToyBackend:

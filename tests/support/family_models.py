@@ -110,9 +110,8 @@ FAMILY_CASES = {
 
 def family_config(case: FamilyCase) -> PretrainedConfig:
     """The config of transformers."""
+    from make_tiny_model import TINY_FAMILIES
     from transformers import AutoConfig
-
-    from mindspeed_rl.data.tiny_families import TINY_FAMILIES
 
     fields = {**_COMMON, **case.changes}
     if case.family in TINY_FAMILIES:

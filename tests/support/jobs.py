@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,32 @@ class TorchrunJob:
         seconds = self.wait_for(lambda: all(a.poll() is not None for a in self.agents), timeout_s)
         self.wait_for(lambda: not processes_of(self.marker), LEFTOVER_S)
         return Ended(tuple(a.returncode for a in self.agents), self.output(), seconds)
+
+
+def run_to_end(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts others; none of them outlives it or its limit.
+
+    Args:
+        command: program and arguments.
+        timeout_s: after which all of it is killed, and ``subprocess.TimeoutExpired`` raised.
+        environment: added to this process's.
+        cwd: working directory.
+
+    Returns:
+        Exit status and output, stderr within stdout.
+    """
+    marker = uuid.uuid4().hex
+    try:
+        return subprocess.run(
+            command, cwd=cwd, env=os.environ | dict(environment) | {MARKER: marker},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
+        )  # fmt: skip
+    finally:
+        for pid in processes_of(marker):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def processes_of(marker: str) -> list[int]:

@@ -11,21 +11,20 @@ from support.architecture import ROOT
 
 
 class Run(Enum):
-    """When a block is executed."""
+    """How a block is executed."""
 
     NEVER = 0
-    FILLED_IN = 1  # with the reader's own paths and flags; what takes seconds, in turns
-    IN_TURNS = 2
-    ALWAYS = 3
+    FILLED_IN = 1  # with the reader's own paths and flags
+    AS_IT_STANDS = 2
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = [*sorted((ROOT / "mindspeed_rl").glob("*/README.md")), ROOT / "tests/ascend/README.md"]
 BLOCK = re.compile(r"^(?P<indent> *)```bash\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
-_MARKS = {"<!-- executed -->": Run.ALWAYS, "<!-- executed in turns -->": Run.IN_TURNS}
+_MARK = "<!-- executed -->"
 
-# Blocks that are only parsed (tests/unit/test_docs.py): how they begin, what executes them if
-# anything does, and why it is not this test.
+# Blocks that are not run by tests/unit/test_docs_run.py: how they begin, what executes them if
+# anything does, and why it is not that test.
 NOT_RUN = (
     ("bash pretrain_scripts/quickstart.sh", "tests/e2e/test_quickstart.py", "minutes"),
     ("TORCH_INDEX_URL=", "tests/e2e/test_quickstart.py", "the same; the index: test_setup_env.py"),
@@ -66,6 +65,11 @@ class Block:
         return {one[0].rpartition("/")[2] for one in found if one}
 
     @property
+    def quick(self) -> bool:
+        """Whether it is run in the first tier: blocks of the README that take seconds."""
+        return self.page == "README.md" and "mindspeed_rl.score" not in self.text
+
+    @property
     def words(self) -> str:
         """Without comments and breaks of lines: what makes two blocks the same."""
         return " ".join(re.sub(r"(^|\s)#.*|\\$", "", self.text, flags=re.M).split())
@@ -79,8 +83,9 @@ def blocks() -> Iterator[Block]:
             indent = len(found["indent"])
             body = "".join(line[indent:] for line in found["body"].splitlines(keepends=True))
             line = text[: found.start()].count("\n") + 1
-            parsed = body.startswith(tuple(begins for begins, _, _ in NOT_RUN))
-            run = _MARKS.get(before, Run.NEVER if parsed else Run.FILLED_IN)
+            left_out = body.startswith(tuple(begins for begins, _, _ in NOT_RUN))
+            run = Run.NEVER if left_out else Run.FILLED_IN
+            run = Run.AS_IT_STANDS if before == _MARK else run
             yield Block(path.name, line, body, run)
 
 

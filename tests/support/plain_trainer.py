@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,10 @@ class Recipe:
     entropy_weight: float
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    temperature: float = 1.0
+    min_lr: float | None = None  # reached at the last update, linearly; None: the rate stays
+    kl_target: float = 0.0  # 0: the coefficient stays
+    kl_horizon: float = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +50,36 @@ class CriticRecipe:
 
 
 class Replayed(NamedTuple):
-    """Weights by HF name after all updates, and the norm of every gradient."""
+    """Weights by HF name after all updates, and the norm of every gradient.
+
+    ``kl`` is the mean per token of every step that updated the policy, ``kl_beta`` the coefficient
+    after the last, ``clipped`` the tokens held back by the lower and by the upper bound.
+    """
 
     weights: dict[str, torch.Tensor]
     norms: list[float]
     critic: dict[str, torch.Tensor]
     critic_norms: list[float]
+    kl: list[float]
+    kl_beta: float
+    clipped: tuple[int, int]
 
 
-def response_logits(model: Any, row: dict[str, Any]) -> torch.Tensor:
+@dataclass
+class Seen:
+    """What the updates of one step saw, summed over tokens."""
+
+    tokens: int = 0
+    kl: float = 0.0
+    below: int = 0
+    above: int = 0
+
+
+def response_logits(model: Any, row: dict[str, Any], temperature: float) -> torch.Tensor:
     """[response, vocabulary] log p of every token at the places that predict the response."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits: torch.Tensor = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
-    return logits.log_softmax(-1)
+    return (logits / temperature).log_softmax(-1)
 
 
 def picked(logp: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
@@ -80,23 +101,38 @@ def update_loss(
     reference: Any,
     rows: Sequence[tuple[dict[str, Any], Any, torch.Tensor]],
     recipe: Recipe,
+    kl_beta: float,
+    seen: Seen,
 ) -> torch.Tensor:
     """Token mean of the clipped loss, the k3 KL and the entropy bonus."""
     total, tokens = torch.zeros(()), 0
     for row, advantage, old in rows:
-        everything = response_logits(model, row)
+        everything = response_logits(model, row, recipe.temperature)
         logp = picked(everything, row)
         ratio = (logp - old).exp()
         bounded = ratio.clamp(1 - recipe.eps_lower, 1 + recipe.eps_upper)
         loss = -torch.minimum(ratio * advantage, bounded * advantage)
-        if recipe.kl_beta:
+        seen.below += int(((ratio < 1 - recipe.eps_lower) & (loss > -ratio * advantage)).sum())
+        seen.above += int(((ratio > 1 + recipe.eps_upper) & (loss > -ratio * advantage)).sum())
+        if kl_beta:
             with torch.no_grad():
-                ref = picked(response_logits(reference, row), row)
-            loss = loss + recipe.kl_beta * ((ref - logp).exp() - (ref - logp) - 1)
+                ref = picked(response_logits(reference, row, recipe.temperature), row)
+            kl = (ref - logp).exp() - (ref - logp) - 1
+            seen.kl += float(kl.detach().sum())
+            loss = loss + kl_beta * kl
         entropy = -(everything.exp() * everything).sum(-1)
         total = total + (loss - recipe.entropy_weight * entropy).sum()
         tokens += len(logp)
+    seen.tokens += tokens
     return total / tokens
+
+
+def adapted(kl_beta: float, kl: float, recipe: Recipe, num_samples: int) -> float:
+    """The coefficient of the next step (Ziegler et al. 2019, section 2.2)."""
+    if not recipe.kl_target:
+        return kl_beta
+    error = min(0.2, max(-0.2, kl / recipe.kl_target - 1))
+    return kl_beta * (1 + error * min(1.0, num_samples / recipe.kl_horizon))
 
 
 def values_of(critic: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -132,16 +168,25 @@ def value_loss(
 
 
 class Trained:
-    """A model with its AdamW."""
+    """A model with its AdamW; the rate falls to the recipe's at update ``num_updates``."""
 
-    def __init__(self, model: Any, recipe: Recipe, lr: float) -> None:
+    def __init__(self, model: Any, recipe: Recipe, lr: float, num_updates: int) -> None:
         # an engine may sample the padding token, and then it is a token like any other
         model.get_input_embeddings().padding_idx = None
-        self.model, self.recipe, self.lr = model, recipe, lr
+        self.model, self.recipe, self.lr, self.num_updates = model, recipe, lr, num_updates
         self.norms: list[float] = []
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=lr, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
+
+    def rate(self, update: int) -> float:
+        """Of an update, counted from 1."""
+        warmup, low = self.recipe.warmup, self.recipe.min_lr
+        if update <= warmup:
+            return self.lr * update / warmup
+        if low is None:
+            return self.lr
+        return self.lr + (low - self.lr) * (update - warmup) / (self.num_updates - warmup)
 
     def update(self, loss: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -149,28 +194,41 @@ class Trained:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
         self.norms.append(float(norm))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, len(self.norms) / self.recipe.warmup)
+            group["lr"] = self.rate(len(self.norms))
         self.optimizer.step()
 
 
 def replay(
     model_dir: Path,
-    steps: Iterable[Sequence[dict[str, Any]]],
+    steps: Sequence[Sequence[dict[str, Any]]],
     recipe: Recipe,
     ppo: CriticRecipe | None = None,
+    after_step: Callable[[int, Any], None] = lambda step, policy: None,
 ) -> Replayed:
-    """All updates of a run; the value head starts at 0."""
+    """All updates of a run; the value head starts at 0.
+
+    Args:
+        model_dir: a Hugging Face checkpoint.
+        steps: the dumped rollouts.
+        recipe: settings of the run.
+        ppo: those of its critic.
+        after_step: called with the policy after every step, and as step 0 before the first.
+    """
+    updates = [-(-len(rows) // recipe.samples_per_update) for rows in steps]
     load = AutoModelForCausalLM.from_pretrained
-    policy = Trained(load(model_dir, dtype=torch.float32), recipe, recipe.lr)
-    reference = load(model_dir, dtype=torch.float32)
+    waiting = ppo.warmup_steps if ppo else 0
+    model, reference = (load(model_dir, dtype=torch.float32) for _ in range(2))
+    policy = Trained(model, recipe, recipe.lr, sum(updates[waiting:]))
     classifier = AutoModelForSequenceClassification.from_pretrained(
         model_dir, dtype=torch.float32, num_labels=1
     )
     classifier.score.weight.data.zero_()
-    critic = Trained(classifier, recipe, ppo.lr if ppo else 0.0)
+    critic = Trained(classifier, recipe, ppo.lr if ppo else 0.0, sum(updates))
+    kl_beta, kls, clipped = recipe.kl_beta, [], [0, 0]
+    after_step(0, policy.model)
     for number, rows in enumerate(steps, 1):
         with torch.no_grad():  # the models that sampled, before the first update of the step
-            old = [picked(response_logits(policy.model, row), row) for row in rows]
+            old = [picked(response_logits(model, row, recipe.temperature), row) for row in rows]
             values = [values_of(classifier, row) if ppo else torch.zeros(0) for row in rows]
         given: Sequence[Any] = advantages(rows, recipe.group_size)
         if ppo:
@@ -184,11 +242,19 @@ def replay(
         for part in parts if ppo else ():
             targets = list(zip(rows[part], values[part], returns[part], strict=True))
             critic.update(value_loss(classifier, targets, ppo))
-        for part in () if ppo and number <= ppo.warmup_steps else parts:
+        seen = Seen()
+        for part in parts if number > waiting else ():
             samples = list(zip(rows[part], given[part], old[part], strict=True))
-            policy.update(update_loss(policy.model, reference, samples, recipe))
+            policy.update(update_loss(model, reference, samples, recipe, kl_beta, seen))
+        if seen.tokens:
+            kls.append(seen.kl / seen.tokens)
+            kl_beta = adapted(kl_beta, kls[-1], recipe, len(rows))
+        clipped = [clipped[0] + seen.below, clipped[1] + seen.above]
+        after_step(number, policy.model)
     weights = [{n: p.detach() for n, p in t.model.named_parameters()} for t in (policy, critic)]
-    return Replayed(weights[0], policy.norms, weights[1], critic.norms)
+    return Replayed(
+        weights[0], policy.norms, weights[1], critic.norms, kls, kl_beta, (clipped[0], clipped[1])
+    )
 
 
 def dumped_steps(file: Path) -> list[list[dict[str, Any]]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-PUBLISHED = {
-    path.stem: path for path in sorted((Path(__file__).parent / "hf_configs").glob("*.json"))
-}
+from support.architecture import ROOT
+
+PUBLISHED = {p.stem: p for p in sorted((ROOT / "pretrain_scripts/models/configs").glob("*.json"))}
 
 
 def published_config(model: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from support.share import slow_but
+from support.tiers import slow_but
 from support.training_worlds import Case
 
 _SMALL_PADDING = ("--make-vocab-size-divisible-by", "8")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from make_tiny_model import write_tiny_model
 
-from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.environments import answer_tokens
 
 BATCH = 32

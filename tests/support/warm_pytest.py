@@ -2,8 +2,9 @@
 
 Importing torch and megatron-core takes longer than most tests. A line of standard input is a JSON
 object with ``folder`` (working directory; its ``tests`` and itself come first on the path),
-``arguments`` of pytest, ``log`` (a file for the output) and ``timeout_s``; the answer is a line
-with pytest's exit status, or ``hangs``. Nothing of mindspeed_rl or of the tests is imported here.
+``arguments`` of pytest, ``log`` (a file for the output), ``timeout_s`` and ``environment``, which
+may name a fault (``tests/faults``); the answer is a line with pytest's exit status, or ``hangs``.
+Nothing of mindspeed_rl or of the tests is imported here.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-def run(folder: Path, arguments: list[str], log: Path) -> int:
+def run(folder: Path, arguments: list[str], log: Path, environment: dict[str, str]) -> int:
     """Body of a fork."""
     os.setsid()  # what a test starts ends with it
     os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(folder)
-    sys.path[:] = [str(folder), str(folder / "tests"), *sys.path]
+    # processes that the test starts plant the same fault
+    path = [str(folder / "tests" / "faults" / "bootstrap"), str(folder)]
+    os.environ.update(environment, PYTHONPATH=os.pathsep.join(path))
+    sys.path[:] = [*path, str(folder / "tests"), *sys.path]
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     import pytest
+    from faults.planting import plant_from_environment
 
+    plant_from_environment()
     return int(pytest.main(arguments))
 
 
@@ -61,7 +66,9 @@ def main() -> None:
         if pid == 0:
             status = 3  # pytest's own number for an internal error
             try:
-                status = run(Path(task["folder"]), task["arguments"], Path(task["log"]))
+                status = run(
+                    Path(task["folder"]), task["arguments"], Path(task["log"]), task["environment"]
+                )
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from support.architecture import PACKAGE
 from support.ascend_api import PATH, snapshot
-
-from tools.ascend_api.snapshot import changed_defaults, difference, lookup, symbols
-from tools.ascend_api.sources import Sources
-from tools.ascend_api.uses import Use, problems, uses_of
+from support.ascend_api.entries import changed_defaults, difference, lookup, symbols
+from support.ascend_api.sources import Sources
+from support.ascend_api.uses import Use, problems, uses_of
 
 # The packages of a CPU installation, which are read as they are installed.
 INSTALLED = {"vllm 0.32.0": "vllm", "megatron-core 0.16.1": "megatron"}
@@ -35,7 +34,7 @@ def found(changed: dict[str, Any]) -> list[str]:
 
 def test_every_use_of_ours_is_in_the_snapshot() -> None:
     """Names, members, positions and keywords of calls, parameters that patches were written for."""
-    assert found(snapshot()) == [], "run python tools/ascend_api_snapshot.py --write"
+    assert found(snapshot()) == [], "run python tests/support/ascend_api/update.py --write"
     assert len(uses()) > 150, "the walker sees our code"
     assert PATH.stat().st_size < 150 * 1024
 
@@ -126,6 +125,7 @@ def test_a_key_of_another_version_is_told() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_snapshot_is_that_of_the_installed_packages() -> None:
     """Read anew from the installation of CPU runs: the same entries."""
     sources = {}

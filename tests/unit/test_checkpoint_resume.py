@@ -134,5 +134,5 @@ def test_a_checkpoint_of_another_tool_is_not_saved_over(tmp_path: Path, file: st
     place = tmp_path / "iter_0000001" / file
     place.parent.mkdir(parents=True)
     place.write_text("precious")
-    with pytest.raises(ValueError, match="holds iter_0000001, which another tool wrote; choose an"):
+    with pytest.raises(ValueError, match="holds iter_0000001, which another"):
         resume.refuse_other_run(tmp_path, 0)

@@ -26,8 +26,10 @@ from support.conversions import (
 )
 from unit.test_hf_export import largest_file
 
-from mindspeed_rl.conversion import run, stored
+from mindspeed_rl.conversion import command, stored
 from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.conversion.source import Source
+from mindspeed_rl.conversion.target import Target
 
 TP2 = ("--target-tensor-parallel-size", "2")
 FOUR = (*TP2, "--target-pipeline-parallel-size", "2")
@@ -73,11 +75,14 @@ def test_a_source_that_fails_while_it_is_read_is_named(
     model: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """Not the target: its disk is whole, and what was written is kept."""
-    target, journal = tmp_path / "mg", tmp_path / ".mg.converting" / "journal"
+    target = tmp_path / "mg"
     real = os.preadv
 
+    def finished() -> int:
+        return len(list(tmp_path.glob(".mg.converting-*/iter_*/*/*.pt")))
+
     def preadv(*args: Any) -> int:
-        if not flags or journal.read_text().count("\n") > 1:  # written, now compared
+        if not flags or finished() == 2:  # written, now compared
             raise OSError(errno.EIO, "Input/output error")
         return real(*args)
 
@@ -89,7 +94,7 @@ def test_a_source_that_fails_while_it_is_read_is_named(
     ):
         hf_to_mg(model, target, [*TP2, "--workers", "1", *flags])
     assert "--save-dir" not in str(caught.value) and "free space" not in str(caught.value)
-    assert not target.exists() and journal.exists()
+    assert not target.exists() and finished() == (2 if flags else 0)
     said = hf_to_mg(model, target, TP2)
     assert any(line.startswith("resumed: ") for line in said) == bool(flags)
 
@@ -105,21 +110,21 @@ def test_space_is_checked_before_anything_is_written(model: Path, tmp_path: Path
 
 
 def test_verify_finds_a_bit_that_was_lost(model: Path, tmp_path: Path) -> None:
-    real = run._finish
+    real = command.verify
 
-    def lossy(target: object, journal: object) -> None:
-        real(target, journal)  # type: ignore[arg-type]
-        (path,) = journal.out.glob("*.safetensors")  # type: ignore[attr-defined]
+    def lossy(source: Source, result: Source, target: Target, workers: int) -> None:
+        (path,) = result.files
         with path.open("r+b") as file:
             file.seek(-5, os.SEEK_END)
             byte = file.read(1)
             file.seek(-5, os.SEEK_END)
             file.write(bytes([byte[0] ^ 1]))
+        real(source, result, target, workers)
 
     target = tmp_path / "hf"
     flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target, "--verify")
     with (
-        mock.patch.object(run, "_finish", lossy),
+        mock.patch.object(command, "verify", lossy),
         pytest.raises(ValueError, match="--verify: 1 of 93 tensors differ"),
     ):
         convert(*flags)

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -56,7 +57,7 @@ def peak_of(task: Callable[[], object], first: Callable[[], object]) -> int:
     return int(text)
 
 
-@pytest.mark.slow("each")
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +66,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(
     Blocks are to the tensors what they are in large models, where the largest have 250 MB and more.
     """
     monkeypatch.setattr(source, "BLOCK_BYTES", LARGEST_BYTES // 8)
-    monkeypatch.setattr(stored, "_MAPPED_BYTES", LARGEST_BYTES // 4)
+    monkeypatch.setattr(stored, "_ROWS_BYTES", LARGEST_BYTES // 4)
     tiny = write_model("qwen3", tmp_path / "tiny")
     hf_to_mg(tiny, tmp_path / "tiny-mg", TP2)
     workers = ("--workers", "2")
@@ -120,22 +121,22 @@ def terminal() -> Iterator[list[str]]:
 
 
 def test_a_bar_goes_from_what_was_written_before_to_all_bytes(tmp_path: Path) -> None:
-    """Percent of the tensors' bytes on disk; those of an earlier attempt count."""
+    """Percent of the tensors' bytes; those in finished files of an earlier attempt count."""
     model = write_model("deepseek", tmp_path / "model")
     argv = ["--load-dir", str(model), "--save-dir", str(tmp_path / "mg"), *TP2, "--workers", "1"]
     number = 0
-    real = run._write_tensor
+    real = run._Writer._write_tensor
 
-    def stopping(*args: object) -> int:
+    def stopping(*args: Any) -> None:
         nonlocal number
         number += 1
         if number == 60:
             raise OSError(28, "No space left on device")
-        return real(*args)  # type: ignore[arg-type]
+        real(*args)
 
-    with terminal() as texts, mock.patch.object(run, "_SYNC_BYTES", 1):
+    with terminal() as texts:
         with (
-            mock.patch.object(run, "_write_tensor", stopping),
+            mock.patch.object(run._Writer, "_write_tensor", stopping),
             pytest.raises(OSError, match="No space left"),
         ):
             run_conversion(parse_options(argv), lambda line: None)

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from make_task_data import write_jsonl
+from make_tiny_model import TinySizes, write_tiny_model
+from mindspeed_rl.rl.training import load_tokenizer
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.data import PromptSampler, write_jsonl, write_tiny_model
-from mindspeed_rl.data.tiny_families import TinySizes
+from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.pretrain import load_examples
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl import resume as rl_resume
 from mindspeed_rl.rl.build import load_data
-from mindspeed_rl.rl.training import load_tokenizer
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)
@@ -82,4 +83,4 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
             rl_resume.start(run)
         return
     assert rl_resume.start(run) == (4, {})
-    assert run.version == 2 and run.sampler.epoch == 1
+    assert run.state.version == 2 and run.parts.data.sampler.epoch == 1

@@ -7,9 +7,11 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.data import build_tokenizer, generate_task, load_prompts, write_jsonl
+from mindspeed_rl.data import load_prompts
 
 USER, ASSISTANT, SYSTEM = 2, 3, 4
 VOCAB_SIZE = 261

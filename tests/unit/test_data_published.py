@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from prepare_data import BOXED, PUBLISHED, prepare
 
-from mindspeed_rl.data.published import BOXED, PUBLISHED, prepare
 from mindspeed_rl.rewards import RewardRequest, resolve_reward
 
 ROOT = Path(__file__).resolve().parents[2]

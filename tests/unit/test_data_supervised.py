@@ -3,16 +3,11 @@
 import copy
 
 import pytest
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.data import (
-    SupervisedExample,
-    build_tokenizer,
-    generate_task,
-    load_prompts,
-    load_supervised,
-    write_jsonl,
-)
+from mindspeed_rl.data import SupervisedExample, load_prompts, load_supervised
 
 VOCAB_SIZE = 261
 

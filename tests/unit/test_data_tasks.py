@@ -9,8 +9,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mindspeed_rl.data import TASK_NAMES, generate_task, is_heldout, write_jsonl
+from make_task_data import TASK_NAMES, generate_task, is_heldout, write_jsonl
 
 
 def question(row):
@@ -26,22 +25,11 @@ def test_digit_sort_sorts_digits():
         assert [message["role"] for message in row["prompt"]] == ["user"]
 
 
-def test_digit_sort_with_wrong_solutions_keeps_questions_and_answers():
-    clean = list(generate_task("digit_sort", 2000, seed=3))
-    noisy = list(generate_task("digit_sort", 2000, seed=3, unsorted_share=0.5))
-    assert [question(row) for row in noisy] == [question(row) for row in clean]
-    assert [row["answer"] for row in noisy] == [row["answer"] for row in clean]
-    num_wrong = sum(row["solution"] != row["answer"] for row in noisy)
-    assert 880 < num_wrong < 1120  # 5 standard deviations around 1000
-    assert all(row["solution"] in (row["answer"], question(row)) for row in noisy)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_word_problem_solution_follows_from_its_numbers(num_steps):
-    for row in generate_task("word_problem", 300, seed=1, num_steps=num_steps):
+def test_word_problem_solution_follows_from_its_numbers():
+    for row in generate_task("word_problem", 900, seed=1):
         *steps, last = row["solution"].split("\n")
         assert last == f"#### {row['answer']}"
-        assert row["metadata"]["difficulty"] == len(steps) == num_steps
+        assert row["metadata"]["difficulty"] == len(steps)
         start, *amounts = re.findall(r"\d+", question(row))
         value = int(start)
         for step, amount in zip(steps, amounts, strict=True):
@@ -104,12 +92,6 @@ def test_first_rows_do_not_change_between_processes_or_versions():
         ({"name": "sorting"}, r"name='sorting'.*digit_sort.*word_problem"),
         ({"split": "test"}, r"split='test'.*train.*heldout"),
         ({"num_rows": 0}, "num_rows=0"),
-        ({"num_digits": 0}, "num_digits=0"),
-        ({"num_digits": 2.0}, "num_digits=2.0"),
-        ({"digits": 3}, r"no option 'digits'.*num_digits"),
-        ({"unsorted_share": 1.5}, "unsorted_share=1.5"),
-        ({"name": "word_problem", "num_steps": 4}, r"num_steps=4.*1\.\.3"),
-        ({"name": "word_problem", "max_start": 1}, "max_start=1"),
     ],
 )
 def test_wrong_arguments_are_named_before_the_first_row(arguments, message):
@@ -118,9 +100,10 @@ def test_wrong_arguments_are_named_before_the_first_row(arguments, message):
         generate_task(**call)
 
 
-def test_exhausted_task_says_how_many_prompts_there_are():
+def test_exhausted_task_says_how_many_prompts_there_are(monkeypatch):
+    monkeypatch.setattr("make_task_data._NUM_DIGITS", 1)
     num_prompts = sum(not is_heldout(str(digit)) for digit in range(10))
-    rows = generate_task("digit_sort", 11, seed=0, num_digits=1)
+    rows = generate_task("digit_sort", 11, seed=0)
     assert len(list(islice(rows, num_prompts))) == num_prompts
     with pytest.raises(ValueError, match=rf"num_rows=11.*only {num_prompts} different"):
         next(rows)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from make_task_data import generate_task
+from make_tiny_model import build_tokenizer, write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-
-from mindspeed_rl.data import build_tokenizer, generate_task, write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pytest
+from make_tiny_model import write_tiny_model
 from pyarrow import parquet
 from support.architecture import ROOT
 from support.conversions import hf_to_mg, quantise, write_model
@@ -25,19 +27,19 @@ from support.documented import calls_of, execute
 from support.pages import ALL, NOT_RUN, PAGES, Block, Run
 from support.published import PUBLISHED
 
-from mindspeed_rl.data.tiny_model import write_tiny_model
+
+def parameters(blocks: Iterable[Block]) -> list[Any]:
+    """Blocks as parameters of a test."""
+    return [
+        pytest.param(block, id=block.name, marks=() if block.quick else pytest.mark.slow)
+        for block in blocks
+    ]
 
 
 def executed() -> list[Any]:
-    """Blocks to run, each text once, as parameters."""
-    seen = {
-        block.words: block for block in reversed(ALL) if block.run in (Run.ALWAYS, Run.IN_TURNS)
-    }
-    marks: dict[Run, list[Any]] = {Run.ALWAYS: [], Run.IN_TURNS: [pytest.mark.slow("each")]}
-    return [
-        pytest.param(block, id=block.name, marks=marks[block.run])
-        for block in sorted(seen.values(), key=lambda block: block.name)
-    ]
+    """Blocks that run as they stand, each text once; the README's before those of other pages."""
+    seen = {block.words: block for block in reversed(ALL) if block.run is Run.AS_IT_STANDS}
+    return parameters(sorted(seen.values(), key=lambda block: block.name))
 
 
 @pytest.fixture(scope="module")
@@ -98,24 +100,9 @@ def test_blocks_that_are_marked_run(
         (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], cwd=tmp_path, env=reader,
-        capture_output=True, text=True, timeout=60 if block.run is Run.ALWAYS else 240,
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
-# Seconds each; tests/simulated/test_recipes.py predicts every recipe at every commit.
-SLOW = ("grpo_deepseek", "grpo_qwen3", "tools/convert_checkpoint.py")
-
-
-def filled_in() -> list[Any]:
-    """The other blocks that are executed, as parameters."""
-    return [
-        pytest.param(
-            block, id=block.name,
-            marks=[pytest.mark.slow("each")] if any(name in block.text for name in SLOW) else [],
-        )
-        for block in ALL if block.run is Run.FILLED_IN
-    ]  # fmt: skip
 
 
 def write_readers_things(block: Block, data: Path, folder: Path) -> None:
@@ -147,7 +134,7 @@ def page(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("block", filled_in())
+@pytest.mark.parametrize("block", parameters(b for b in ALL if b.run is Run.FILLED_IN))
 def test_all_other_blocks_run_with_what_is_the_readers_filled_in(
     block: Block,
     data: Path,

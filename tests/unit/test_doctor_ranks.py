@@ -36,6 +36,7 @@ def run_doctor(script: str, **environment: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_red_with_what_to_do() -> None:
     """No launcher where MASTER_ADDR says; no device; a rank that never comes: each in turn."""
     done = run_doctor(

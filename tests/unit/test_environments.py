@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from make_tiny_model import build_tokenizer
 from support.rl_run import PROMPTS, TableRun, make_run
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
-from mindspeed_rl.data.tiny_model import build_tokenizer
 from mindspeed_rl.environments import (
     LocalRunner,
     Observation,

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.jobs import free_port
+from support.rewards_support import wait_for
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_rl.bootstrap import World
@@ -191,9 +191,7 @@ def test_neighbours_lost_with_a_launcher_are_not_the_cause(
         ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, LATE_RANK],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not (tmp_path / "ready").exists():
-        assert launcher.poll() is None
-        time.sleep(0.02)
+    assert wait_for((tmp_path / "ready").exists, 60.0) and launcher.poll() is None
     if gone == "this node":
         launcher.kill()
         launcher.wait()

@@ -62,7 +62,11 @@ def _threads(times: int, **env: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("times", "env", "threads"),
-    [(0, {}, 4), (2, {}, 1), (1, {"GLOO_SOCKET_IFNAME": "lo,lo"}, 2)],
+    [
+        pytest.param(0, {}, 4, marks=pytest.mark.slow),
+        (2, {}, 1),
+        pytest.param(1, {"GLOO_SOCKET_IFNAME": "lo,lo"}, 2, marks=pytest.mark.slow),
+    ],
     ids=["as torch has it", "shared", "one thread per named interface"],
 )
 def test_groups_share_a_thread(times: int, env: dict[str, str], threads: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
 from support.conversions import convert, write_model
 
@@ -27,7 +28,6 @@ from mindspeed_rl.config import (
     TrainConfig,
 )
 from mindspeed_rl.config.outputs import check_paths
-from mindspeed_rl.data.tiny_model import write_tiny_model
 from mindspeed_rl.models.hf_code import code_files
 
 
@@ -261,9 +261,8 @@ def test_code_of_two_directories_with_one_name_is_refused(tmp_path: Path, with_c
 
 def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_path: Path) -> None:
     """Beside a tokenizer.json alone nothing says its class, which adds tokens: config.json does."""
-    from transformers import AutoTokenizer
-
     from mindspeed_rl.rl.training import load_tokenizer
+    from transformers import AutoTokenizer
 
     source, bare, target = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "hf"
     write_tiny_model(source)

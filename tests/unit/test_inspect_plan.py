@@ -13,23 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import floor_oracle as oracle
 from support.floor_cases import FloorCase, layouts_of, rollout_text, train_text
 from support.floor_oracle import Rollout, Training
-from support.local_transport import LocalTransport, LocalWorld
 from support.published import PUBLISHED
 
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.planner import plan_reshard
 from mindspeed_rl.resharding.schedule import plan_schedule
-from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.traffic import (
     RoundTraffic,
     Spread,
     critical_bytes,
     element_bytes_of,
-    node_floors,
     rank_traffic,
     round_traffic,
 )
@@ -38,19 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import inspect_plan  # noqa: E402
-from bench.peer_links import (  # noqa: E402
-    gather_from_other_nodes,
-    gather_links,
-    stream_from_other_nodes,
-    two_stage_from_other_nodes,
-    two_stage_links,
-)
-from bench.peer_volumes import (  # noqa: E402
-    gather_volumes,
-    stream_volumes,
-    two_stage_volumes,
-)
-from bench.trainer_tensors import trainer_tensors  # noqa: E402
 
 QWEN_7B = FloorCase("qwen2.5-7b", Training(16, tp=4, pp=2), Rollout(16, tp=2), 8)
 QWEN_30B = FloorCase(
@@ -93,12 +75,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str
     return text, json.loads(out.read_text())
 
 
-def test_json_holds_every_strategy_and_key(report: tuple[str, list[dict[str, Any]]]) -> None:
+def test_json_holds_every_key(report: tuple[str, list[dict[str, Any]]]) -> None:
     _, entries = report
-    assert [e["strategy"] for e in entries] == ["direct", "stream", "gather", "two-stage"]
+    assert [e["strategy"] for e in entries] == ["direct"]
     for entry in entries:
         keys = ("recv_bytes", "recv_inter_node_bytes", "recv_intra_node_bytes", "send_bytes")
-        for key in (*keys, "floor_bytes", "node_floor_bytes"):
+        for key in (*keys, "floor_bytes", "node_floor_bytes", "whole_tensor_bytes"):
             assert set(entry[key]) == {"min", "mean", "max"}
             assert entry[key]["min"] <= entry[key]["mean"] <= entry[key]["max"]
         of_nodes = entry["recv_inter_node_bytes"]["mean"] + entry["recv_intra_node_bytes"]["mean"]
@@ -112,8 +94,9 @@ def test_json_holds_every_strategy_and_key(report: tuple[str, list[dict[str, Any
         assert entry["estimated_s"] == pytest.approx(wire_s)
 
 
+@pytest.mark.slow
 def test_direct_is_at_the_floor_of_the_oracle(report: tuple[str, list[dict[str, Any]]]) -> None:
-    _, (direct, *others) = report
+    _, (direct,) = report
     problem = (QWEN_7B.config, QWEN_7B.training, QWEN_7B.rollout)
     floors = [oracle.receive_floor(*problem, rank) for rank in range(QWEN_7B.world)]
     expected = {"min": min(floors), "mean": sum(floors) / len(floors), "max": max(floors)}
@@ -121,8 +104,9 @@ def test_direct_is_at_the_floor_of_the_oracle(report: tuple[str, list[dict[str, 
     nodes = [oracle.node_floor(*problem, node, QWEN_7B.ranks_per_node) for node in range(2)]
     assert direct["node_floor_bytes"]["max"] == max(nodes)
     assert direct["send_bytes"]["mean"] == direct["recv_bytes"]["mean"]
-    for other in others:
-        assert other["recv_bytes"]["min"] > direct["recv_bytes"]["max"], other["strategy"]
+    # 7.6 GB of weights without what a rank of TP4 PP2 holds
+    weights = sum(2 * prod(shape) for shape in layouts_of(QWEN_7B)[0].hf_shapes.values())
+    assert 0.85 * weights < direct["whole_tensor_bytes"]["min"] < weights
 
 
 def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, Any]]]) -> None:
@@ -137,33 +121,10 @@ def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, A
         for entry in entries:
             shown = " / ".join(f"{entry[key][k] / 1e9:.3f}" for k in ("min", "mean", "max"))
             assert shown in line, (entry["strategy"], key)
-    assert re.search(r"^in / floor +1\.00 ", text, re.MULTILINE)
+    assert re.search(r"^in / floor +1\.00$", text, re.MULTILINE)
 
 
-def test_stream_has_the_rounds_of_the_product(
-    report: tuple[str, list[dict[str, Any]]],
-) -> None:
-    """As many as ``TensorStream`` on one of the ranks makes, and its staging."""
-    source, _ = layouts_of(QWEN_7B)
-    stream = TensorStream(
-        source,
-        range(QWEN_7B.world),
-        rank=0,
-        ranks_per_node=QWEN_7B.ranks_per_node,
-        transport=LocalTransport(LocalWorld(QWEN_7B.world), 0),
-        dtype=torch.bfloat16,
-        bucket_bytes=512 << 20,
-    )
-    entry = next(e for e in report[1] if e["strategy"] == "stream")
-    assert entry["rounds"] == len(stream.resharder.rounds)
-    messages = sum(len(leg.receives) for part in stream.resharder.rounds for leg in part.legs)
-    assert entry["messages_per_rank"] == messages
-    staging = stream.resharder.staging_bytes()
-    largest = max(2 * prod(shape) for shape in source.hf_shapes.values())
-    assert staging + largest <= entry["peak_staging_bytes"] + 64  # the executor's alignment
-    assert entry["peak_staging_bytes"] <= staging + 4 * largest
-
-
+@pytest.mark.slow
 def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:
     """The example of ``--help``, with the config of the test data."""
     words = shlex.split(inspect_plan.EXAMPLE.split("\n", 1)[1].replace("\\\n", " "))
@@ -173,94 +134,18 @@ def test_some_ranks_of_the_deepseek_case(tmp_path: Path) -> None:
     flags[flags.index("--json") + 1] = str(tmp_path / "plan.json")
     flags[flags.index("--ranks") + 1] = "17"
     run_tool(*flags)
-    direct, _, _, two_stage = json.loads((tmp_path / "plan.json").read_text())
+    (direct,) = json.loads((tmp_path / "plan.json").read_text())
     floor = oracle.receive_floor(DEEPSEEK.config, DEEPSEEK.training, DEEPSEEK.rollout, 17)
     assert direct["recv_bytes"] == {"min": floor, "mean": floor, "max": floor}
-    assert two_stage["recv_bytes"]["min"] > 3 * floor
+    assert direct["whole_tensor_bytes"]["min"] > 50 * floor
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 3, 4, 8, 16, 512])
-@pytest.mark.parametrize("case", [QWEN_7B, QWEN_30B, DEEPSEEK], ids=str)
-def test_links_of_the_peers_add_up_to_their_critical_bytes(
-    case: FloorCase, ranks_per_node: int
-) -> None:
-    source, target = layouts_of(case)
-    gather = gather_links(source, 2, ranks_per_node)
-    two_stage = two_stage_links(source, target, 2, ranks_per_node)
-    critical = gather_volumes(source, target, 2).critical_bytes
-    assert gather.within_nodes + gather.between_nodes == critical
-    critical = two_stage_volumes(source, target, 2).critical_bytes
-    assert two_stage.within_nodes + two_stage.between_nodes == critical
-    one_node = ranks_per_node >= case.world
-    for links in (gather, two_stage):
-        assert (links.between_nodes == 0) == one_node
-        assert links.within_nodes == 0 or ranks_per_node > 1
-
-
-def test_gathers_over_tensor_parallel_neighbours_stay_in_a_node() -> None:
-    """TP4 PP2 on nodes of 8: only the broadcast between the stages leaves them."""
-    source, _ = layouts_of(QWEN_7B)
-    of_both_stages = (*source.local_shapes(0).values(), *source.local_shapes(8).values())
-    assert gather_links(source, 2, 8).between_nodes == 2 * sum(map(prod, of_both_stages))
-
-
-@pytest.mark.parametrize("ranks_per_node", [1, 3, 4, 8, 16, 512])
-@pytest.mark.parametrize("case", [QWEN_7B, QWEN_30B, DEEPSEEK], ids=str)
-def test_what_enters_a_node_is_a_part_of_what_its_ranks_receive(
-    case: FloorCase, ranks_per_node: int
-) -> None:
-    """With nodes of one rank it is all of it; on one node there is none."""
-    source, target = layouts_of(case)
-    files = HfFileLayout.of(source, range(case.world))
-    nodes = node_floors(source, files, element_bytes_of(source, 2), ranks_per_node)
-    found = {
-        "gather": gather_from_other_nodes(source, 2, ranks_per_node),
-        "two-stage": two_stage_from_other_nodes(source, target, 2, ranks_per_node),
-        "stream": stream_from_other_nodes(case.world, ranks_per_node, nodes),
-    }
-    volumes = {
-        "gather": gather_volumes(source, target, 2),
-        "two-stage": two_stage_volumes(source, target, 2),
-        "stream": stream_volumes(source, target, 2, 512 << 20),
-    }
-    for name, foreign in found.items():
-        received = volumes[name].recv_bytes
-        assert all(0 <= part <= whole for part, whole in zip(foreign, received, strict=True)), name
-        if ranks_per_node == 1:
-            assert foreign == received, name
-        elif ranks_per_node >= case.world:
-            assert not any(foreign), name
-        else:
-            assert 0 < sum(foreign) < sum(received), name
-
-
-def test_rings_enter_a_node_by_one_rank() -> None:
-    """By hand: TP4 PP2 EP2 ETP2 on nodes of 6."""
-    case = replace(QWEN_30B, training=Training(16, tp=4, pp=2, ep=2, etp=2)).with_layers(1, 1)
-    source, _ = layouts_of(case)
-    tensors = trainer_tensors(source, 2)
-    local = [sum(t.local_bytes for t in tensors if t.stage == stage) for stage in (0, 1)]
-    dense = sum((t.group - 1) * t.local_bytes for t in tensors if not t.is_expert)
-    experts = sum(t.local_bytes for t in tensors if t.is_expert)
-    # nodes are ranks 0-5, 6-11 and 12-15; of the groups of 4 only ranks 4-7 are on two: 6 follows
-    # 5 there, and 4 follows 7; pairs of ETP are whole; 4 and 6, 5 and 7 share out experts
-    foreign = gather_from_other_nodes(source, 2, 6)
-    for rank in range(16):
-        expected = local[1 - rank // 8]  # the other stage is 8 ranks away: never on the same node
-        expected += dense * (rank in (4, 6)) + 2 * experts * (rank in (4, 5, 6, 7))
-        assert foreign[rank] == expected, rank
-
-
-def test_a_stream_brings_a_node_what_the_planner_takes_from_others() -> None:
-    case = replace(QWEN_30B, ranks_per_node=6).with_layers(1, 1)
-    source, _ = layouts_of(case)
-    files = HfFileLayout.of(source, range(case.world))
-    bytes_of = element_bytes_of(source, 2)
-    nodes = node_floors(source, files, bytes_of, 6)
-    foreign = stream_from_other_nodes(case.world, 6, nodes)
-    for rank in (0, 5, 6, 13):
-        plan = plan_reshard(source, files, rank, 6)
-        assert rank_traffic(plan, bytes_of, 6).inter_node_receive_bytes == foreign[rank]
+def test_reference_cases_are_those_of_the_docs() -> None:
+    text = run_tool("--case", "B", "--ranks", "0")
+    assert "1 of 16 ranks, 16 per node" in text
+    page = (ROOT / "docs" / "resharding.md").read_text()
+    for _, train, rollout, world in inspect_plan.CASES.values():
+        assert f"`--train {train} --rollout {rollout}`" in page and f" on {world} ranks" in page
 
 
 # --- counting ----------------------------------------------------------------------------------

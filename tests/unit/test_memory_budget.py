@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.published import PUBLISHED
-from support.share import slow_but
+from support.tiers import slow_but
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
@@ -238,6 +238,7 @@ def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_who_swaps_the_optimizer() -> None:
     swapped = "\n".join(lines(find_out(config_of(*SWAP), WORLD)))
     assert "moved through the device by MindSpeed in 16 parts (--swap-optimizer)" in swapped

@@ -102,6 +102,7 @@ def test_swapped_optimizer_state_passes_through_in_parts() -> None:
     assert part == -(-plain[Owner.OPTIMIZER] // 16)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_stage_differ_by_padding_alone() -> None:
     prediction = prediction_of()
     first, last = prediction.representatives()

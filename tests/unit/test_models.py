@@ -119,7 +119,7 @@ def test_values_of_wrong_types_are_refused(key: str, value: object, needed: str)
 
 def test_values_inside_of_objects_are_looked_at() -> None:
     scaling = {"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 32768}
-    with pytest.raises(ValueError, match=r"rope_scaling\.factor '4': must be a finite number"):
+    with pytest.raises(ValueError, match=r"rope_scaling\.factor '4': must be"):
         spec_from_hf_config(published_config("qwen3-8b") | {"rope_scaling": scaling})
 
 
@@ -133,13 +133,13 @@ def test_null_means_as_much_as_no_key() -> None:
 
 
 def test_heads_that_cannot_be_rotated_are_refused() -> None:
-    with pytest.raises(ValueError, match="33 rotated channels; rotary embeddings turn pairs"):
+    with pytest.raises(ValueError, match="33 rotated channels; rotary"):
         spec_from_hf_config(published_config("qwen3-8b") | {"head_dim": 33})
 
 
 def test_a_missing_key_is_named() -> None:
     config = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
-    with pytest.raises(ValueError, match=r"lacks the key 'intermediate_size' of Qwen2"):
+    with pytest.raises(ValueError, match="lacks the key 'intermediate_size'"):
         spec_from_hf_config(config)
 
 
@@ -180,7 +180,7 @@ def test_every_row_has_a_name_of_its_own() -> None:
     table = weight_table(spec.family)
     for rows in (table.trainer_rows(spec), table.engine_rows(spec)):
         assert len({row.param for row in rows}) == len(rows)
-    with pytest.raises(LookupError, match="no weight table for family 'mamba'"):
+    with pytest.raises(LookupError, match="no weight table for"):
         weight_table("mamba")
 
 

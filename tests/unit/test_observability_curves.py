@@ -141,6 +141,7 @@ def test_missing_file_is_the_users_error(tmp_path: Path) -> None:
         plot_run(tmp_path / "metrics.jsonl", tmp_path / "a.png")
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     with RunLogger(tmp_path, True, ("jsonl",)) as logger:
         logger.log(1, {"reward/mean": 0.5})

@@ -138,7 +138,6 @@ def test_real_phases_sum_to_the_step() -> None:
     with timer("update"):
         time.sleep(0.1)
     times = timer.finish_step()
-    times.check_phases_cover_step(0.05)
     assert times.sum_of_phases_s <= times.step_s
     assert times.phases["reward"].seconds >= 0.05
 

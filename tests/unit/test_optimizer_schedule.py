@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.config import ParallelConfig, TrainConfig
+from mindspeed_rl.trainer import optimizer
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule
 
 
@@ -43,3 +45,18 @@ def test_a_resumed_run_continues_the_curve() -> None:
     resumed = LearningRateSchedule(flags, 20)
     resumed.num_updates = 7
     assert [resumed.advance() for _ in range(13)] == uninterrupted[7:]
+
+
+def test_every_flag_reaches_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values differ from each other and from megatron-core's defaults."""
+    flags = {"lr": 3e-4, "min_lr": 2e-5, "weight_decay": 0.03, "adam_beta1": 0.8,
+             "adam_beta2": 0.96, "adam_eps": 1e-7, "clip_grad": 0.7}  # fmt: skip
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        optimizer, "get_megatron_optimizer", lambda config, models, **_: seen.append(config)
+    )
+    train = TrainConfig(**flags)  # type: ignore[arg-type]
+    optimizer.build_optimizer([], train, ParallelConfig())
+    (config,) = seen
+    assert {name: getattr(config, name) for name in flags} == flags
+    assert config.optimizer == "adam" and not config.bf16

@@ -19,10 +19,10 @@ def test_a_process_has_one_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_CURRENT", [])
     first = registry.select_platform("cpu")
     assert registry.select_platform("cpu") is first
-    with pytest.raises(RuntimeError, match="platform cuda: this process already runs on cpu"):
+    with pytest.raises(RuntimeError, match="platform cuda: this process"):
         registry.select_platform("cuda")
     monkeypatch.setattr(registry, "_sees", lambda name: name == "npu")
-    with pytest.raises(RuntimeError, match="platform npu: this process already runs on cpu"):
+    with pytest.raises(RuntimeError, match="platform npu: this process"):
         registry.select_platform("auto")
 
 
@@ -50,6 +50,6 @@ def test_only_megatron_core_takes_a_host_tensor_for_one_of_cuda() -> None:
 def test_a_method_that_says_something_else_is_not_patched(restored: pytest.MonkeyPatch) -> None:
     restored.setattr(torch.Tensor, "type", lambda tensor: "float32 on cpu")
     before = torch.Tensor.cuda
-    with pytest.raises(RuntimeError, match="says 'float32 on cpu' for fp32, checked was"):
+    with pytest.raises(RuntimeError, match="says 'float32 on cpu'"):
         cpu_install._patch_tensor_methods()
     assert torch.Tensor.cuda is before

@@ -156,6 +156,18 @@ def test_a_worker_that_dies_costs_the_sample_that_it_was_scoring(function: str) 
             assert len(set(pool.worker_pids)) == 2
 
 
+def test_a_dead_worker_costs_the_sample_that_killed_it() -> None:
+    """Wherever it stands among those that a worker was given: first, last or in between."""
+    with RewardPool([f"{USER_FILE}:dies_on_bad"], num_workers=2, max_error_rate=0.2) as pool:
+        for bad in ([0], [3], [5, 7], [12, 13], [9, 20], [24]):
+            responses = ["bad" if i in bad else "good" for i in range(25)]
+            results = pool.score(make_requests(*responses))
+            assert [r.sample_id for r in results] == list(range(100, 125))
+            assert [i for i, r in enumerate(results) if r.status != "ok"] == bad
+            assert {r.reward for r in results if r.status == "ok"} == {1.0}
+            assert all(results[i].reward is None for i in bad)
+
+
 def test_a_segfault_costs_one_sample() -> None:
     """The others are scored, the pool has its size back, and it is never a 0."""
     with make_pool(":segfaults_on_bad", workers=2) as pool:

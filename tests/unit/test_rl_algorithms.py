@@ -168,6 +168,24 @@ def test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample(tmp_path: Pat
     assert "loss/kl" not in metrics, "the KL must not count twice"
 
 
+def test_the_kl_in_the_reward_is_of_the_trainers_logprobs(tmp_path: Path) -> None:
+    """An engine whose log-probs are off changes neither the KL nor the advantages."""
+    flags = "--grpo-kl-beta 0.1 --rl-kl-in-reward --rl-kl-estimator k1 --global-batch-size 3"
+    found = []
+    for off in (0.0, 0.125):
+        run = make_run(tmp_path, flags, REWARDS)
+        cast(TablePolicy, run.reference).table = first_table() - 0.5
+        cast(TableEngine, run.engine).stale = off
+        batches = step_of(run)
+        for m in batches.micro_batches:
+            assert m.old_logprobs is not None
+            gaps = (m.batch.rollout_logprobs - m.old_logprobs).tolist()
+            assert gaps == pytest.approx([off] * len(gaps), abs=1e-6)
+        assert value(batches.metrics, "reward/kl") == pytest.approx(0.5)
+        found.append(advantages(batches))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("in_reward", [True, False])
 @pytest.mark.parametrize(("distance", "grows"), [(0.5, True), (0.01, False)])
 def test_the_coefficient_follows_the_kl(

@@ -93,6 +93,31 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
 
 
+@pytest.mark.usefixtures("alone")
+def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(tmp_path: Path) -> None:
+    """No sample of an evaluation draws the random numbers of a sample that was trained on."""
+    flags = ["--rl-eval-samples", "2", "--rl-eval-temperature", "0.6"]
+    run = make_run(tmp_path, ROWS, ["math"], flags)
+    settings, temperatures = run.sampling(1.0), list[float]()
+
+    def sampling(temperature: float) -> Any:
+        temperatures.append(temperature)
+        return settings
+
+    run.sampling = sampling  # type: ignore[method-assign]
+    for step in (1, 2):
+        collect(run, step)
+    asked = cast(Answers, run.engine).asked
+    trained = {r.seed for requests in asked for r in requests}
+    temperatures.clear()
+    for step in (1, 2):
+        evaluate(run, run.eval_sets[""], step)
+    evaluated = {r.seed for requests in asked[2:] for r in requests}
+    assert temperatures == [0.0, 0.6] * 2
+    assert len(trained) == 2 * 4 and len(evaluated) >= 2 * 8
+    assert not trained & evaluated
+
+
 def test_the_first_verdict_that_scored_a_sample_counts() -> None:
     assert is_right({"format": 1.0, "code": 1.0, "math": 0.0}, "7", "8") is False
     assert is_right({"format": 0.0, "code": 1.0, "math": math.nan}, "7", "8") is True

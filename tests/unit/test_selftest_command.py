@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_rl import train_rl
 from mindspeed_rl.rl import selftest
-from mindspeed_rl.rl.selftest_cases import Finding
+from mindspeed_rl.rl.selftest import Finding
 
 WITHIN, BEYOND = (0.5, "loss/policy"), (1.5, "decoder.weight")
 
@@ -27,7 +27,7 @@ def job_of(said: list[str], flag: str = "loss") -> Any:
 
 def check_with(found: list[Finding], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(selftest, "run", lambda job: found)
+    monkeypatch.setattr(selftest, "run", lambda job, trials: found)
     monkeypatch.setattr(dist, "broadcast", lambda tensor, source: None)
     try:
         selftest.check(job_of(said))

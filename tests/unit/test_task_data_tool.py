@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
+import make_task_data
 import pytest
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_task_data.py"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, output: Path, *argv: str) -> list[dict[str, object]]:
-    monkeypatch.setattr(sys, "argv", [str(TOOL), "--output", str(output), *argv])
-    runpy.run_path(str(TOOL), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["make_task_data.py", "--output", str(output), *argv])
+    make_task_data.main()
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -54,7 +52,7 @@ def test_mistakes_are_told(
 def test_more_rows_than_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mindspeed_rl.data.tasks._MAX_FRUITLESS_DRAWS", 2)
+    monkeypatch.setattr("make_task_data._MAX_FRUITLESS_DRAWS", 2)
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "out.jsonl", "--num-rows", "100000")
     assert "different prompts were found; ask for fewer rows" in capsys.readouterr().err

@@ -68,6 +68,20 @@ def test_no_cached_prefix_survives_an_update() -> None:
     assert engine.toy.num_resets == 2
 
 
+def test_no_cached_prefix_survives_sleep_at_an_unchanged_version() -> None:
+    """The memory of the cache comes back as zeros, so nothing may be remembered to be in it.
+
+    No update resets it here: a step that trains the critic alone leaves the version as it is.
+    """
+    engine = EngineDouble()
+    update(engine, 3)
+    before = answers(engine, 3)
+    assert answers(engine, 3) == before
+    engine.free_cache()
+    engine.wake(["kv_cache"])
+    assert answers(engine, 3) == before
+
+
 def test_a_cache_that_cannot_be_reset_stops_the_update() -> None:
     engine = EngineDouble()
     engine.toy.running = True

@@ -1,286 +1,215 @@
-"""Times the hand-over of samples from one stage to the next: controller, Ray with a cache, SPMD.
+"""Times the hand-over of samples from one stage to the next, on gloo ranks of this machine.
 
-    python tools/bench/dispatch.py --workers 2 4 --megabytes 16 64
-    python tools/bench/dispatch.py --workers 2 4 8 16 --megabytes 16 32 64 128 256
+    python tools/bench/dispatch.py --workers 4 --megabytes 16 64
 
-(a) controller       a single controller fetches every worker's samples through Ray's object store,
-                     makes one batch of them and sends every worker its part, one after the other;
-                     zero-copy (numpy arrays, out of band) or torch.save: the faster counts
-(b) ray with cache   the controller sends a step number; workers learn the sample table, plan and
-                     move the samples among themselves (TensorCache, Redistribution)
-(c) spmd             the same workers without orders, after a barrier of their own
+ours        the workers learn the sample table, plan, and move the samples among themselves
+            (TensorCache, Redistribution)
+controller  rank 0 fetches every worker's samples, makes one batch of them and sends every worker
+            its part, one after the other, as a single controller does
+floor       one all-to-all of the same bytes, nothing packed, planned or checked
 
-All ways hand over the same 1024 ragged samples of an id and a log-prob per token (log-normal
-lengths), and what has arrived is compared bit by bit. ``agree``: the next stage wants samples where
-they were made; ``move``: all of them on the next worker. Seconds: from the first order until the
-last worker has its samples in its own memory. Start skew: from the first worker that has them to
-the last. Of seconds the best of the repeats is taken (what else runs on the machine only adds), of
-start skews the median. ``bare``: one all-to-all of the same bytes.
-
-The plane seconds = a + b B + c W is fitted to these (and to the start skews), B in MB (2^20 bytes)
-of all samples together, with 95 % intervals. Predicted seconds are the plane's, far outside of what
-was measured: for one host that serialises; for samples that move, b is that of workers with a core
-each, while c is always as measured, with W workers on the cores of this machine, so that what each
-does for itself adds up in it. The last line is RESULT and a JSON object. Needs the extra ray.
+All hand over the same 1024 ragged samples of an id and a log-prob per token (log-normal lengths),
+each to the next worker, and what has arrived is compared bit by bit. Seconds are medians, of the
+slowest worker; bytes are those of all samples, and what passes through the busiest rank. The last
+line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ in ("__main__", "__mp_main__"):
-    # the folder of the package `bench` instead of that of this file
-    sys.path[0] = str(ROOT / "tools")
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from bench.dispatch_fit import Plane, Point, fit  # noqa: E402
-from bench.dispatch_report import fits, growth, predictions, table  # noqa: E402
+from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
+from mindspeed_rl.samples.rollout_info import SampleKey
+from mindspeed_rl.samples.routes import Holders, plan_legs
 
-if TYPE_CHECKING:
-    from bench.dispatch_ways import Batch
-
-CONTROLLER = ("controller zero-copy", "controller torch.save")
-STORE_SPARE_BYTES = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One way at one W and B, every repeat."""
-
-    way: str
-    workers: int
-    megabytes: int
-    seconds: list[float]
-    skew_s: list[float]
+NUM_SAMPLES = 1024
+TOKEN_BYTES = 8  # an id and a log-prob
+TABLE_WORDS = 9  # int64 of a sample in the table that all workers learn
+VERSION = 1
+VOCAB = 50_000
+LIMIT = timedelta(minutes=5)
+COLUMNS = (TOKENS, LOGPROBS)
+Payload = list[torch.Tensor]  # ids and log-probs, one sample after the other
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+class Worker:
+    """One rank with its samples, and the ways to hand them to the next rank.
+
+    Args:
+        rank: of this worker.
+        workers: all of them.
+        megabytes: of all samples together (2^20 bytes).
+    """
+
+    def __init__(self, rank: int, workers: int, megabytes: int) -> None:
+        self._rank, self._workers, self._step = rank, workers, 0
+        drawn = np.random.default_rng(megabytes).lognormal(0.0, 0.8, NUM_SAMPLES)
+        tokens = megabytes * 2**20 / TOKEN_BYTES
+        self._lengths = [max(1, int(n)) for n in drawn * tokens / drawn.sum()]
+        self._mine = self.samples_of(rank)
+        self._before = (rank - 1) % workers
+        self._cache = TensorCache(torch.device("cpu"))
+        self.num_bytes = TOKEN_BYTES * sum(self._lengths)
+
+    def samples_of(self, worker: int) -> Payload:
+        """What a worker makes."""
+        ids = range(worker, NUM_SAMPLES, self._workers)
+        tokens = torch.cat(
+            [torch.arange(7919 * i, 7919 * i + self._lengths[i]) % VOCAB for i in ids]
+        )
+        return [tokens.to(torch.int32), -tokens.to(torch.float32) / VOCAB]
+
+    def prepare(self) -> None:
+        """The samples of a step into the cache, as an engine leaves them."""
+        self._step += 1
+        ids = range(self._rank, NUM_SAMPLES, self._workers)
+        keys = [SampleKey(self._step, i) for i in ids]
+        lengths = [self._lengths[i] for i in ids]
+        self._cache.begin_step(self._step)
+        for column, values in zip(COLUMNS, self._mine, strict=True):
+            self._cache.put(column, keys, values, lengths, [VERSION] * len(keys))
+
+    def ours(self) -> Payload:
+        """Table, plan, exchange. Collective: the world."""
+        sum_over_ranks(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
+        makers = [i % self._workers for i in range(NUM_SAMPLES)]
+        wanted = [(maker + 1) % self._workers for maker in makers]
+        layout = ParallelLayout.build(world=self._workers, stages=even_stages(1))
+        legs = plan_legs(Holders(makers), wanted, layout, (0,), self._rank)
+        parcels = [
+            Parcel(SampleKey(self._step, i), VERSION, n) for i, n in enumerate(self._lengths)
+        ]
+        moved = Redistribution(self._cache, parcels, COLUMNS, legs)
+        moved.run(GroupWire(lambda axis: None))
+        ids = range(self._before, NUM_SAMPLES, self._workers)
+        return [torch.cat([moved.read(i, column) for i in ids]) for column in COLUMNS]
+
+    def controller(self) -> Payload:
+        """Everything to rank 0, one batch, every part from there. Collective: the world."""
+        sizes = [sum(self._lengths[w :: self._workers]) for w in range(self._workers)]
+        arrived: Payload = []
+        for mine in self._mine:
+            if self._rank:
+                part = torch.empty(sizes[self._before], dtype=mine.dtype)
+                dist.send(mine, 0)
+                dist.recv(part, 0)
+            else:
+                batch = torch.empty(sum(sizes), dtype=mine.dtype)
+                parts = [batch[sum(sizes[:w]) : sum(sizes[: w + 1])] for w in range(len(sizes))]
+                parts[0].copy_(mine)
+                for worker in range(1, self._workers):
+                    dist.recv(parts[worker], worker)
+                for worker in range(1, self._workers):
+                    dist.send(parts[worker - 1], worker)
+                part = parts[self._before].clone()
+            arrived.append(part)
+        return arrived
+
+    def floor(self) -> Payload:
+        """The wire alone. Collective: the world."""
+        arrived: Payload = []
+        expected = sum(self._lengths[self._before :: self._workers])
+        for mine in self._mine:
+            part = torch.empty(expected, dtype=mine.dtype)
+            received, sent = [0] * self._workers, [0] * self._workers
+            received[self._before] = expected
+            sent[(self._rank + 1) % self._workers] = mine.numel()
+            dist.all_to_all_single(part, mine, received, sent)
+            arrived.append(part)
+        return arrived
+
+
+def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
+    """All ways at one size on this rank. Collective: the world.
+
+    Raises:
+        RuntimeError: other samples arrived than were sent.
+    """
+    worker = Worker(rank, args.workers, megabytes)
+    ways: dict[str, Callable[[], Payload]] = {
+        "ours": worker.ours, "controller": worker.controller, "floor": worker.floor,
+    }  # fmt: skip
+    expected = worker.samples_of((rank - 1) % args.workers)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(args.repeats + 1):  # the first of each is checked and not timed
+        for way, hand_over in ways.items():
+            worker.prepare()
+            dist.barrier()
+            began = time.perf_counter()
+            arrived = hand_over()
+            dist.barrier()
+            if repeat:
+                seconds[way].append(time.perf_counter() - began)
+            elif not all(map(torch.equal, arrived, expected)):
+                raise RuntimeError(f"{way}: rank {rank} has other samples than were sent")
+    median = {way: statistics.median(taken) for way, taken in seconds.items()}
+    everyone: list[Any] = [None] * args.workers
+    dist.all_gather_object(everyone, median)
+    slowest = {way: max(of_rank[way] for of_rank in everyone) for way in ways}
+    size, share = worker.num_bytes, worker.num_bytes // args.workers
+    busiest = {"ours": 2 * share, "controller": 2 * (size - share), "floor": 2 * share}
+    return {
+        "workers": args.workers, "bytes": size, "seconds": slowest, "busiest_bytes": busiest,
+        "controller_over_ours": slowest["controller"] / slowest["ours"],
+        "ours_over_floor": slowest["ours"] / slowest["floor"],
+    }  # fmt: skip
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One of the workers; rank 0 prints."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", args.workers)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.workers, timeout=LIMIT)
+    records = [race(rank, args, megabytes) for megabytes in args.megabytes]
+    if rank == 0:
+        print(f"{'way':12}{'MB':>8}{'seconds':>10}{'x ours':>8}{'busiest rank MB':>17}")
+        for record in records:
+            for way, taken in record["seconds"].items():
+                print(
+                    f"{way:12}{record['bytes'] / 1e6:8.1f}{taken:10.4f}"
+                    f"{taken / record['seconds']['ours']:8.2f}"
+                    f"{record['busiest_bytes'][way] / 1e6:17.1f}"
+                )
+        print("RESULT " + json.dumps({"bench": "dispatch", "sizes": records}), flush=True)
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the workers and wait for them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4], help="W (2 4)")
+    parser.add_argument("--workers", type=int, default=4, help="ranks (4)")
     parser.add_argument(
-        "--megabytes", type=int, nargs="+", default=[16, 64], help="B, of all samples (16 64)"
+        "--megabytes", type=int, nargs="+", default=[16, 64], help="of all samples (16 64)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="timed hand-overs of each (3)")
-    parser.add_argument(
-        "--add",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="outputs of runs with other --workers, to be fitted with this one, if any",
-    )
+    parser.add_argument("--repeats", type=int, default=5, help="timed hand-overs of each (5)")
     args = parser.parse_args(argv)
-    if min(args.workers, default=2) < 2 or min(args.megabytes) < 1 or args.repeats < 1:
-        parser.error("at least 2 workers, 1 MB and 1 repeat")
-    return args
-
-
-def main() -> None:
-    """Measure, fit, predict."""
-    args = parse()
-    from bench.dispatch_ways import memcpy_bytes_per_s
-
-    memcpy = memcpy_bytes_per_s(max(args.megabytes))
-    measured = [m for file in args.add for m in measured_in(file)]
-    measured += measure(args) if args.workers else []
-    seconds: dict[str, list[Point]] = {}
-    skews: dict[str, list[Point]] = {}
-    for m in measured:
-        typical = ((seconds, min(m.seconds)), (skews, statistics.median(m.skew_s)))
-        for found, value in typical:
-            found.setdefault(m.way, []).append(Point(m.workers, m.megabytes, value))
-    seconds["controller"], skews["controller"] = faster(seconds, skews)
-    print("\n".join(table(seconds, skews, memcpy)))
-    planes: dict[str, dict[str, Plane]] = {}
-    if all(len({of(m) for m in measured}) > 1 for of in (_workers, _megabytes)):
-        for name, points in (("seconds", seconds), ("start skew", skews)):
-            planes[name] = {way: fit(found) for way, found in points.items()}
-            print("\n".join(["", *fits(name, planes[name])]))
-        predicted = predictions(planes["seconds"], planes["start skew"])
-        print("\n".join(["", *growth(seconds), "", *predicted]))
-    result = {
-        "memcpy_bytes_per_s": memcpy,
-        "cpus": len(os.sched_getaffinity(0)),
-        "measured": [asdict(m) for m in measured],
-        "planes": {
-            name: {way: asdict(plane) for way, plane in found.items()}
-            for name, found in planes.items()
-        },
-    }
-    print("RESULT", json.dumps(result))
-
-
-def _workers(measured: Measured) -> int:
-    return measured.workers
-
-
-def _megabytes(measured: Measured) -> int:
-    return measured.megabytes
-
-
-def measured_in(file: Path) -> list[Measured]:
-    """What the last line of an earlier run's output holds."""
-    lines = [line for line in file.read_text().splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(f"--add {file}: no line begins with RESULT; the run has not ended")
-    return [
-        Measured(**entry) for entry in json.loads(lines[-1].removeprefix("RESULT "))["measured"]
-    ]
-
-
-def faster(
-    seconds: Mapping[str, Sequence[Point]], skews: Mapping[str, Sequence[Point]]
-) -> tuple[list[Point], list[Point]]:
-    """Of the controller's two ways the faster one at each point: seconds and start skew."""
-    places = range(len(seconds[CONTROLLER[0]]))
-    best = [min(CONTROLLER, key=lambda way, i=i: seconds[way][i].seconds) for i in places]  # type: ignore[misc]
-    return [seconds[way][i] for i, way in enumerate(best)], [
-        skews[way][i] for i, way in enumerate(best)
-    ]
-
-
-def measure(args: argparse.Namespace) -> list[Measured]:
-    """All ways at all sizes, with the actors of one local Ray."""
-    from bench.dispatch_ways import Worker
-
-    most = max(args.workers)
-    found = []
-    with local_ray(most, max(args.megabytes)) as ray, tempfile.TemporaryDirectory() as folder:
-        kind = ray.remote(num_cpus=1)(Worker)
-        actors = [kind.remote(rank, most) for rank in range(most)]
-        ray.get([actor.join.remote(f"{folder}/store", args.workers) for actor in actors])
-        steps = iter(range(1, 1 << 30))
-        for workers in args.workers:
-            for megabytes in args.megabytes:
-                found += at_size(ray, actors[:workers], megabytes, args.repeats + 1, steps)
-            print(f"W {workers} measured", file=sys.stderr, flush=True)
-    return found
-
-
-def at_size(
-    ray: Any, actors: Sequence[Any], megabytes: int, repeats: int, steps: Iterator[int]
-) -> list[Measured]:
-    """All ways, each ``repeats`` times; the first one of each is checked and not timed."""
-    from bench.dispatch_ways import AGREE, MOVE, Batch
-
-    size = Batch(len(actors), megabytes)
-    found = []
-
-    def on_order(way: str, shift: int, once: Callable[[Batch], Handover]) -> None:
-        runs = []
-        for repeat in range(repeats):
-            batch = size.at(next(steps))
-            ray.get([actor.make.remote(batch) for actor in actors])
-            runs.append(once(batch))
-            if not repeat:
-                ray.get([actor.check.remote(batch, shift) for actor in actors])
-        found.append(as_measured(way, size, runs[1:]))
-
-    for way in CONTROLLER:
-        on_order(way, MOVE, partial(serially, ray, actors, way.endswith("torch.save")))
-    for name, shift in (("agree", AGREE), ("move", MOVE)):
-        on_order(f"ray with cache, {name}", shift, partial(ordered, ray, actors, shift))
-    for name, shift in (("agree", AGREE), ("move", MOVE)):
-        # one order for all of them: nobody but the workers has a part in what follows
-        batches = [size.at(next(steps)) for _ in range(repeats)]
-        times = ray.get([actor.spmd.remote(batches, shift) for actor in actors])
-        ray.get([actor.check.remote(batches[-1], shift) for actor in actors])
-        found.append(as_measured(f"spmd, {name}", size, together(times)[1:]))
-    times = ray.get([actor.bare.remote(size, repeats) for actor in actors])
-    found.append(as_measured("bare", size, together(times)[1:]))
-    return found
-
-
-def together(times: Sequence[Sequence[tuple[float, float]]]) -> list[Handover]:
-    """Of hand-overs that workers began by themselves: by worker, when each began and was done."""
-    runs = []
-    for of_one in zip(*times, strict=True):
-        done = [end for _, end in of_one]
-        runs.append(Handover(max(done) - min(b for b, _ in of_one), max(done) - min(done)))
-    return runs
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """One hand-over: seconds of all of it, and between the first and the last worker's start."""
-
-    seconds: float
-    skew_s: float
-
-
-def as_measured(way: str, batch: Batch, runs: Sequence[Handover]) -> Measured:
-    """All repeats of a way."""
-    return Measured(
-        way, batch.workers, batch.megabytes, [r.seconds for r in runs], [r.skew_s for r in runs]
-    )
-
-
-@contextmanager
-def local_ray(workers: int, megabytes: int) -> Iterator[Any]:
-    """A Ray of this machine whose object store holds a batch three times."""
-    from mindspeed_rl.orchestration.ray_cluster import import_ray
-
-    ray = import_ray()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False,
-        logging_level="ERROR", _node_ip_address="127.0.0.1",
-        object_store_memory=3 * megabytes * 2**20 + STORE_SPARE_BYTES,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
-    )  # fmt: skip
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def serially(ray: Any, actors: Sequence[Any], saved_by_torch: bool, batch: Batch) -> Handover:
-    """Through the controller: fetch, join, cut, send to one worker after the other."""
-    import io
-
-    import torch
-
-    from bench.dispatch_ways import cut, joined, saved
-
-    sizes = [sum(batch.lengths[i] for i in batch.of_worker(w)) for w in range(batch.workers)]
-    began = time.monotonic()
-    if saved_by_torch:
-        answers = ray.get([actor.give_saved.remote() for actor in actors])
-        loaded = [torch.load(io.BytesIO(answer), weights_only=True) for answer in answers]
-        whole = joined([{name: t.numpy() for name, t in part.items()} for part in loaded])
-    else:
-        whole = joined(ray.get([actor.give.remote() for actor in actors]))
-    calls = []
-    for worker, actor in enumerate(actors):
-        part = cut(whole, sizes, (worker - 1) % batch.workers)
-        calls.append(
-            actor.take_saved.remote(saved(part)) if saved_by_torch else actor.take.remote(part)
+    if args.workers < 2 or min(args.megabytes) < 1 or args.repeats < 1:
+        parser.error("at least 2 --workers, 1 in --megabytes and 1 in --repeats")
+    with tempfile.TemporaryDirectory(prefix="dispatch-bench-") as folder:
+        mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
+            run_rank, (args, folder), args.workers
         )
-    done = ray.get(calls)
-    return Handover(max(done) - began, max(done) - min(done))
-
-
-def ordered(ray: Any, actors: Sequence[Any], shift: int, batch: Batch) -> Handover:
-    """By an order of a few bytes to every worker."""
-    began = time.monotonic()
-    times = ray.get([actor.redistribute.remote(batch, shift) for actor in actors])
-    done = [end for _, end in times]
-    return Handover(max(done) - began, max(done) - min(done))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

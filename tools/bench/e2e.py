@@ -1,54 +1,59 @@
-"""Whole GRPO steps through our loop and through TRL's GRPOTrainer, alternating, in one run.
+"""Times whole GRPO steps of ours against a plain loop of transformers and torch.
 
-    pip install --no-deps trl==1.16.0 accelerate        # the baseline; not a dependency of ours
-    python tools/bench/e2e.py                           # a model of 0.6 M weights
-    python tools/bench/e2e.py --size 5m
+    python tools/bench/e2e.py                           # a model of 0.6 M weights, 2 ranks
+    python tools/bench/e2e.py --size 5m --rounds 3
+
+ours    train_rl: vLLM in the training processes, Megatron's update, the weights resharded
+plain   transformers' generate, one padded forward and backward pass, AdamW, gradients averaged over
+        the ranks: what a script without a framework does
 
 Both sides: the same weights, prompts, samples per step, response limit, temperature 1, reward,
-AdamW, fp32, no KL term, one optimizer step per batch, one thread per rank, the same ranks (data
-parallel). A short supervised warm start comes first, so that responses end and their lengths
-differ, as they do in practice; without it (--warm-steps 0) all are as long as the limit. Ours
-samples with vLLM in the training processes; TRL with transformers' generate, which is what it has
-on a CPU here (its vLLM mode asks for other versions of vLLM).
-
-tokens/s is sampled tokens by the time of whole steps: rollout, reward, update and everything
-between. The parts of both sides are told, and the time of the update's matrix products alone at the
-rate that a bare one reaches. The first two steps of a run are left out, start-up is told apart.
---operators adds one run of each side whose last step is traced, and tells the seconds of its update
-on rank 0 by kind of operator. The last line is RESULT and a JSON object.
+AdamW, fp32, no KL term, one optimizer step per batch, one thread per rank, data parallel. A short
+supervised warm start comes first, so that responses end and their lengths differ (--warm-steps 0:
+all are as long as the limit). tokens/s is sampled tokens by the time of whole steps; the first two
+steps of a run are left out. Bytes are those that ours moves per weight sync; the floor of a step is
+the time of the update's matrix products alone at the rate that a bare one reaches. The last line is
+RESULT and a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # the package of benchmarks
-    sys.path[0] = str(ROOT / "tools")
-from bench.operators import seconds_by_kind  # noqa: E402
+if __name__ == "__main__":  # for the makers of model and data
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
     "0.6m": {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, "ffn": 384},
     "5m": {"hidden_size": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 8, "ffn": 768},
 }
 WARM_STEPS = 2
+LR = 1e-5
 REWARD = "share_of_digits"
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def share_of_digits(response: str) -> float:
+    """The reward of both sides."""
+    return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,26 +66,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="steps of one run (8)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (2)")
     parser.add_argument("--warm-steps", type=int, default=120, help="supervised steps (120)")
-    parser.add_argument("--operators", action="store_true", help="trace a step of both sides")
+    parser.add_argument("--plain-in", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps {args.steps}: must be above {WARM_STEPS}, which are left out")
-    if args.prompts * args.group_size % args.ranks:
-        parser.error(f"--ranks {args.ranks}: must divide the samples of a step")
+    if args.prompts % args.ranks:
+        parser.error(f"--ranks {args.ranks}: must divide --prompts {args.prompts}")
     return args
 
 
 def prepare(folder: Path, args: argparse.Namespace) -> None:
     """Model, prompts and reward of both sides."""
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_task_data import generate_task, write_jsonl
+    from make_tiny_model import write_tiny_model
 
-    sizes = cast(dict[str, Any], SIZES[args.size])
-    model = write_tiny_model(folder / ("model" if not args.warm_steps else "random"), **sizes)
-    make = [sys.executable, str(ROOT / "tools" / "make_task_data.py"), "--task", "word_problem"]
-    for rows, name, seed in ((args.prompts * args.steps, "rl", 1), (4000, "sft", 2)):
-        data = ["--num-rows", str(rows), "--seed", str(seed), "--output", f"{folder}/{name}.jsonl"]
-        subprocess.run([*make, *data], check=True, stdout=subprocess.DEVNULL)
+    model = folder / ("random" if args.warm_steps else "model")
+    write_tiny_model(model, **SIZES[args.size])
+    write_jsonl(folder / "rl.jsonl", generate_task("word_problem", args.prompts * args.steps, 1))
     if args.warm_steps:
+        write_jsonl(folder / "sft.jsonl", generate_task("word_problem", 4000, 2))
         torchrun(args, [
             "-m", "mindspeed_rl.pretrain", "--platform", "cpu", "--hf-checkpoint", str(model),
             "--sft-data", f"{folder}/sft.jsonl", "--train-iters", str(args.warm_steps),
@@ -90,143 +94,162 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
         ])  # fmt: skip
     (folder / "reward.py").write_text(
         f"def {REWARD}(request):\n"
-        "    return sum(c.isdigit() for c in request.response) / max(1, len(request.response))\n"
+        "    text = request.response\n"
+        "    return sum(c.isdigit() for c in text) / max(1, len(text))\n"
     )
 
 
-def torchrun(args: argparse.Namespace, target: list[str]) -> float:
-    """Run on all ranks; seconds. Ends with the output of a run that failed."""
+def torchrun(args: argparse.Namespace, target: list[str]) -> None:
+    """Run on all ranks; ends with the output of a run that failed."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(args.ranks), *target]
-    begin = time.perf_counter()
     done = subprocess.run(
         command, env=environment, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-4000:]}\nended with {done.returncode}")
-    return time.perf_counter() - begin
 
 
-def run_ours(folder: Path, args: argparse.Namespace, trace: Path | None = None) -> dict[str, Any]:
-    """One run of train_rl; ``trace``: where that of rank 0 in the last step goes."""
+def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """One run of train_rl."""
     samples = args.prompts * args.group_size
-    seconds = torchrun(args, [
+    torchrun(args, [
         "-m", "mindspeed_rl.train_rl", "--platform", "cpu",
         "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "rl.jsonl"),
         "--train-iters", str(args.steps), "--grpo-prompts-per-step", str(args.prompts),
         "--grpo-group-size", str(args.group_size), "--micro-batch-size", str(samples // args.ranks),
-        "--max-prompt-length", "128", "--rollout-max-response-length", str(args.response_length),
-        "--rollout-kv-cache-gb", "0.5", "--vllm-max-num-seqs", str(samples), "--lr", "1e-5",
+        "--max-prompt-length", "192", "--rollout-max-response-length", str(args.response_length),
+        "--rollout-kv-cache-gb", "0.5", "--vllm-max-num-seqs", str(samples), "--lr", str(LR),
         "--use-distributed-optimizer", "--reward-function", f"{folder / 'reward.py'}:{REWARD}",
         "--output-dir", str(folder / "ours"), "--overwrite-output-dir",
-        *([] if trace is None else [
-            "--profile", "--profile-step-start", str(args.steps),
-            "--profile-step-end", str(args.steps + 1), "--profile-save-path", str(trace.parent),
-        ]),
     ])  # fmt: skip
-    if trace is not None:
-        next(trace.parent.glob("rank0_*.json")).replace(trace)
     lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
-    steps = [r for r in map(json.loads, lines) if "time/step_s" in r][WARM_STEPS:]
-    tokens = sum(r["throughput/tokens_per_s"] * r["time/step_s"] for r in steps)
-    phases = [name for name in steps[0] if re.fullmatch(r"time/\w+_s", name)]
+    steps = [row for row in map(json.loads, lines) if "time/step_s" in row][WARM_STEPS:]
+    tokens = sum(row["throughput/tokens_per_s"] * row["time/step_s"] for row in steps)
+    sync = [value for name, value in steps[-1].items() if name == "reshard/bytes_received"]
     return {
-        "tokens_per_s": tokens / sum(r["time/step_s"] for r in steps),
+        "tokens_per_s": tokens / sum(row["time/step_s"] for row in steps),
         "tokens_per_step": tokens / len(steps),
-        "step_s": statistics.median(r["time/step_s"] for r in steps),
-        "phases_s": {name[5:-2]: statistics.median(r[name] for r in steps) for name in phases},
-        "whole_run_s": seconds,
+        "step_s": statistics.median(row["time/step_s"] for row in steps),
+        "sync_bytes": sum(sync),  # of the rank that receives most
     }
 
 
-def run_trl(folder: Path, args: argparse.Namespace, trace: Path | None = None) -> dict[str, Any]:
-    """One run of GRPOTrainer; see ``trl_side.py``. ``trace`` as in :func:`run_ours`."""
-    side = Path(__file__).with_name("trl_side.py")
-    result = folder / "trl.json"
-    numbers = (args.prompts, args.group_size, args.response_length, args.steps)
-    where = "" if trace is None else str(trace)
-    seconds = torchrun(args, [str(side), str(folder), str(result), *map(str, numbers), where])
-    found = json.loads(result.read_text())
-    steps = found["steps"][WARM_STEPS:]
-    total = sum(step["seconds"] for step in steps)
+def run_plain(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """One run of :func:`plain_rank` on all ranks."""
+    numbers = ("prompts", "group_size", "response_length", "steps", "ranks")
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in numbers]
+    torchrun(args, [__file__, f"--plain-in={folder}", *flags])
+    steps = json.loads((folder / "plain.json").read_text())[WARM_STEPS:]
     tokens = sum(step["tokens"] for step in steps)
-    names = steps[0]["parts"]
     return {
-        "tokens_per_s": tokens / total,
+        "tokens_per_s": tokens / sum(step["seconds"] for step in steps),
         "tokens_per_step": tokens / len(steps),
         "step_s": statistics.median(step["seconds"] for step in steps),
-        "phases_s": {n: statistics.median(step["parts"][n] for step in steps) for n in names},
-        "whole_run_s": seconds,
+        "sync_bytes": 0,
     }
 
 
-def matmul_flops_per_s(hidden: int, ffn: int) -> float:
-    """Of one thread, fp32, in the model's largest shape: the best of ten."""
-    import torch
+def plain_rank(args: argparse.Namespace) -> None:
+    """The plain loop on one rank; seconds and tokens of every step into a file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)
-    rows, weight = torch.randn(8192, hidden), torch.randn(hidden, ffn)
-    seconds = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        rows @ weight
-        seconds.append(time.perf_counter() - begin)
-    return 2.0 * rows.numel() * ffn / min(seconds)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    tokenizer = AutoTokenizer.from_pretrained(args.plain_in / "model", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(args.plain_in / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    rows = [json.loads(line) for line in (args.plain_in / "rl.jsonl").read_text().splitlines()]
+    ends, tokens = [time.perf_counter()], []
+    for step in range(args.steps):
+        mine = rows[step * args.prompts : (step + 1) * args.prompts][rank::world]
+        texts = [
+            tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+            for row in mine
+        ]
+        asked = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        width = asked["input_ids"].shape[1]
+        with torch.no_grad():
+            ids = model.generate(
+                **asked, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=args.response_length, num_return_sequences=args.group_size,
+            )  # fmt: skip
+        said = ids[:, width:]
+        ended = (said == tokenizer.eos_token_id).long()
+        mask = (ended.cumsum(1) - ended == 0).float()  # up to the end token, with it
+        responses = tokenizer.batch_decode(said, skip_special_tokens=True)
+        scores = torch.tensor([share_of_digits(text) for text in responses])
+        grouped = scores.view(-1, args.group_size)
+        spread = grouped.std(dim=1, keepdim=True) + 1e-6
+        advantages = ((grouped - grouped.mean(dim=1, keepdim=True)) / spread).view(-1, 1)
+        before = asked["attention_mask"].repeat_interleave(args.group_size, dim=0)
+        attended = torch.cat([before, mask.long()], dim=1)
+        logits = model(ids, attention_mask=attended).logits[:, width - 1 : -1]
+        logp = logits.log_softmax(-1).gather(-1, said[..., None])[..., 0]
+        count = mask.sum()
+        dist.all_reduce(count)
+        loss = -(advantages * (logp - logp.detach()).exp() * mask).sum() / count
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        ends.append(time.perf_counter())
+        tokens.append(int(count))
+    if rank == 0:
+        steps = [
+            {"seconds": after - before, "tokens": n}
+            for (before, after), n in zip(pairwise(ends), tokens, strict=True)
+        ]
+        (args.plain_in / "plain.json").write_text(json.dumps(steps))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def training_floor_s(folder: Path, args: argparse.Namespace, response: float) -> float:
-    """Seconds of the update's matrix products alone: three forward passes at the measured rate.
-
-    Args:
-        folder: with model and prompts.
-        args: the command line.
-        response: mean tokens of a response.
-    """
+def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: float) -> float:
+    """Seconds of the update's matrix products alone: three forward passes at the measured rate."""
     from transformers import AutoTokenizer
 
     from mindspeed_rl.data.prompts import load_prompts
     from mindspeed_rl.models.flops import forward_flops
     from mindspeed_rl.models.registry import spec_from_hf_config
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    spec = spec_from_hf_config(json.loads((folder / "model" / "config.json").read_text()))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    spec = spec_from_hf_config(config)
     prompts = load_prompts(
-        folder / "rl.jsonl", tokenizer, max_prompt_length=128, vocab_size=spec.vocab_size
+        folder / "rl.jsonl",
+        AutoTokenizer.from_pretrained(folder / "model"),
+        max_prompt_length=192,
+        vocab_size=spec.vocab_size,
     )
-    length = statistics.fmean(len(p.token_ids) for p in prompts) + response
-    sizes = SIZES[args.size]
-    with ProcessPoolExecutor(args.ranks, get_context("spawn")) as pool:  # all ranks at a time
-        hidden, ffn = [sizes["hidden_size"]] * args.ranks, [sizes["ffn"]] * args.ranks
-        rate: float = sum(pool.map(matmul_flops_per_s, hidden, ffn))
-    tokens = args.prompts * args.group_size * length
-    return float(3 * tokens * forward_flops(spec, length) / rate)
+    samples = args.prompts * args.group_size
+    length = statistics.fmean(len(p.token_ids) for p in prompts) + tokens_per_step / samples
+    torch.set_num_threads(1)
+    rows = torch.randn(8192, config["hidden_size"])
+    weight = torch.randn(config["hidden_size"], config["intermediate_size"])
+    taken = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        rows @ weight
+        taken.append(time.perf_counter() - begin)
+    rate = args.ranks * 2.0 * rows.numel() * weight.shape[1] / min(taken)
+    return float(3 * samples * length * forward_flops(spec, length) / rate)
 
 
-def trace_updates(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Seconds of one update of both sides by kind of operator; prints them."""
-    sides = {"ours": (run_ours, "phase train"), "trl": (run_trl, "forward_backward")}
-    found = {}
-    for side, (run, stretch) in sides.items():
-        (folder / "trace").mkdir(exist_ok=True)
-        trace = folder / "trace" / f"{side}.json"
-        run(folder, args, trace)
-        found[side] = seconds_by_kind(trace, stretch)
-        told = ", ".join(f"{kind} {s:.3f}" for kind, s in found[side].items())
-        print(f"{side:5} {stretch} under the profiler {sum(found[side].values()):.3f} s: {told}")
-    return found
-
-
-def main() -> int:
-    """Race and report."""
-    args = parse()
-    missing = [n for n in ("trl", "accelerate") if importlib.util.find_spec(n) is None]
-    if missing:
-        sys.exit(f"e2e.py: {' and '.join(missing)} missing; see the first lines of --help")
-    sides = {"ours": run_ours, "trl": run_trl}
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+def main(argv: Sequence[str] | None = None) -> int:
+    """Race and report; or be a rank of the plain loop."""
+    args = command_line(argv)
+    if args.plain_in:
+        plain_rank(args)
+        return 0
+    sides = {"ours": run_ours, "plain": run_plain}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory(prefix="e2e-bench-") as name:
         folder = Path(name)
         prepare(folder, args)
@@ -236,24 +259,20 @@ def main() -> int:
                 last = rounds[side][-1]
                 print(
                     f"round {number + 1} {side:5} {last['tokens_per_s']:9.0f} tokens/s, step "
-                    f"{last['step_s']:.3f} s of {last['tokens_per_step']:.0f} tokens, whole run "
-                    f"{last['whole_run_s']:.0f} s", flush=True,
+                    f"{last['step_s']:.3f} s of {last['tokens_per_step']:.0f} tokens", flush=True,
                 )  # fmt: skip
         last = rounds["ours"][-1]
-        response = last["tokens_per_step"] / (args.prompts * args.group_size)
-        floor = training_floor_s(folder, args, response)
-        operators = trace_updates(folder, args) if args.operators else {}
+        floor = update_floor_s(folder, args, last["tokens_per_step"])
     best = {side: max(r["tokens_per_s"] for r in runs) for side, runs in rounds.items()}
-    ratio = best["ours"] / best["trl"]
-    print(f"best of each: ours {best['ours']:.0f}, TRL {best['trl']:.0f} tokens/s: {ratio:.2f} x")
-    for side, runs in rounds.items():
-        parts = ", ".join(f"{k} {v:.3f}" for k, v in runs[-1]["phases_s"].items())
-        print(f"{side:5} {runs[-1]['step_s']:.3f} s: {parts}")
-    print(f"matrix products of the update, at the rate that a bare one reaches: {floor:.3f} s")
-    record = {
-        "bench": "e2e", "size": args.size, "ratio": ratio, "training_floor_s": floor,
-        "rounds": rounds, "operators": operators,
-    }  # fmt: skip
+    ratio = best["ours"] / best["plain"]
+    print(
+        f"best of each: ours {best['ours']:.0f}, plain {best['plain']:.0f} tokens/s: {ratio:.2f} x"
+    )
+    print(
+        f"a weight sync brings a rank {last['sync_bytes'] / 1e6:.1f} MB; floor of a step, the "
+        f"matrix products of its update: {floor:.3f} s of {last['step_s']:.3f} s"
+    )
+    record = {"bench": "e2e", "size": args.size, "ratio": ratio, "floor_s": floor, "rounds": rounds}
     print("RESULT " + json.dumps(record), flush=True)
     return 0
 

@@ -1,104 +1,402 @@
-"""Races the ways to reshard on gloo ranks of this machine: direct, stream, gather, two-stage.
+"""Races the reshard against gathering whole tensors, on gloo ranks of this machine.
 
-    python tools/bench/reshard.py                       # two cases on 4 ranks, under 3 minutes
-    python tools/bench/reshard.py --cases all --ranks 8
-    python tools/bench/reshard.py --cases qwen3-30b-a3b --num-experts 128
-    torchrun --nproc-per-node 4 tools/bench/reshard.py  # the same with ranks of torchrun
+    python tools/bench/reshard.py                       # two cases on 4 ranks, about a minute
+    python tools/bench/reshard.py --cases deepseek-v3 --ranks 8
 
-direct     the product: every rank receives only what its engine lacks, point to point
-direct-all-to-all  the same by one all-to-all-v per round, everything packed
-stream     the product: whole HF tensors in rounds on every rank, cut into the engine
-gather     the peers' plain way (verl): pipeline broadcast, tensor and expert all-gathers
-two-stage  the CANN recipe: dense tensors as gather, experts by all-to-all-v
-megatron-core  megatron.core.resharding, which knows trainer layouts only: its case is from one to
-           another (left out where megatron-core is not installed)
+direct   ours: every rank receives only what its engine lacks, point to point
+gather   the usual way: all shards of a replica of the trainer are broadcast to all of its ranks, in
+         large buckets, and every engine rank cuts its part out of whole tensors
 
-The ways alternate in one run. After each the engine weights are compared, bit by bit, with slices
-of the HF tensors, and the baselines' bytes with their closed forms; a difference ends the run.
-Columns: seconds (best and median); bytes received by all ranks over the wire; the same by the rank
-that receives most, and its floor (what its engine lacks); growth of the peak resident memory while
-a way is built and run first, of the rank where it is largest; share of the bandwidth of a bare
-all-to-all of the same run; for the baselines, share of the bandwidth of the bare collectives they
-use; time as a multiple of direct's. Shares and multiples are those of medians. The last line is
-RESULT and a JSON object.
+Models have two layers of real shape and a vocabulary of 1024. The ways alternate in one run, and
+the engine's weights are compared with the HF tensors bit by bit after the last run of each.
+Seconds are medians; received are bytes over the wire of all ranks and of the rank that receives
+most; the floor is what that rank's engine needs and its trainer does not hold. The last line is
+RESULT and a JSON object. tools/inspect_plan.py counts bytes for any model and number of ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import statistics
 import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
 from pathlib import Path
+from typing import Any
 
-if __name__ in ("__main__", "__mp_main__"):
-    # the folder of the package `bench` instead of that of this file
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.resharding.executor import Resharder, wire_dtype
+from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
+from mindspeed_rl.resharding.layouts.from_text import rollout_from_text, training_from_text
+from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.resharding.traffic import element_bytes_of, rank_floor
+from mindspeed_rl.resharding.transports import make_transport
+
+CONFIGS = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "models" / "configs"
+DTYPE = torch.bfloat16
+_BITS = {2: torch.int16, 4: torch.int32}
+LIMIT = timedelta(minutes=10)
+Params = Mapping[str, torch.Tensor]
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    from bench.cases import CASES, WAYS
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and its layouts.
 
+    Attributes:
+        model: a config of ``pretrain_scripts/models/configs``.
+        changes: keys of the config that are not the published ones.
+        train: by number of ranks, as ``--train`` of inspect_plan.py.
+        rollout: by number of ranks, as ``--rollout`` of inspect_plan.py.
+        experts_per_rank: routed experts of a layer and rank; 0: dense.
+    """
+
+    model: str
+    changes: Mapping[str, Any]
+    train: Mapping[int, str]
+    rollout: Mapping[int, str]
+    experts_per_rank: int = 0
+
+
+_DENSE = {4: "tp=2,pp=2", 8: "tp=4,pp=2"}, {4: "tp=2", 8: "tp=2"}
+_EXPERTS = (
+    {4: "tp=2,pp=2,ep=2,etp=1", 8: "tp=4,pp=2,ep=4,etp=1"},
+    {4: "tp=2,dp=2,ep=4", 8: "tp=2,dp=4,ep=8"},
+)
+_FLAT: dict[str, Any] = {
+    "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "head_dim": 16,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+CASES = {
+    "qwen2.5-7b": Case("qwen2.5-7b", {}, *_DENSE),
+    "qwen3-30b-a3b": Case("qwen3-30b-a3b", {}, *_EXPERTS, 8),
+    "deepseek-v3": Case("deepseek-v3", _FLAT, *_EXPERTS, 1),
+    "tiny": Case("qwen3-30b-a3b", _SMALL, *_EXPERTS, 2),
+}
+
+
+def layouts_of(name: str, num_ranks: int) -> tuple[MegatronLayout, ShardLayout]:
+    """Trainer and engine of a case."""
+    case = CASES[name]
+    config = json.loads((CONFIGS / f"{case.model}.json").read_text())
+    config.pop("quantization_config", None)
+    config |= {"num_hidden_layers": 2, "vocab_size": 1024, **case.changes}
+    for key in {"num_experts", "n_routed_experts"} & config.keys():
+        config[key] = case.experts_per_rank * num_ranks
+    spec = spec_from_hf_config(config)
+    return (
+        training_from_text(spec, case.train[num_ranks], num_ranks),
+        rollout_from_text(spec, case.rollout[num_ranks], num_ranks),
+    )
+
+
+# --- weights whose every element follows from its place ------------------------------
+
+
+def dtype_of(layout: ShardLayout, hf_name: str) -> torch.dtype:
+    """Element type of a HF tensor."""
+    return wire_dtype(layout.dtype_of(hf_name), DTYPE)
+
+
+def true_weights(layout: ShardLayout, hf_name: str, box: Box) -> torch.Tensor:
+    """A rectangle of a HF tensor: bit patterns of finite numbers, made of name and index."""
+    index = torch.full((1,) * len(box.size), zlib.crc32(hf_name.encode()) % 65521)
+    stride = 1
+    for dim in reversed(range(len(box.size))):
+        shape = [-1 if d == dim else 1 for d in range(len(box.size))]
+        index = index + stride * torch.arange(box.lo[dim], box.lo[dim] + box.size[dim]).view(shape)
+        stride *= layout.shape_of(hf_name)[dim]
+    dtype = dtype_of(layout, hf_name)
+    bits = (index * 40503) & 0x3FFF  # of all types a finite number
+    return bits.to(_BITS[dtype.itemsize]).view(dtype)
+
+
+def shown(params: Params, piece: Piece) -> torch.Tensor:
+    """Where a piece lives in a rank's parameters."""
+    view: torch.Tensor = piece.view.of(params[piece.param])[piece.param_box.slices]
+    return view
+
+
+def make_params(layout: ShardLayout, rank: int, filled: bool) -> dict[str, torch.Tensor]:
+    """A rank's parameters with the true weights, or with a bit pattern that no weight has."""
+    own = {s.piece.param: dtype_of(layout, s.piece.hf_name) for s in pieces_of(layout, rank)}
+    params = {}
+    for name, shape in layout.local_shapes(rank).items():
+        dtype = own.get(name, DTYPE)
+        params[name] = torch.full(shape, -1, dtype=_BITS[dtype.itemsize]).view(dtype)
+    for shard in pieces_of(layout, rank) if filled else ():
+        piece = shard.piece
+        shown(params, piece).copy_(true_weights(layout, piece.hf_name, piece.hf_box))
+    return params
+
+
+def differing(layout: ShardLayout, rank: int, params: Params) -> list[str]:
+    """Parameters of a rank that do not have the true weights, bit for bit."""
+    wrong = []
+    for shard in pieces_of(layout, rank):
+        piece = shard.piece
+        found = shown(params, piece)
+        expected = true_weights(layout, piece.hf_name, piece.hf_box)
+        bits = _BITS[found.element_size()]
+        if not torch.equal(found.view(bits), expected.view(bits)):
+            wrong.append(f"{piece.param} ({piece.hf_name})")
+    return wrong
+
+
+# --- the ways ------------------------------------------------------------------------
+
+
+class Direct:
+    """The product's reshard; what it has received is counted in its transport."""
+
+    def __init__(
+        self, source: MegatronLayout, target: ShardLayout, read: Params, write: Params, bucket: int
+    ) -> None:
+        world = source.parallel.world
+        self._transport = make_transport("p2p", world, torch.device("cpu"))
+        self._weights = read, write
+        self._resharder = Resharder(
+            source,
+            target,
+            rank=dist.get_rank(),
+            ranks_per_node=world,
+            transport=self._transport,
+            dtype=DTYPE,
+            bucket_bytes=bucket,
+        )
+
+    def run(self) -> int:
+        """Reshard once; bytes that this rank received. Collective: the world."""
+        before = self._transport.received_bytes
+        self._resharder.run(*self._weights)
+        return self._transport.received_bytes - before
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Whole tensors that travel together.
+
+    Attributes:
+        sent: by rank, its shards one after the other: [bytes] uint8.
+        packs: (buffer, own shard) to copy before.
+        cuts: (engine parameter, buffer) to copy afterwards.
+    """
+
+    sent: Mapping[int, torch.Tensor]
+    packs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    cuts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Gather:
+    """Whole tensors on every rank, then the engine's cut; buffers are allocated once."""
+
+    def __init__(
+        self, source: MegatronLayout, target: ShardLayout, read: Params, write: Params, bucket: int
+    ) -> None:
+        self._rank, self._source = dist.get_rank(), source
+        self._wanted: dict[str, list[Piece]] = {}
+        for shard in pieces_of(target, self._rank):
+            self._wanted.setdefault(shard.piece.hf_name, []).append(shard.piece)
+        self._buckets: list[tuple[dist.ProcessGroup, _Bucket]] = []
+        pool = torch.empty(0, dtype=torch.uint8)
+        grid = source.parallel
+        for experts in (False, True):
+            names = [n for n in source.hf_shapes if ("{e}" in locate(n)[0]) == experts]
+            replicas: dict[Any, list[int]] = {}
+            for rank in range(grid.world if names else 0):
+                at = grid.coords(rank)
+                key = grid.expert_coords(rank).dp if experts else (at.dp, at.cp)
+                replicas.setdefault(key, []).append(rank)
+            groups = {tuple(ranks): dist.new_group(ranks) for ranks in replicas.values()}
+            mine = next((ranks for ranks in groups if self._rank in ranks), ())
+            for part in self._parts(names, bucket):
+                needed = sum(self._num_bytes(name) for name in part) + 16 * len(part) * grid.world
+                if pool.numel() < needed:
+                    pool = torch.empty(needed, dtype=torch.uint8)
+                self._buckets.append((groups[mine], self._bucket(part, mine, pool, read, write)))
+
+    def _num_bytes(self, name: str) -> int:
+        return prod(self._source.shape_of(name)) * dtype_of(self._source, name).itemsize
+
+    def _parts(self, names: Sequence[str], bucket: int) -> Iterator[list[str]]:
+        """Tensors in groups of at most ``bucket`` bytes, or of one tensor."""
+        part: list[str] = []
+        for name in names:
+            if part and sum(map(self._num_bytes, [*part, name])) > bucket:
+                yield part
+                part = []
+            part.append(name)
+        if part:
+            yield part
+
+    def _bucket(
+        self,
+        names: list[str],
+        ranks: Sequence[int],
+        pool: torch.Tensor,
+        read: Params,
+        write: Params,
+    ) -> _Bucket:
+        of_sender: dict[int, list[Shard]] = {}
+        for name in names:
+            for shard in self._source.shards(name):
+                holders = [rank for rank in shard.holders if rank in ranks]
+                if holders and not shard.mirror:
+                    of_sender.setdefault(holders[0], []).append(shard)
+        sent, packs, cuts, start = {}, [], [], 0
+        for sender, shards in sorted(of_sender.items()):
+            first = start
+            for shard in shards:
+                piece, dtype = shard.piece, dtype_of(self._source, shard.piece.hf_name)
+                size = piece.hf_box.num_elements * dtype.itemsize
+                staged = pool[start : start + size].view(dtype).view(piece.hf_box.size)
+                start += -(-size // 8) * 8
+                if sender == self._rank:
+                    packs.append((staged, shown(read, piece)))
+                for wanted in self._wanted.get(piece.hf_name, ()):
+                    if box := piece.hf_box.intersect(wanted.hf_box):
+                        inside = box.moved(wanted.hf_box, wanted.param_box)
+                        to = wanted.view.of(write[wanted.param])[inside.slices]
+                        whole = Box.whole(piece.hf_box.size)
+                        cuts.append((to, staged[box.moved(piece.hf_box, whole).slices]))
+            sent[sender] = pool[first:start]
+        return _Bucket(sent, packs, cuts)
+
+    def run(self) -> int:
+        """Reshard once; bytes that this rank received. Collective: the world."""
+        received = 0
+        for group, bucket in self._buckets:
+            for to, origin in bucket.packs:
+                to.copy_(origin)
+            pending = [
+                dist.broadcast(buffer, sender, group=group, async_op=True)
+                for sender, buffer in bucket.sent.items()
+            ]
+            for work in pending:
+                work.wait()
+            for to, origin in bucket.cuts:
+                to.copy_(origin)
+            received += sum(b.numel() for s, b in bucket.sent.items() if s != self._rank)
+        return received
+
+
+WAYS: dict[str, Callable[..., Direct | Gather]] = {"direct": Direct, "gather": Gather}
+
+
+# --- one case ------------------------------------------------------------------------
+
+
+def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str, Any]:
+    """Run a case on this rank; the same figures on all ranks. Collective: the world.
+
+    Raises:
+        RuntimeError: a way left other bits than the HF tensors have.
+    """
+    rank, (source, target) = dist.get_rank(), layouts_of(name, num_ranks)
+    read, write = make_params(source, rank, True), make_params(target, rank, False)
+    ways = {w: build(source, target, read, write, bucket_bytes) for w, build in WAYS.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    received: dict[str, int] = {}
+    for repeat in range(repeats + 1):  # the first run is not timed
+        for way, prepared in ways.items():
+            for param in write.values() if repeat == repeats else ():
+                param.view(_BITS[param.element_size()]).fill_(-1)
+            dist.barrier()
+            start_s = time.perf_counter()
+            received[way] = prepared.run()
+            dist.barrier()
+            if repeat:
+                seconds[way].append(time.perf_counter() - start_s)
+            if repeat == repeats and (wrong := differing(target, rank, write)):
+                raise RuntimeError(
+                    f"{name}, {way}: {len(wrong)} parameters of rank {rank} differ from the HF "
+                    f"tensors, first {wrong[0]}"
+                )
+    floor = rank_floor(source, target, rank, element_bytes_of(source, DTYPE.itemsize))
+    ranks: list[Any] = [None] * num_ranks
+    dist.all_gather_object(ranks, (received, floor))
+    return {
+        "case": name,
+        "ranks": num_ranks,
+        "train": CASES[name].train[num_ranks],
+        "rollout": CASES[name].rollout[num_ranks],
+        "weights_bytes": sum(prod(s) * DTYPE.itemsize for s in source.hf_shapes.values()),
+        "floor_bytes": max(floor for _, floor in ranks),
+        "ways": {
+            way: {
+                "median_s": statistics.median(seconds[way]),
+                "received_bytes": sum(of_rank[way] for of_rank, _ in ranks),
+                "busiest_bytes": max(of_rank[way] for of_rank, _ in ranks),
+            }
+            for way in ways
+        },
+    }
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The lines of one case."""
+    ours = record["ways"]["direct"]["median_s"]
+    lines = [
+        f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
+        f"{record['weights_bytes'] / 1e6:.1f} MB",
+        f"{'way':8}{'seconds':>9}{'x ours':>8}{'all MB':>10}{'busiest MB':>12}{'floor MB':>10}",
+    ]
+    for name, way in record["ways"].items():
+        lines.append(
+            f"{name:8}{way['median_s']:9.3f}{way['median_s'] / ours:8.2f}"
+            f"{way['received_bytes'] / 1e6:10.1f}{way['busiest_bytes'] / 1e6:12.1f}"
+            f"{record['floor_bytes'] / 1e6:10.1f}"
+        )
+    return "\n".join([*lines, ""])
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One of the ranks; rank 0 prints."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", args.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks, timeout=LIMIT)
+    records = []
+    for name in args.cases:
+        records.append(race(name, args.ranks, args.repeats, args.bucket_mb << 20))
+        if rank == 0:
+            print(table(records[-1]), flush=True)
+    if rank == 0:
+        print("RESULT " + json.dumps({"bench": "reshard", "cases": records}), flush=True)
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks and wait for them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="gloo ranks (4)")
     parser.add_argument(
-        "--cases",
-        default="qwen2.5-7b,qwen3-30b-a3b",
-        help="comma-separated models, two layers of real shape each, or all "
-        f"(qwen2.5-7b,qwen3-30b-a3b); known: {', '.join(CASES)}",
+        "--cases", nargs="+", choices=tuple(CASES), default=["qwen2.5-7b", "qwen3-30b-a3b"]
     )
-    parser.add_argument(
-        "--num-experts",
-        type=int,
-        default=0,
-        help="experts per layer of models that have them; the default keeps the run short, and "
-        "halves until the case fits into memory (the title says what ran)",
-    )
-    parser.add_argument(
-        "--ways",
-        default=",".join(WAYS),
-        help="comma-separated, direct among them (%(default)s): each keeps its buffers, so fewer "
-        "need less memory",
-    )
-    parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way (2)")
-    parser.add_argument(
-        "--bucket-mb", type=int, default=128, help="bound of the staging of a round, MiB (128)"
-    )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="run each way once more under Python's profiler and print where rank 0's time goes",
-    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way (3)")
+    parser.add_argument("--bucket-mb", type=int, default=128, help="of a round, MiB (128)")
     args = parser.parse_args(argv)
-    args.cases = list(CASES) if args.cases == "all" else [n for n in args.cases.split(",") if n]
-    if not args.cases:
-        parser.error(f"--cases: nothing to run; known: all, {', '.join(CASES)}")
-    args.ways = [name for name in args.ways.split(",") if name]
-    if "direct" not in args.ways or not set(args.ways) <= set(WAYS):
-        parser.error(f"--ways {','.join(args.ways)}: direct and some of {', '.join(WAYS[1:])}")
-    if unknown := [name for name in args.cases if name not in CASES]:
-        parser.error(f"--cases {','.join(unknown)}: unknown; known: all, {', '.join(CASES)}")
-    for flag in ("repeats", "bucket_mb"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
-    if args.num_experts < 0:
-        parser.error(f"--num-experts {args.num_experts}: must be positive, or 0 for the default")
-    return args
-
-
-def main() -> int:
-    """Spawn the ranks, or be one of torchrun's."""
-    args = parse()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from bench.world import join_torchrun, spawn
-
-    try:
-        return join_torchrun(args) if "RANK" in os.environ else spawn(args)
-    except ValueError as error:
-        print(f"reshard.py: error: {error}", file=sys.stderr)
-        return 2
+    if min(args.repeats, args.bucket_mb) < 1:
+        parser.error("--repeats and --bucket-mb must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="reshard-bench-") as folder:
+        mp.spawn(run_rank, (args, folder), args.ranks)  # type: ignore[attr-defined,no-untyped-call]
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Times the switch between training and rollout on real engines, action by action.
 
     python tools/bench/switch.py                        # 2 ranks, 205 MB of bf16 weights, 2 minutes
-    python tools/bench/switch.py --warm-cycles 200 --cycles 200 --num-layers 1  # does memory grow?
 
 ours        the product's state machine: one persistent host region per owner, storages resized
-sequential  the order and the way of the CANN recipe: the same steps, each tensor copied to freshly
-            allocated host memory at every switch (without the second copy into pinned memory that
-            the recipe makes on devices), one after another
-copy        a plain copy of as many bytes as ours copies, into memory that is as warm or fresh;
-            fresh pages once ordinary, once large, as ours asks the system for
+sequential  the same steps as scripts do them: each tensor is copied to freshly allocated host
+            memory at every switch, one after another
+floor       a plain copy of as many bytes as ours copies, into memory that is as warm or fresh
 
 The three alternate in one run; numbers are medians over the cycles of the slowest rank. The
 engine's weights leave as well (--rollout-sleep all). The last line is RESULT and a JSON object.
@@ -19,27 +16,274 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":  # for the maker of the model
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from mindspeed_rl import bootstrap  # noqa: E402
+from mindspeed_rl.arguments import parse  # noqa: E402
+from mindspeed_rl.config import RLRunConfig  # noqa: E402
+from mindspeed_rl.config.validate import check_rl  # noqa: E402
+from mindspeed_rl.memory.owners import Owner  # noqa: E402
+from mindspeed_rl.offload.storages import as_bytes, storages_of  # noqa: E402
+from mindspeed_rl.phases import machine, transition  # noqa: E402
+from mindspeed_rl.platforms.host_pages import advise_large_pages  # noqa: E402
+
+Seconds = dict[str, list[float]]
+FLAGS = (
+    "--platform cpu --bf16 --use-distributed-optimizer --train-iters 1 --lr 1e-4 "
+    "--max-prompt-length 32 --rollout-max-response-length 32 --micro-batch-size 4 "
+    "--rl-offload all --reshard-verify-interval 0 --reshard-bucket-mb 64 --vllm-max-num-seqs 8"
+)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def race(args: argparse.Namespace) -> None:
+    """Alternate the ways and print, on rank 0. Collective: the world."""
+    job = start(args)
+    phases, sharing, engine = build(job)
+    ours: Seconds = defaultdict(list)
+    theirs: Seconds = defaultdict(list)
+    floor: list[float] = []
+    bytes_of = sizes(sharing, engine)
+    source = torch.ones(min(64 << 20, bytes_of["copied"]), dtype=torch.uint8)
+    kept = source.clone()
+    for version in range(args.warm_cycles):  # proves the weights, allocates host memory, packs
+        phases.to_rollout(version)
+        phases.to_train()
+    for cycle in range(args.cycles):
+        dist.barrier()
+        with timed(ours["total"]), timed_actions(ours):
+            phases.to_rollout(args.warm_cycles + cycle)
+            phases.to_train()
+        dist.barrier()
+        with timed(theirs["total"]):
+            sequential(sharing, phases, engine, cycle, theirs)
+        dist.barrier()
+        with timed(floor):
+            plain_copy(bytes_of, source, kept)
+        if dist.get_rank() == 0:
+            print(f"cycle {cycle + 1}/{args.cycles}", file=sys.stderr, flush=True)
+    report(args, bytes_of, ours, theirs, floor)
+
+
+def start(args: argparse.Namespace) -> Any:
+    """Platform, process group, plan."""
+    world = bootstrap.World.from_environment()
+    bootstrap.set_defaults("cpu", os.environ)
+    bootstrap.quiet_libraries()
+    platform = bootstrap.start("cpu", 30, world)
+    argv = [*FLAGS.split(), "--hf-checkpoint", args.model, "--prompt-data", __file__]
+    argv += ["--output-dir", f"{args.model}/out", "--rollout-kv-cache-gb", str(args.kv_cache_gb)]
+    config = parse(RLRunConfig, argv, "switch").config
+    watchdog = SimpleNamespace(phase=lambda *_: nullcontext())
+    from mindspeed_rl.orchestration.torchrun import Job
+
+    plan = check_rl(config, world.size, files=False)  # the model has no tokenizer
+    return Job(config, plan, world, platform, cast(Any, watchdog), ())
+
+
+def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
+    """The product's trainer (after one update), engine and state machine, in TRAIN."""
+    from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.rl import build_engine as rl_phases
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.samples.packing import TrainSample
+
+    training.initialize_parallel(job)
+    policy = training.build_engine(job, "policy", 1)
+    samples = [TrainSample(i, torch.arange(5, 21), 8, None, 0.0) for i in range(job.world.size)]
+    batches = training.local_batches(job, policy, samples)
+    num_tokens = 8 * len(samples)
+    policy.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
+    policy.step()  # makes the moments
+    sharing = rl_phases.share_memory(job, policy, None)
+    sharing.leave_all()
+    engine = rl_phases.build_rollout_engine(job)
+    phases = rl_phases.build_phases(job, policy, engine, sharing, lambda _: nullcontext())
+    phases.to_train()
+    return phases, sharing, engine
+
+
+def sizes(sharing: machine.Sharing, engine: Any) -> dict[str, int]:
+    """Bytes of one whole switch on this rank, there and back."""
+    owned = {owner.value: group.num_bytes() for owner, group in sharing.groups.items()}
+    kept = owned[Owner.PARAMETERS] + owned[Owner.OPTIMIZER]
+    return {
+        **owned,
+        "engine_weights": engine.weight_bytes,
+        "kv_cache": engine.cache_bytes,
+        "copied": 2 * kept + engine.weight_bytes,
+    }
+
+
+@contextmanager
+def timed(into: list[float]) -> Iterator[None]:
+    """Append the seconds of the block."""
+    begin = time.perf_counter()
+    yield
+    into.append(time.perf_counter() - begin)
+
+
+@contextmanager
+def timed_actions(into: Seconds) -> Iterator[None]:
+    """Every action of the state machine by name."""
+
+    def clocked(action: transition.Action) -> transition.Action:
+        def do() -> None:
+            with timed(into[action.name]):
+                action.do()
+
+        return transition.Action(action.name, action.phase, do, action.undo)
+
+    def perform(actions: Sequence[transition.Action], phase: Any) -> None:
+        transition.perform([clocked(action) for action in actions], phase)
+
+    with mock.patch.object(machine, "perform", perform):
+        yield
+
+
+def sequential(
+    sharing: machine.Sharing,
+    phases: machine.Phases,
+    engine: Any,
+    cycle: int,
+    into: Seconds,
+) -> None:
+    """The recipe's steps, tensor by tensor; ends where it began, with the machine none the wiser.
+
+    gradients away, optimizer away | empty engine weights, reshard | parameters away, cache
+    | cache away, engine weights away | parameters back, optimizer back, gradients back.
+    """
+    groups = sharing.groups
+    step: Callable[[str], Any] = lambda name: timed(into[name])  # noqa: E731
+    with step("offload grad_buffers"):
+        gradients = away(groups[Owner.GRAD_BUFFERS], keep=False)
+    with step("offload optimizer"):
+        optimizer = away(groups[Owner.OPTIMIZER])
+    with step("engine weights"):
+        engine.wake(["weights"])
+    with step("reshard"):
+        phases._sync.run(engine, 10**6 + cycle)
+    with step("offload parameters"):
+        parameters = away(groups[Owner.PARAMETERS])
+    with step("cache"):
+        engine.wake(["kv_cache"])
+    with step("free cache"):
+        engine.free_cache()
+    with step("free engine weights"):
+        engine.free_weights()
+    with step("onload parameters"):
+        back(parameters)
+    with step("onload optimizer"):
+        back(optimizer)
+    with step("onload grad_buffers"):
+        back(gradients)
+
+
+Away = list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]
+
+
+def away(group: Any, keep: bool = True) -> Away:
+    """Each storage to host memory of its own, allocated now."""
+    found: Away = []
+    for storage in storages_of(group._find()):
+        host = as_bytes(storage).clone() if keep else None
+        found.append((storage, storage.nbytes(), host))
+        storage.resize_(0)
+    return found
+
+
+def back(stored: Away) -> None:
+    """Each storage from its host memory, which is given up."""
+    for storage, size, host in stored:
+        storage.resize_(size)
+        if host is not None:  # gradients are zeroed by the update itself, as in ours
+            as_bytes(storage).copy_(host)
+
+
+def plain_copy(bytes_of: dict[str, int], source: torch.Tensor, kept: torch.Tensor) -> None:
+    """As many bytes from warm memory, a piece at a time, into memory as warm as the switch has it.
+
+    What goes to the host goes into the same memory again and again. What comes back and the
+    engine's weights go into pages that were just allocated, large ones, as ours asks for.
+    """
+    to_host = (bytes_of["copied"] - bytes_of["engine_weights"]) // 2
+    for left, fresh in ((to_host, False), (bytes_of["copied"] - to_host, True)):
+        while left > 0:
+            size, target = min(len(source), left), kept
+            if fresh:
+                target = torch.empty(size, dtype=torch.uint8)
+                advise_large_pages(target.data_ptr(), size)
+            target[:size].copy_(source[:size])
+            left -= size
+
+
+def report(
+    args: argparse.Namespace,
+    bytes_of: dict[str, int],
+    ours: Seconds,
+    theirs: Seconds,
+    floor: list[float],
+) -> None:
+    """Medians of the slowest rank. Collective: the world."""
+    mine = [
+        {name: statistics.median(taken) for name, taken in way.items()}
+        for way in (ours, theirs, {"total": floor})
+    ]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank():
+        return
+    slowest = [{name: max(r[i][name] for r in ranks) for name in mine[i]} for i in range(3)]
+    our_s, their_s, floor_s = slowest[0], slowest[1], slowest[2]["total"]
+    print(f"{'MB on a rank':24}" + "  ".join(f"{k} {v / 1e6:.0f}" for k, v in bytes_of.items()))
+    print(f"{'action':24}{'ours s':>10}{'sequential s':>14}")
+    for name in our_s:
+        other = f"{their_s[name]:14.4f}" if name in their_s else ""
+        print(f"{name:24}{our_s[name]:10.4f}{other}")
+    print(
+        f"sequential / ours: {their_s['total'] / our_s['total']:.2f}; floor: a plain copy of "
+        f"{bytes_of['copied'] / 1e6:.0f} MB takes {floor_s:.4f} s, ours / floor "
+        f"{our_s['total'] / floor_s:.2f}"
+    )
+    record = {
+        "bench": "switch", "ranks": len(ranks), "cycles": args.cycles, "bytes": bytes_of,
+        "ours_s": our_s, "sequential_s": their_s, "floor_s": floor_s,
+    }  # fmt: skip
+    print("RESULT " + json.dumps(record), flush=True)
+
+
+def command_line(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (2)")
     parser.add_argument("--num-layers", type=int, default=8, help="layers of 12.8 M weights (8)")
+    parser.add_argument("--hidden-size", type=int, default=1024, help="a multiple of 64 (1024)")
     parser.add_argument("--warm-cycles", type=int, default=3, help="untimed switches before (3)")
     parser.add_argument("--cycles", type=int, default=7, help="timed switches of each way (7)")
     parser.add_argument("--kv-cache-gb", type=float, default=0.25, help="GiB per rank (0.25)")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.hidden_size < 64 or args.hidden_size % 64:
+        parser.error(f"--hidden-size {args.hidden_size}: must be a multiple of 64")
     for name in ("ranks", "num_layers", "cycles", "warm_cycles"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
@@ -48,17 +292,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def launch(args: argparse.Namespace) -> int:
     """Write the model, start the ranks with torchrun, wait."""
-    from mindspeed_rl.data.tiny_model import write_tiny_model
+    from make_tiny_model import write_tiny_model
 
     with tempfile.TemporaryDirectory(prefix="switch-bench-") as folder:
         print("writing a model with random weights", file=sys.stderr, flush=True)
         model = write_tiny_model(
             Path(folder) / "model",
-            hidden_size=1024,
+            hidden_size=args.hidden_size,
             num_layers=args.num_layers,
-            num_heads=16,
-            num_kv_heads=16,
-            ffn=2816,
+            num_heads=args.hidden_size // 64,
+            num_kv_heads=args.hidden_size // 64,
+            ffn=11 * args.hidden_size // 4,
         )
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -66,23 +310,17 @@ def launch(args: argparse.Namespace) -> int:
         ]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-            ),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         return subprocess.run(command, env=environment, check=False).returncode
 
 
 def main() -> int:
     """Start the ranks, or be one of them."""
-    args = parse()
+    args = command_line()
     if not args.model:
         return launch(args)
-    from bench.switch_rank import race
-
-    record = race(args)
-    if record is not None:
-        print("RESULT " + json.dumps({"bench": "switch", **record}), flush=True)
+    race(args)
     return 0
 
 

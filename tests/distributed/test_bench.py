@@ -1,0 +1,66 @@
+"""Each benchmark of tools/bench runs on a tiny case and tells ours, the baseline and the floor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.architecture import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def result_of(script: str, *flags: str, folder: Path) -> dict[str, Any]:
+    """The last line of a benchmark, which any user can start from any folder."""
+    command = [sys.executable, str(ROOT / "tools" / "bench" / script), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    return found
+
+
+def test_reshard(tmp_path: Path) -> None:
+    """Bits are compared in the run; ours receives the floor, whole tensors several times that."""
+    (case,) = result_of("reshard.py", "--cases", "tiny", "--repeats", "1", folder=tmp_path)["cases"]
+    direct, gather = (case["ways"][way] for way in ("direct", "gather"))
+    assert direct["busiest_bytes"] == case["floor_bytes"] > 0
+    assert 2 * case["floor_bytes"] < gather["busiest_bytes"] < case["weights_bytes"]
+    assert direct["median_s"] > 0 and gather["median_s"] > 0
+
+
+def test_dispatch(tmp_path: Path) -> None:
+    flags = ("--workers", "2", "--megabytes", "1", "--repeats", "1")
+    (size,) = result_of("dispatch.py", *flags, folder=tmp_path)["sizes"]
+    assert set(size["seconds"]) == {"ours", "controller", "floor"}
+    assert all(taken > 0 for taken in size["seconds"].values())
+    assert 0.9 * 2**20 < size["bytes"] <= 2**20
+
+
+def test_switch(tmp_path: Path) -> None:
+    found = result_of(
+        "switch.py", "--num-layers", "1", "--hidden-size", "128", "--cycles", "1",
+        "--warm-cycles", "1", "--kv-cache-gb", "0.05", folder=tmp_path,
+    )  # fmt: skip
+    shared = {"offload parameters", "onload optimizer", "total"}
+    assert shared <= set(found["ours_s"]) and shared <= set(found["sequential_s"])
+    assert found["floor_s"] > 0 and found["bytes"]["copied"] > found["bytes"]["engine_weights"] > 0
+
+
+def test_e2e(tmp_path: Path) -> None:
+    found = result_of(
+        "e2e.py", "--size", "tiny", "--ranks", "2", "--prompts", "2", "--group-size", "2",
+        "--response-length", "8", "--steps", "3", "--rounds", "1", "--warm-steps", "0",
+        folder=tmp_path,
+    )  # fmt: skip
+    ((ours,), (plain,)) = found["rounds"]["ours"], found["rounds"]["plain"]
+    assert found["ratio"] == ours["tokens_per_s"] / plain["tokens_per_s"]
+    assert 0 < ours["tokens_per_step"] <= 32 and 0 < plain["tokens_per_step"] <= 32
+    assert found["floor_s"] > 0 and ours["sync_bytes"] >= 0

@@ -1,0 +1,72 @@
+"""What a checkpoint restores beside weights, and sums over the tokens of a step, on two ranks.
+
+One world of two context-parallel ranks with a policy and a critic; the tests look at its facts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.spawn import run_ranks
+
+from mindspeed_rl.bootstrap import World
+
+pytestmark = pytest.mark.distributed
+
+FLAGS = ("--context-parallel-size", "2", "--rl-advantage-estimator", "gae",
+         "--make-vocab-size-divisible-by", "8", "--lr-warmup-iters", "4")  # fmt: skip
+
+
+def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
+    """Rank function: a save after so many updates, and a load by new engines."""
+    import torch
+    from support.training_worlds import make_job
+
+    from mindspeed_rl.config.training import CheckpointConfig
+    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl.build_models import build_critic
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+
+    job = make_job(world, model, FLAGS)
+    training.initialize_parallel(job)
+    policy, critic = training.build_engine(job, "policy", 8), build_critic(job)
+    assert critic is not None
+    found = {"sum": float(policy.sum_over_tokens(torch.tensor([1.0 + world.rank])))}
+    policy.schedule.num_updates, critic.schedule.num_updates = 3, 2
+    torch.manual_seed(100 + world.rank)
+    drawn = torch.rand(5)
+    torch.manual_seed(100 + world.rank)
+    both = {"critic": critic}
+    save_checkpoint(folder, 1, policy, {}, with_optimizer=False, companions=both)
+    policy, critic = training.build_engine(job, "policy", 8), build_critic(job)
+    assert critic is not None
+    torch.manual_seed(7)
+    load_checkpoint(folder, policy, CheckpointConfig(no_load_optim=True), {"critic": critic})
+    again = torch.rand(5)
+    return found | {
+        "same_numbers": torch.equal(drawn, again),
+        "updates": (policy.schedule.num_updates, critic.schedule.num_updates),
+    }
+
+
+@pytest.fixture(scope="module")
+def facts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("resume")
+    args = (str(tiny_model), str(folder / "save"))
+    return run_ranks(save_and_resume, 2, work_dir=folder, args=args)
+
+
+def test_sums_over_tokens_are_over_the_context_as_well(facts: list[dict[str, Any]]) -> None:
+    """Ranks that share every sequence hold different tokens of it."""
+    assert [rank["sum"] for rank in facts] == [3.0, 3.0]
+
+
+def test_both_schedules_go_on(facts: list[dict[str, Any]]) -> None:
+    """That of the critic is its own: it makes updates while the policy waits, and the reverse."""
+    assert [rank["updates"] for rank in facts] == [(3, 2), (3, 2)]
+
+
+def test_random_numbers_go_on(facts: list[dict[str, Any]]) -> None:
+    assert all(rank["same_numbers"] for rank in facts)

@@ -1,0 +1,79 @@
+"""A stale engine or cache, samples of other seeds or other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from faults.planting import Fault, keeps, skipped, takes, without
+
+_ENGINE = "tests/unit/test_vllm_engine.py::"
+_CACHE = "tests/unit/test_tensor_cache.py::"
+_REQUESTS = "tests/unit/test_engine_requests.py::"
+_UNCHANGED = "tests/simulated/test_rebalance.py::test_nothing_is_lost_doubled_or_changed"
+
+
+def _own_tokens_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, outputs: Any, version: int) -> Any:
+        before = {i: len(self._parcels[i].token_ids) for i in outputs}
+        found = original(self, outputs, version)
+        return {i: replace(c, token_ids=c.token_ids[before[i] :]) for i, c in found.items()}
+
+    return changed
+
+
+def _any_entry(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, column: Any, key: Any, version: int) -> Any:
+        entry = self._entries.get(column.name, {}).get(key, {})
+        return next(iter(entry.values())) if entry else original(self, column, key, version)
+
+    return changed
+
+
+def _overwrites(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, column: Any, keys: Any, versions: Any, parts: Any) -> None:
+        for key, version in zip(keys, versions, strict=True):
+            self._entries.get(column.name, {}).get(key, {}).pop(version, None)
+        original(self, column, keys, versions, parts)
+
+    return changed
+
+
+ENGINE = (
+    Fault("prefix-cache-survives-an-update",
+          "mindspeed_rl.rollout.vllm_engine:VllmEngine.finish_update",
+          without("_reset_prefix_cache"), _ENGINE + "test_no_cached_prefix_survives_an_update",
+          "Prompts seen before would be continued from keys and values of older weights."),
+    Fault("prefix-cache-survives-sleep", "mindspeed_rl.rollout.vllm_engine:VllmEngine.free_cache",
+          without("_reset_prefix_cache"),
+          _ENGINE + "test_no_cached_prefix_survives_sleep_at_an_unchanged_version",
+          "Every chat template is a common prefix, whose blocks are zeros after waking."),
+    Fault("any-version-of-the-weights-generates",
+          "mindspeed_rl.rollout.vllm_engine:VllmEngine._require",
+          lambda original: lambda self, call, _: original(self, call, self._version),
+          _ENGINE + "test_weights_of_another_version_do_not_generate",
+          "Samples of other weights would count as on-policy."),
+    Fault("half-an-update-generates", "mindspeed_rl.rollout.vllm_engine:VllmEngine.begin_update",
+          keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
+          "After a failed sync the engine would sample from a mixture of two versions."),
+    Fault("seeds-forget-the-step", "mindspeed_rl.rollout.engine:request_seed",
+          takes(step=lambda _: 0), _REQUESTS + "test_seeds_of_a_run_are_all_different",
+          "Every step would draw with the same random numbers."),
+    Fault("tokens-of-an-earlier-engine-lost",
+          "mindspeed_rl.rollout.open_requests:OpenRequests.finish",
+          _own_tokens_only, _UNCHANGED,
+          "A moved response would lose its beginning."),
+    Fault("an-entry-of-the-cache-is-overwritten",
+          "mindspeed_rl.samples.device_cache:TensorCache.put_parts",
+          _overwrites, _CACHE + "test_an_entry_is_written_once",
+          "Two samples under one name would be trained on as one."),
+    Fault("another-version-is-read-from-the-cache",
+          "mindspeed_rl.samples.device_cache:TensorCache.find",
+          _any_entry, _CACHE + "test_nothing_else_is_read_in_its_place",
+          "Log-probs of earlier weights would be taken for those of the sample."),
+    Fault("work-in-any-phase", "mindspeed_rl.phases.machine:Phases.require",
+          skipped,
+          "tests/unit/test_phase_requirements.py::test_refused_while_the_engine_has_the_device[save]",
+          "A checkpoint would be written while parameters are away from the device."),
+)  # fmt: skip

@@ -1,0 +1,107 @@
+"""Wrong signs, baselines and bounds in advantages, losses and penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from faults.planting import Fault, gives, takes
+
+_STEP = "tests/unit/test_rl_step.py::"
+_ADVANTAGES = "tests/unit/test_advantages.py::"
+_LOSSES = "tests/unit/test_policy_losses.py::"
+_WHOLE = "tests/unit/test_losses.py::test_loss_equals_an_independent_formula"
+_VALUE = "tests/unit/test_value_loss.py::test_value_and_gradient"
+_ALGORITHMS = "tests/unit/test_rl_algorithms.py::"
+_ONE_TOKEN = _LOSSES + "test_clipped_objective_of_one_token"
+
+
+def _negated(value: Any) -> Any:
+    return -value
+
+
+def _local(values: Any) -> Any:
+    return values
+
+
+def _turned(estimator: Any) -> Any:
+    """remax with the sign turned; others as they are."""
+    if not estimator.needs_greedy:
+        return estimator
+    return replace(estimator, of_samples=lambda step: -estimator.of_samples(step))
+
+
+def _larger_side(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(ratio: Any, advantages: Any, settings: Any) -> Any:
+        found = original(ratio, -advantages, settings)
+        return replace(found, loss=-found.loss)
+
+    return changed
+
+
+def _bounds_swapped(settings: Any) -> Any:
+    return replace(settings, eps_lower=settings.eps_upper, eps_upper=settings.eps_lower)
+
+
+def _turned_kl(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(logprobs: Any, reference: Any, estimator: str) -> Any:
+        return original(2 * reference - logprobs, reference, estimator)
+
+    return changed
+
+
+LOSSES = (
+    Fault("advantage-negated", "mindspeed_rl.trainer.prepared:PreparedBatch.with_advantages",
+          takes(advantages=_negated), _STEP + "test_gradient_of_one_step_in_closed_form",
+          "The policy would learn what is punished."),
+    Fault("advantages-over-the-batch-not-the-group",
+          "mindspeed_rl.rl.advantages:_group_rewards",
+          gives(lambda g: replace(g, rewards=g.rewards.view(1, -1), lengths=g.lengths.view(1, -1))),
+          _STEP + "test_advantages_are_relative_to_the_own_group",
+          "Answers to hard questions would be punished for the question."),
+    Fault("rewards-that-abstained-have-a-baseline",
+          "mindspeed_rl.algorithms.advantages:_statistics",
+          takes(rewards=lambda rewards: rewards.nan_to_num()),
+          _ADVANTAGES + "test_relative_advantages_are_those_of_the_source",
+          "A reward without an opinion would count as a wrong answer."),
+    Fault("remax-with-the-sign-turned", "mindspeed_rl.rl.advantages:advantage_estimator",
+          gives(_turned), _ALGORITHMS + "test_every_estimator_reaches_its_tokens",
+          "The policy would learn to be worse than its greedy answer."),
+    Fault("gae-looks-into-the-next-sequence",
+          "mindspeed_rl.algorithms.token_advantages:generalized_advantages",
+          takes(lengths=lambda lengths: [sum(lengths)]),
+          _ADVANTAGES + "test_generalized_advantages",
+          "Rewards of one sample would reach the sample packed before it."),
+    Fault("whitening-per-rank", "mindspeed_rl.algorithms.token_advantages:whitened",
+          takes(reduce=lambda _: _local),
+          _ADVANTAGES + "test_whitening_is_over_all_counted_tokens_of_all_ranks",
+          "Advantages would depend on the number of ranks."),
+    Fault("clip-bounds-swapped-in-the-loss", "mindspeed_rl.algorithms.policy_losses:_clipped",
+          takes(s=_bounds_swapped), _ONE_TOKEN,
+          "Clip-higher would become clip-lower."),
+    Fault("clip-takes-the-larger-side", "mindspeed_rl.algorithms.policy_losses:_clipped",
+          _larger_side, _ONE_TOKEN,
+          "The loss would hold back the wrong tokens."),
+    Fault("kl-with-the-sign-turned", "mindspeed_rl.algorithms.kl:kl_estimate",
+          _turned_kl, _WHOLE,
+          "The policy would be pushed away from its reference."),
+    Fault("entropy-bonus-is-a-penalty", "mindspeed_rl.algorithms.losses:policy_loss",
+          takes(settings=lambda s: replace(s, entropy_weight=-s.entropy_weight)), _WHOLE,
+          "Exploration would end sooner, not later."),
+    Fault("importance-ratio-turned", "mindspeed_rl.algorithms.losses:correct",
+          lambda original: lambda trainer, engine, *rest: original(engine, trainer, *rest),
+          _ALGORITHMS + "test_importance_weights_compare_the_engine_with_the_weights_that_sampled",
+          "The correction would double the mismatch that it corrects."),
+    Fault("kl-added-to-the-reward", "mindspeed_rl.rl.advantages:_sample_sums",
+          gives(_negated),
+          _ALGORITHMS + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample",
+          "Samples would be rewarded for leaving the reference."),
+    Fault("long-responses-rewarded", "mindspeed_rl.algorithms.overlong:overlong_penalty",
+          gives(_negated),
+          "tests/unit/test_dynamic_sampling.py::test_soft_overlong_punishment",
+          "Responses would grow to the limit."),
+    Fault("value-loss-not-bounded", "mindspeed_rl.algorithms.value_loss:value_loss",
+          takes(settings=lambda s: replace(s, clip=0.0)), _VALUE,
+          "--value-clip would do nothing."),
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""Wrong or lost samples, masks and denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from faults.planting import Fault, gives, gives_fields, skipped, takes, then
+
+_ROW = "tests/unit/test_packing.py::test_a_packed_row_by_definition"
+_STEP = "tests/unit/test_rl_step.py::"
+_TABLE = "tests/unit/test_sample_table.py::"
+_SAMPLING = "tests/unit/test_dynamic_sampling.py::"
+_PARTIAL = "tests/unit/test_partial_rollout.py::"
+_TALK = "tests/unit/test_environments.py::"
+_LOSSES = "tests/unit/test_policy_losses.py::"
+_POOL = "tests/unit/test_rewards_pool.py::"
+
+
+def _without_masks(rollouts: Sequence[Any]) -> list[Any]:
+    return [replace(r, completion=replace(r.completion, loss_mask=None)) for r in rollouts]
+
+
+def _zero_where_it_failed(result: Any) -> Any:
+    return replace(result, reward=0.0, status="ok") if result.status == "error" else result
+
+
+def _nan_accepted(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda label, value: value if value != value else original(label, value)
+
+
+def _rewards_in_order_of_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any) -> Any:
+        self._rollouts.sort(key=lambda rollout: rollout.sample_id)
+        return original(self)
+
+    return changed
+
+
+def _all_fresh(batch: Any) -> Any:
+    import torch
+
+    marked = [
+        m if m.fresh is None else replace(m, fresh=torch.ones_like(m.fresh))
+        for m in batch.micro_batches
+    ]
+    return replace(batch, micro_batches=marked)
+
+
+def _own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Divides by the tokens and sequences of the micro-batch."""
+
+    def changed(mode: str, sequences: Any, denominators: Any, longest: int) -> Any:
+        count = sequences.of_token.numel()
+        own = replace(denominators, tokens=count, sequences=sequences.of_token.unique().numel())
+        return original(mode, sequences, own, longest)
+
+    return changed
+
+
+def _local(values: Any) -> Any:
+    return values
+
+
+SAMPLES = (
+    Fault("targets-not-shifted", "mindspeed_rl.samples.packing:_row_of",
+          gives_fields(targets=lambda row: row.token_ids), _ROW,
+          "The model would learn to repeat the token it has just read."),
+    Fault("loss-mask-off-by-one", "mindspeed_rl.samples.packing:_row_of",
+          gives_fields(loss_mask=lambda row: row.loss_mask.roll(1)), _ROW,
+          "The first token of a response would not be trained on."),
+    Fault("tokens-of-the-environment-trained", "mindspeed_rl.rl.batches:store",
+          takes(rollouts=_without_masks),
+          _TALK + "test_turns_follow_each_other_and_only_the_models_tokens_are_trained",
+          "The policy would learn to write the answers of its tools."),
+    Fault("denominators-count-tokens-of-the-environment",
+          "mindspeed_rl.rl.batches:num_trained",
+          lambda original: lambda run, sample: sample.num_tokens,
+          _TALK + "test_gradient_and_denominators_leave_the_environment_out",
+          "Gradients of conversations would shrink with what the tools say."),
+    Fault("cut-responses-are-trained-on-all-the-same",
+          "mindspeed_rl.rl.batches:as_train_samples",
+          takes(drop_truncated=lambda _: False),
+          _SAMPLING + "test_truncated_responses_are_left_out_of_the_loss_alone",
+          "--rl-overlong-filtering would do nothing but change the denominators."),
+    Fault("denominators-count-sequences-without-a-token",
+          "mindspeed_rl.algorithms.types:Denominators.of",
+          lambda original: (lambda cls, counts: (lambda known: replace(original(cls, known),
+          sequences=len(known)))(tuple(counts))),
+          _LOSSES + "test_value_and_gradient_are_those_of_the_source",
+          "Sequence means would shrink with the responses that were filtered out."),
+    Fault("denominators-of-each-micro-batch", "mindspeed_rl.algorithms.aggregation:token_weights",
+          _own_tokens, _LOSSES + "test_micro_batches_add_up_to_the_batch",
+          "Gradients would depend on how samples are cut into micro-batches."),
+    Fault("means-of-sequences-over-one-rank", "mindspeed_rl.algorithms.types:Sequences.sums",
+          lambda original: lambda self, values: original(replace(self, reduce=_local), values),
+          _LOSSES + "test_context_parallel_ranks_add_up_to_the_batch",
+          "Sequence losses would take the part of one rank for the whole sequence."),
+    Fault("lost-samples-go-unnoticed", "mindspeed_rl.samples.rollout_info:_check_table",
+          skipped, _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
+          "A missing sample would be trained on as an empty one of prompt 0."),
+    Fault("samples-of-other-weights-count-as-on-policy",
+          "mindspeed_rl.rl.advantages:check_on_policy",
+          skipped, _STEP + "test_on_policy_samples_must_come_from_the_present_weights",
+          "Their ratio would silently be 1."),
+    Fault("siblings-grouped-across-prompts", "mindspeed_rl.rl.update:rollouts_of",
+          takes(prompts=lambda prompts: [p for k in range(3) for p in prompts[k::3]]),
+          _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
+          "Advantages would compare answers to different questions."),
+    Fault("rewards-of-other-samples", "mindspeed_rl.rl.rollouts:Scorer.finish",
+          _rewards_in_order_of_ids,
+          _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
+          "Samples are scored in the order in which they end."),
+    Fault("raising-reward-counts-as-0", "mindspeed_rl.rewards.scoring:score_sample",
+          gives(_zero_where_it_failed),
+          _POOL + "test_raising_reward_is_counted_and_above_the_limit_raises",
+          "A bug in a reward function would teach that all answers are wrong."),
+    Fault("nan-reward-accepted", "mindspeed_rl.rewards.scoring:check_reward",
+          _nan_accepted, _POOL + "test_nonsense_values_are_errors",
+          "One NaN spreads over its whole group."),
+    Fault("surplus-groups-dropped", "mindspeed_rl.rl.update:fill_step",
+          then(lambda run, draw: setattr(run, "surplus", [])),
+          _SAMPLING + "test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in",
+          "Groups that were generated and accepted would never be trained on."),
+    Fault("open-responses-forgotten", "mindspeed_rl.rl.update:draw_complete",
+          then(lambda run, *_: setattr(run, "pending", [])),
+          _PARTIAL + "test_every_group_is_trained_on_once_and_whole",
+          "Long responses would never be finished, and the policy becomes short."),
+    Fault("one-version-for-all-tokens", "mindspeed_rl.samples.rollout_info:Sample.grown_from",
+          lambda original: lambda self, before: self,
+          _PARTIAL + "test_every_token_knows_the_weights_that_sampled_it",
+          "Tokens of older weights would be taken for on-policy ones."),
+    Fault("older-tokens-taken-for-fresh", "mindspeed_rl.rl.advantages:_with_ages",
+          gives(_all_fresh), _PARTIAL + "test_the_ratio_is_to_the_weights_that_sampled",
+          "Learning would be reported as a mismatch of engine and trainer."),
+    Fault("sampler-repeats-after-a-resume",
+          "mindspeed_rl.data.sampler:PromptSampler.load_state_dict",
+          then(lambda self, *_, **__: setattr(self, "_position", max(0, self._position - 1))),
+          "tests/unit/test_data_sampler.py::test_resume_anywhere_equals_uninterrupted",
+          "A prompt would be trained on twice in an epoch."),
+)  # fmt: skip

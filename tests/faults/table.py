@@ -1,0 +1,12 @@
+"""All faults, by subject."""
+
+from __future__ import annotations
+
+from faults.engine import ENGINE
+from faults.losses import LOSSES
+from faults.planting import Fault
+from faults.samples import SAMPLES
+from faults.weights import WEIGHTS
+from faults.wiring import WIRING
+
+FAULTS: tuple[Fault, ...] = (*WEIGHTS, *ENGINE, *SAMPLES, *LOSSES, *WIRING)

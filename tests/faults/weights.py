@@ -1,0 +1,134 @@
+"""Wrong weights: cut, moved, reduced or compared wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from faults.planting import Fault, gives, returns, skipped, takes
+
+_PLANNER = "tests/simulated/test_planner.py::"
+_ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
+_ONE_RANK = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_one_rank"
+_TWO_RANKS = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_two_ranks"
+_TRAINING = "tests/distributed/test_training.py::"
+_PHASES = "tests/unit/test_phases.py::"
+
+
+def _as_thirds(runs: Iterator[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
+    """Queries, keys and values below each other in place of group by group."""
+    rows = list(runs)
+    size = {part: sum(r[3] for r in rows if r[0] == part) for part in "qkv"}
+    first = {"q": 0, "k": size["q"], "v": size["q"] + size["k"]}
+    return [(part, hf_row, first[part] + hf_row, count) for part, hf_row, _, count in rows]
+
+
+def _other_head(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, spec: Any, index: int, count: int) -> Any:
+        few = count <= spec.num_kv_heads
+        return original(self, spec, index, count) if few else (index % spec.num_kv_heads, 1)
+
+    return changed
+
+
+def _swapped_halves(cuts: Iterator[Any]) -> list[Any]:
+    gate, up = cuts
+    return [replace(gate, hf_name=up.hf_name), replace(up, hf_name=gate.hf_name)]
+
+
+def _swapped_in_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, *args: Any) -> Any:
+        cuts = original(self, *args)
+        return cuts if "linear_fc1" in self.param else _swapped_halves(cuts)
+
+    return changed
+
+
+def _first_ranks_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(stats: Any, holder: Any) -> Any:
+        top, sums = original(stats, holder)
+        sums[0] = stats[0, 1] * (stats[0, 0] - top).exp()
+        return top, sums
+
+    return changed
+
+
+def _not_from_itself(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda transfers, read, write: 0 if read is write else original(transfers, read, write)
+
+
+def _any_version(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, engine: Any, version: int) -> None:
+        if engine.weights_version < 0:
+            original(self, engine, version)
+
+    return changed
+
+
+WEIGHTS = (
+    Fault("grouped-queries-split-as-thirds", "mindspeed_rl.models.attention_rules:GroupedQKV._runs",
+          gives(_as_thirds), _ARRIVES,
+          "Heads of the engine would hold rows of other heads; shapes fit."),
+    Fault("key-value-replica-of-the-wrong-head",
+          "mindspeed_rl.models.attention_rules:StackedQKV._kv",
+          _other_head, _ARRIVES,
+          "With more ranks than key/value heads a rank would attend to another head."),
+    Fault("gate-and-up-swapped-in-the-engine", "mindspeed_rl.models.rules:GateUp.cuts",
+          _swapped_in_the_engine, _ARRIVES,
+          "Both halves have one shape, so nothing but the numbers shows it."),
+    Fault("gate-and-up-swapped-on-both-sides", "mindspeed_rl.models.rules:GateUp.cuts",
+          gives(_swapped_halves), _PLANNER + "test_export_puts_whole_tensors_on_the_writer",
+          "It cancels out between trainer and engine; only files would be wrong."),
+    Fault("layers-of-later-stages-off-by-one", "mindspeed_rl.parallel.stages:StageLayout.place_of",
+          gives(lambda place: place._replace(local=place.local + (place.stage > 0))),
+          _PLANNER + "test_layouts_declare_what_megatron_and_vllm_hold",
+          "Layers of a pipeline stage would be taken for their neighbours."),
+    Fault("experts-kept-twice-are-forgotten", "mindspeed_rl.resharding.exchange:copy_within",
+          _not_from_itself, _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
+          "The second copy of an expert would keep the weights of an earlier step."),
+    Fault("router-bias-travels-in-the-models-precision",
+          "mindspeed_rl.resharding.executor:wire_dtype",
+          lambda original: lambda declared, default: default,
+          "tests/simulated/test_checkpoint_round_trip.py::test_a_checkpoint_comes_back_bit_for_bit",
+          "Small differences of router biases decide which experts compute."),
+    Fault("plans-of-ranks-not-compared",
+          "mindspeed_rl.resharding.executor:Resharder._compare_plans",
+          skipped,
+          "tests/simulated/test_plan_agreement.py::"
+          "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",
+          "Ranks that planned from other flags would mix up tensors, or hang."),
+    Fault("checksum-forgets-the-position", "mindspeed_rl.resharding.checksums:_index_hash",
+          gives(lambda hashes: hashes * 0 + 1),
+          "tests/simulated/test_checksums.py::test_a_fault_is_found_and_named",
+          "Weights in the wrong order would be proven equal."),
+    Fault("syncs-are-not-proven", "mindspeed_rl.phases.weight_sync:WeightSync._prove",
+          skipped, _PHASES + "test_weights_that_differ_are_never_generated_from",
+          "The engine would sample from weights that differ from the trainer's."),
+    Fault("engine-keeps-the-weights-of-an-earlier-update",
+          "mindspeed_rl.phases.weight_sync:WeightSync.run",
+          _any_version, _PHASES + "test_weights_move_only_when_their_version_changed",
+          "Every step after the first would sample from stale weights."),
+    Fault("tensor-parallel-sum-dropped", "mindspeed_rl.trainer.logprobs:_combined",
+          _first_ranks_sum, _TWO_RANKS,
+          "Log-probs would be over a part of the vocabulary."),
+    Fault("logits-not-divided-by-the-temperature", "mindspeed_rl.trainer.logprobs:_logits",
+          takes(temperature=lambda _: 1.0), _ONE_RANK,
+          "The trainer's distribution would not be the one that was sampled from."),
+    Fault("padded-vocabulary-has-probability", "mindspeed_rl.trainer.logprobs:selected_logprobs",
+          takes(vocab_size=lambda _: 1 << 30), _ONE_RANK,
+          "Rows that no token has would take probability from all others."),
+    Fault("tensor-parallel-gradient-not-summed",
+          "mindspeed_rl.trainer.heads:copy_to_tensor_model_parallel_region",
+          lambda original: lambda rows: rows * 1,
+          _TRAINING + "test_gradients_follow_the_norm_rule[tp2]",
+          "Each rank would train the body on its part of the vocabulary alone."),
+    Fault("shards-counted-once-in-the-gradient-norm",
+          "mindspeed_rl.trainer.model:mark_tensor_parallel_shards",
+          skipped, _TRAINING + "test_three_updates_equal_those_of_one_rank[tp2-pp2-grpo-steps]",
+          "Clipping would follow the norm of the first rank's shards."),
+    Fault("damaged-checkpoint-taken-for-whole", "mindspeed_rl.checkpoint.resume:damage_of",
+          returns(""),
+          "tests/unit/test_checkpoint_resume.py::test_damaged_checkpoint_is_passed_over_and_told",
+          "A run would resume from a folder that was copied in part."),
+)  # fmt: skip

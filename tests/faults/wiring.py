@@ -1,0 +1,244 @@
+"""Faults in what joins the parts: building, training, resuming, evaluating, schedules, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from faults.planting import Fault, gives, keeps, takes, then
+
+_BUILDING = "tests/unit/test_rl_building.py::"
+_LOOP = "tests/unit/test_train_loop.py::"
+_RESUME = "tests/unit/test_rl_resume.py::"
+_STATE = "tests/distributed/test_resume_state.py::"
+_OPTIMIZER = "tests/unit/test_optimizer_schedule.py::"
+_SETTINGS = "tests/unit/test_algorithm_settings.py::"
+_REPORT = "tests/unit/test_rl_report.py::"
+_ALGORITHMS = "tests/unit/test_rl_algorithms.py::"
+_PPO = "tests/unit/test_ppo_step.py::"
+
+_CONTINUES = _RESUME + "test_a_resumed_run_has_the_state_of_the_uninterrupted_one"
+
+
+def _built_with(role: str, **arguments: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Another argument (made of the job and what was given) where a role is built."""
+
+    def change(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(
+            job: Any, which: str, num_updates: int, temperature: float = 1.0, **rest: Any
+        ) -> Any:
+            given = {"num_updates": num_updates, "temperature": temperature}
+            if which == role:
+                given |= {name: edit(job, given[name]) for name, edit in arguments.items()}
+            return original(job, which, given["num_updates"], given["temperature"], **rest)
+
+        return changed
+
+    return change
+
+
+def _at_one(job: Any, temperature: float) -> float:
+    return 1.0
+
+
+def _in_steps(job: Any, num_updates: int) -> int:
+    return num_updates // int(job.plan.batch.updates)
+
+
+def _one_step_short(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(run: Any, batches: Any, *, critic_only: bool = False) -> Any:
+        last = run.num_steps + 1 >= run.config.critic.critic_warmup_steps
+        return original(run, batches, critic_only=critic_only and not last)
+
+    return changed
+
+
+def _skips_a_batch(run: Any) -> None:
+    if run.version:
+        run.sampler.next(run.plan.batch.prompts)
+
+
+def _not_at_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(job: Any, step: int) -> Any:
+        interval = job.config.checkpoint.save_interval
+        return original(job, step) and interval > 0 and step % interval == 0
+
+    return changed
+
+
+def _forgets_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, values: values if self.layout.parallel.dp == 1 else original(self, values)
+
+
+def _with_setting(**changes: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Another keyword argument, made of all."""
+    return lambda original: (
+        lambda **given: original(**given | {name: edit(given) for name, edit in changes.items()})
+    )
+
+
+def _engines_logprobs(micro: Any) -> Any:
+    return replace(micro, old_logprobs=micro.batch.rollout_logprobs)
+
+
+def _swapped_bounds(settings: Any) -> Any:
+    s = settings.surrogate
+    return replace(settings, surrogate=replace(s, eps_lower=s.eps_upper, eps_upper=s.eps_lower))
+
+
+def _blames_the_neighbour(results: list[Any]) -> list[Any]:
+    """Status and reward of a failed sample at the next one, and the other way round."""
+    found = list(results)
+    for i, result in enumerate(results):
+        if result.status == "error":
+            other = (i + 1) % len(results)
+            found[i] = replace(results[other], sample_id=results[i].sample_id)
+            found[other] = replace(results[i], sample_id=results[other].sample_id)
+    return found
+
+
+WIRING = (
+    # --- building the run
+    Fault("policy-at-temperature-1", "mindspeed_rl.rl.training:build_engine",
+          _built_with("policy", temperature=_at_one),
+          _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
+          "Ratios would compare another distribution than the one that sampled."),
+    Fault("reference-at-temperature-1", "mindspeed_rl.rl.training:build_engine",
+          _built_with("reference", temperature=_at_one),
+          _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
+          "The KL would be to another distribution, and nothing else notices."),
+    Fault("horizon-in-steps-not-updates", "mindspeed_rl.rl.training:build_engine",
+          _built_with("policy", num_updates=_in_steps),
+          _BUILDING + "test_schedules_end_with_the_updates_of_the_run",
+          "With k updates a step the rate reaches --min-lr after 1/k of the run."),
+    Fault("critic-with-the-learning-rate-of-the-policy",
+          "mindspeed_rl.rl.build_models:value_engine",
+          lambda original: (lambda job, role, layout, train, num_updates: original(job, role,
+          layout, job.config.train, num_updates)),
+          _BUILDING + "test_the_critic_has_a_learning_rate_of_its_own",
+          "--critic-lr would do nothing."),
+    Fault("prompts-in-the-same-order-for-every-seed",
+          "mindspeed_rl.rl.build:PromptSampler",
+          takes(seed=lambda _: 0), _BUILDING + "test_the_seed_decides_the_order_of_the_prompts",
+          "Three seeds would be less than three experiments."),
+    # --- the loop and the step
+    Fault("critic-warm-up-one-step-short", "mindspeed_rl.rl.update:update",
+          _one_step_short, _LOOP + "test_the_critic_alone_is_trained_in_the_warm_up",
+          "The policy would move by a critic that was promised more time."),
+    Fault("critic-trains-the-policy-along", "mindspeed_rl.rl.update:update",
+          takes(critic_only=lambda _: False), _PPO + "test_a_critic_alone",
+          "--critic-warmup-steps would do nothing."),
+    Fault("evaluated-a-step-early", "mindspeed_rl.rl.report:Report.evaluate_if_due",
+          takes(step=lambda step: step + 1),
+          _LOOP + "test_an_evaluation_is_of_the_weights_after_its_step",
+          "Curves of accuracy would belong to other weights."),
+    Fault("reference-refreshed-a-step-late", "mindspeed_rl.rl.update:refresh_reference",
+          takes(step=lambda step: step - 1),
+          "tests/unit/test_other_models.py::test_the_policy_becomes_the_reference",
+          "The KL would be to other weights than the flag says."),
+    Fault("scores-of-other-samples", "mindspeed_rl.rl.reward_model:last_token_values",
+          gives(lambda scores: scores[::-1]),
+          "tests/unit/test_other_models.py::test_the_score_of_the_last_token_is_added",
+          "The reward model would praise other answers."),
+    Fault("kl-in-reward-of-the-engines-logprobs", "mindspeed_rl.rl.advantages:_kl",
+          takes(micro=_engines_logprobs),
+          _ALGORITHMS + "test_the_kl_in_the_reward_is_of_the_trainers_logprobs",
+          "The mismatch of engine and trainer would be punished as KL."),
+    Fault("wrong-tail-in-the-p99", "mindspeed_rl.rl.update:upper_quantile",
+          takes(share=lambda _: 0.05),
+          "tests/unit/test_rl_step.py::test_the_p99_of_the_mismatch_is_of_all_tokens",
+          "The alarm for a drifting engine would be four times as deaf."),
+    Fault("a-mismatch-that-is-no-number-passes",
+          "mindspeed_rl.rl.report:check_mismatch",
+          takes(mismatch=lambda mismatch: mismatch if mismatch == mismatch else 0.0),
+          _REPORT + "test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run",
+          "A run would train on numbers that are none."),
+    Fault("sums-over-tokens-forget-context",
+          "mindspeed_rl.trainer.train_engine:TrainEngine.sum_over_tokens",
+          _forgets_context, _STATE + "test_sums_over_tokens_are_over_the_context_as_well",
+          "KL in the reward and whitening would see a part of each sequence."),
+    Fault("gae-decay-is-gamma", "mindspeed_rl.rl.critic:value_targets",
+          lambda original: (lambda *args, discount, trace_decay: original(*args,
+          discount=discount, trace_decay=discount)),
+          _PPO + "test_advantages_and_returns_of_every_token",
+          "--gae-lambda would do nothing."),
+    # --- settings
+    Fault("clip-flags-swapped", "mindspeed_rl.algorithms.settings:loss_settings",
+          gives(_swapped_bounds),
+          "tests/unit/test_rl_step.py::test_each_clip_flag_bounds_its_own_side",
+          "Clip-higher would bound the wrong side."),
+    Fault("covariance-seed-does-not-follow-the-update",
+          "mindspeed_rl.algorithms.settings:covariance_settings",
+          takes(update=lambda _: 0), _SETTINGS + "test_every_update_selects_with_a_seed_of_its_own",
+          "Every update would hold back tokens at the same places."),
+    Fault("critic-clips-by-the-policys-epsilon",
+          "mindspeed_rl.algorithms.settings:value_loss_settings",
+          lambda original: (lambda config: replace(original(config),
+          clip=config.rl.grpo_clamp_eps_upper)),
+          _SETTINGS + "test_the_critic_has_a_clip_of_its_own",
+          "--value-clip would do nothing."),
+    Fault("kl-in-reward-and-in-loss", "mindspeed_rl.algorithms.settings:loss_settings",
+          lambda original: (lambda config, kl_beta: replace(original(config, kl_beta),
+          kl_beta=kl_beta)),
+          _ALGORITHMS + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample",
+          "The KL would count twice."),
+    # --- optimizer and schedule
+    Fault("adam-beta2-is-beta1", "mindspeed_rl.trainer.optimizer:OptimizerConfig",
+          _with_setting(adam_beta2=lambda given: given["adam_beta1"]),
+          _OPTIMIZER + "test_every_flag_reaches_the_optimizer",
+          "Second moments would forget ten times as fast."),
+    Fault("gradients-not-clipped", "mindspeed_rl.trainer.optimizer:OptimizerConfig",
+          _with_setting(clip_grad=lambda _: 0.0),
+          _OPTIMIZER + "test_every_flag_reaches_the_optimizer",
+          "One bad batch would undo a run."),
+    Fault("weight-decay-forgotten", "mindspeed_rl.trainer.optimizer:OptimizerConfig",
+          _with_setting(weight_decay=lambda _: 0.0),
+          _OPTIMIZER + "test_every_flag_reaches_the_optimizer",
+          "--weight-decay would do nothing."),
+    # --- checkpoints and resuming
+    Fault("no-checkpoint-at-the-end", "mindspeed_rl.rl.checkpoints:save_is_due",
+          _not_at_the_end, _RESUME + "test_a_checkpoint_is_due_at_every_interval_and_at_the_end",
+          "The last steps of a run would be lost."),
+    Fault("resume-skips-one-batch", "mindspeed_rl.rl.resume:start",
+          then(_skips_a_batch), _CONTINUES,
+          "Prompts would be left out of the epoch."),
+    Fault("kl-coefficient-not-restored", "mindspeed_rl.rl.resume:start",
+          keeps("kl_beta"), _CONTINUES,
+          "An adapted coefficient would start anew at every restart."),
+    Fault("version-not-restored", "mindspeed_rl.rl.resume:start",
+          keeps("version"), _CONTINUES,
+          "Carried samples would be taken for those of other weights."),
+    Fault("schedule-of-the-policy-not-restored", "mindspeed_rl.trainer.checkpoint:load_checkpoint",
+          then(lambda _, engine, *__: setattr(engine.schedule, "num_updates", 0)),
+          _STATE + "test_both_schedules_go_on",
+          "A resumed run would warm up again."),
+    Fault("schedule-of-the-critic-not-restored", "mindspeed_rl.trainer.checkpoint:_load_companion",
+          then(lambda _, __, engine, *___: setattr(engine.schedule, "num_updates", 0)),
+          _STATE + "test_both_schedules_go_on",
+          "The critic would warm up again while the policy does not."),
+    Fault("torch-rng-not-restored", "mindspeed_rl.trainer.random_state:set_rng_state",
+          lambda original: lambda platform, state: original(platform, state | {"torch": _here()}),
+          _STATE + "test_random_numbers_go_on",
+          "Dropout of a resumed run would draw other numbers."),
+    # --- evaluation and rewards
+    Fault("evaluation-with-the-seeds-of-training",
+          "mindspeed_rl.rl.evaluate:rollouts_of",
+          takes(attempt=lambda _: 0),
+          _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
+          "Sampled evaluations would not be independent of what was trained on."),
+    Fault("evaluation-at-another-temperature", "mindspeed_rl.rl.evaluate:_answers",
+          takes(temperature=lambda _: 1.0),
+          _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
+          "Accuracy would be that of another way to answer."),
+    Fault("a-dead-worker-fails-another-sample", "mindspeed_rl.rewards.pool:RewardPool.score",
+          gives(_blames_the_neighbour),
+          "tests/unit/test_rewards_faults.py::test_a_dead_worker_costs_the_sample_that_killed_it",
+          "Innocent samples would lose their reward and the guilty one be scored."),
+)  # fmt: skip
+
+
+def _here() -> Any:
+    import torch
+
+    return torch.get_rng_state()

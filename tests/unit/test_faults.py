@@ -1,0 +1,131 @@
+"""The planter of faults: what it says of a fault that is killed, survives or was never planted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from faults import run
+from faults.planting import Fault, FaultError, gives, plant, plant_when_imported, takes
+from faults.table import FAULTS
+
+_HERE = "tests/unit/test_faults.py::"
+_TARGET = "mindspeed_rl.algorithms.overlong:overlong_penalty"
+_STRONG = _HERE + "test_the_penalty_at_the_limit"
+
+
+def _negated(value: float) -> float:
+    return -value
+
+
+def _raises(original: object) -> object:
+    return lambda *_, **__: {}["missing"]
+
+
+#: name -> verdict of the runner
+EXPECTED = {
+    "is-killed": "killed",
+    "is-too-weakly-tested": "ALIVE",
+    "is-never-called": "never reached",
+    "is-nowhere": "broken",
+    "raises-itself": "broken",
+}
+
+
+def _row(name: str, target: str = _TARGET, test: str = _STRONG, **rest: object) -> Fault:
+    return Fault(name, target, rest.get("change", gives(_negated)), test, "It is made up.")  # type: ignore[arg-type]
+
+
+ROWS = (
+    _row("is-killed"),
+    _row("is-too-weakly-tested", test=_HERE + "test_that_looks_at_the_size_alone"),
+    _row("is-never-called", test=_HERE + "test_of_something_else"),
+    _row("is-nowhere", "mindspeed_rl.algorithms.overlong:renamed"),
+    _row("raises-itself", change=_raises),
+)
+
+
+def test_the_penalty_at_the_limit() -> None:
+    from mindspeed_rl.algorithms.overlong import overlong_penalty
+
+    assert overlong_penalty(10, limit=10, buffer=4, weight=0.5) == -0.5
+
+
+def test_that_looks_at_the_size_alone() -> None:
+    from mindspeed_rl.algorithms.overlong import overlong_penalty
+
+    assert abs(overlong_penalty(10, limit=10, buffer=4, weight=0.5)) == 0.5
+
+
+def test_of_something_else() -> None:
+    """Imports the target, but never calls it."""
+    import mindspeed_rl.algorithms.overlong as module
+
+    assert module.overlong_penalty
+
+
+def test_the_runner_tells_what_became_of_each_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a fork of its own; one that is not killed makes the exit status 1."""
+    (tmp_path / "made_up_faults.py").write_text(
+        "import importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('rows', {__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "FAULTS = module.ROWS\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the forking process
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run.main(["--table", "made_up_faults", "--jobs", "1"]) == 1
+    printed = capsys.readouterr().out
+    for name, verdict in EXPECTED.items():
+        assert f"{verdict}  {name}\n" in printed
+    assert "1 of 5 faults killed" in printed
+    assert "renamed does not exist" in printed
+
+
+def test_a_target_that_does_not_exist_names_the_row() -> None:
+    import mindspeed_rl.algorithms.overlong as module
+
+    lines: list[str] = []
+    with pytest.raises(FaultError, match=r"'gone'.*overlong:renamed does not exist"):
+        plant(_row("gone", "mindspeed_rl.algorithms.overlong:renamed"), module, lines.append)
+    assert lines == ["broken: mindspeed_rl.algorithms.overlong:renamed does not exist"]
+
+
+def test_planting_comes_before_anybody_imports_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Methods, static ones, properties and functions, with the arguments of the call."""
+    (tmp_path / "planted_module.py").write_text(
+        "class Shape:\n"
+        "    def area(self, a, b=2):\n        return a * b\n"
+        "    @staticmethod\n    def corners():\n        return 4\n"
+        "    @property\n    def name(self):\n        return 'square'\n"
+    )
+    (tmp_path / "planted_user.py").write_text("from planted_module import Shape\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders, lines = list(sys.meta_path), list[str]()
+    changes = {"area": takes(b=lambda b: b + 1), "corners": gives(lambda n: n + 1),
+               "name": gives(str.upper)}  # fmt: skip
+    for name, change in changes.items():
+        fault = _row(name, f"planted_module:Shape.{name}", change=change)
+        plant_when_imported(fault, lines.append)
+        __import__("planted_user")
+    shape = sys.modules["planted_user"].Shape()
+    assert (shape.area(3), shape.corners(), shape.name) == (9, 5, "SQUARE")
+    assert lines.count("planted") == lines.count("reached") == 3
+    sys.meta_path[:] = finders
+    for name in ("planted_module", "planted_user"):
+        del sys.modules[name]
+
+
+def test_names_are_unique_and_tests_exist() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names)
+    root = Path(__file__).resolve().parents[2]
+    for fault in FAULTS:
+        file, _, test = fault.test.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (root / file).read_text(), fault.name

@@ -1,0 +1,119 @@
+"""What build_rl_job gives the parts of a run: temperatures, horizons, rates, the order of data.
+
+Everything that needs megatron-core, vLLM or files is replaced; engines only note their arguments.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.rl_run import NUM_PROMPTS, PROMPTS, Characters, make_run
+
+from mindspeed_rl.rl import build as rl_job
+from mindspeed_rl.rl import build_models as value_models
+from mindspeed_rl.rl import training
+from mindspeed_rl.rl.build import RLJob, build_rl_job
+
+FLAGS = (
+    "--rl-advantage-estimator gae --grpo-kl-beta 0.05 --rl-default-temperature 0.7 --train-iters 5 "
+    "--critic-warmup-steps 2 --global-batch-size 3 --lr 2e-5 --min-lr 1e-6 --critic-lr 3e-4 "
+)
+
+
+REPLACED = (
+    "check_row_rewards", "make_reward_pool", "build_rollout_engine", "open_ledger", "watched",
+    "check_rebalance", "check_expert_replay", "_settle_objects",
+)  # fmt: skip
+
+
+class Prompts(list[Any]):
+    """The prompts as a data set."""
+
+    fingerprint = "unchanged"
+
+
+class Engines:
+    """The training engines that a run has built, by role: their arguments."""
+
+    def __init__(self) -> None:
+        self.built: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, role: str, **arguments: Any) -> Any:
+        assert role not in self.built
+        self.built[role] = {"temperature": 1.0, **arguments}
+        return SimpleNamespace(named_parameters=dict, weights_changed=lambda: None)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """Stand-ins for what a run is built of."""
+    found = Engines()
+    for module in (training, value_models):
+        monkeypatch.setattr(module, "TrainEngine", found)
+    for name in ("initialize_parallel", "load_weights"):
+        monkeypatch.setattr(training, name, nothing)
+    monkeypatch.setattr(training, "load_tokenizer", lambda config: Characters())
+    monkeypatch.setattr(value_models, "load_value_model", lambda *_: False)
+    for name in REPLACED:
+        monkeypatch.setattr(rl_job, name, nothing)
+    monkeypatch.setattr(rl_job, "installed_layout", lambda layout, platform: layout)
+    monkeypatch.setattr(rl_job, "load_data", lambda *_, **__: (Prompts(PROMPTS), {}))
+    memory, phases = SimpleNamespace(leave_all=nothing), SimpleNamespace(to_train=nothing)
+    monkeypatch.setattr(rl_job, "share_memory", lambda *_: memory)
+    monkeypatch.setattr(rl_job, "build_phases", lambda *_: phases)
+    return found
+
+
+def built(folder: Path, flags: str = "") -> RLJob:
+    folder.mkdir(exist_ok=True)
+    return build_rl_job(make_run(folder, FLAGS + flags).job)
+
+
+def test_policy_and_reference_are_of_the_temperature_of_the_rollouts(
+    tmp_path: Path, engines: Engines
+) -> None:
+    """Ratios and the KL are between distributions at the temperature that sampled."""
+    run = built(tmp_path)
+    assert run.sampling(run.config.rl.rl_default_temperature).temperature == 0.7
+    assert engines.built["policy"]["temperature"] == 0.7
+    assert engines.built["reference"]["temperature"] == 0.7
+
+
+def test_schedules_end_with_the_updates_of_the_run(tmp_path: Path, engines: Engines) -> None:
+    """Two updates a step: five steps for the critic, two less for the policy."""
+    assert built(tmp_path).plan.batch.updates == 2
+    assert engines.built["critic"]["num_updates"] == 5 * 2
+    assert engines.built["policy"]["num_updates"] == (5 - 2) * 2
+
+
+def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path, engines: Engines) -> None:
+    built(tmp_path)
+    rates = {role: engines.built[role]["train"] for role in ("policy", "critic")}
+    assert (rates["policy"].lr, rates["policy"].min_lr) == (2e-5, 1e-6)
+    assert (rates["critic"].lr, rates["critic"].min_lr) == (3e-4, 1e-6)
+
+
+@pytest.mark.usefixtures("engines")
+def test_the_seed_decides_the_order_of_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(seed: int, folder: str) -> list[int]:
+        for module in (training, value_models):  # each run builds engines of its own
+            monkeypatch.setattr(module, "TrainEngine", Engines())
+        return built(tmp_path / folder, f"--seed {seed}").sampler.next(NUM_PROMPTS)
+
+    first, again, other = order(1, "a"), order(1, "b"), order(2, "c")
+    assert first == again != other
+    assert sorted(first) == sorted(other) == list(range(NUM_PROMPTS))
+
+
+def test_without_a_kl_there_is_no_reference(tmp_path: Path, engines: Engines) -> None:
+    run = built(tmp_path, "--grpo-kl-beta 0")
+    assert run.reference is None and "reference" not in engines.built

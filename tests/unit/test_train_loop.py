@@ -1,0 +1,63 @@
+"""The loop of train_rl on a run whose models are tables: what happens in which step.
+
+One prompt group a step would do; what counts is the order of evaluations, warm-up and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from support.rl_run import TablePolicy, make_run
+from support.table_engine import single_rank
+
+from mindspeed_rl import train_rl
+from mindspeed_rl.rl import report as rl_report
+from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.evaluate import Evaluation
+
+REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def train(run: RLJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps, without the export and the curves of the end."""
+    monkeypatch.setattr(rl_report.Report, "finish", lambda self: None)
+    for _ in cast(Any, train_rl.train(run)) or ():
+        pass
+
+
+def test_the_critic_alone_is_trained_in_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four steps: the policy makes the two updates of the last one."""
+    flags = "--rl-advantage-estimator gae --critic-warmup-steps 3 --global-batch-size 3"
+    run = make_run(tmp_path, flags, REWARDS)
+    train(run, monkeypatch)
+    assert len(cast(TablePolicy, run.critic).gradients) == 4 * 2
+    assert len(cast(TablePolicy, run.policy).gradients) == 2 == run.version
+
+
+def test_an_evaluation_is_of_the_weights_after_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step and after every second; each step makes two updates."""
+    run = make_run(tmp_path, "--train-iters 5 --eval-interval 2 --global-batch-size 3", REWARDS)
+    run.eval_sets = {"": run.prompts}
+    seen: list[tuple[int, int]] = []
+
+    def evaluate(run: RLJob, dataset: object, step: int) -> Evaluation:
+        seen.append((step, run.version))
+        return Evaluation(accuracy=0.5, accuracy_lenient=0.5, num_prompts=1)
+
+    monkeypatch.setattr(rl_report, "evaluate", evaluate)
+    train(run, monkeypatch)
+    assert seen == [(0, 0), (2, 4), (4, 8)]
+    assert run.version == 10

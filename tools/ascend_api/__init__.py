@@ -1,1 +1,0 @@
-"""Reads the interfaces of other packages from their sources, without importing them."""
