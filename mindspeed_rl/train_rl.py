@@ -5,35 +5,29 @@ With ``--orchestrator ray`` it is ``python -m mindspeed_rl.train_rl``, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.orchestration.stages import SampleIds, Stage, run_through
-from mindspeed_rl.orchestration.torchrun import Job, run_entry
+from mindspeed_rl.launch.entry import run_entry
+from mindspeed_rl.launch.job import Job
 
 if TYPE_CHECKING:
     from mindspeed_rl.orchestration.rl_job import RLJob
 
 
-def train(run: RLJob) -> Iterator[Stage]:
-    """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout.
-
-    Yields before every stage; going on is its driver's decision.
-    """
+def train(run: RLJob) -> None:
+    """prompts -> rollout -> reward -> advantage -> train -> reshard -> rollout."""
     from mindspeed_rl.orchestration import rl_batch, rl_resume, rl_reward_model, rl_step
 
     report = rl_resume.start(run)
     rl_step.probe(run)
     run.timer.restart()
     for step in range(report.start + 1, run.config.train.train_iters + 1):
-        yield Stage("rollout", step)
         run.profiler.begin_step(step)
         run.phases.to_rollout(run.version)
         report.evaluate_if_due(step - 1)
         rollouts = rl_step.collect(run, step)
-        yield Stage("train", step, SampleIds.of(s.sample_id for s in rollouts.samples))
         run.phases.to_train()
         with run.phase("train"):
             batches = rl_batch.build_batches(run, rollouts.samples)
@@ -48,13 +42,12 @@ def train(run: RLJob) -> Iterator[Stage]:
         metrics = metrics.merge(rollouts.metrics)
         report.log_step(step, rollouts.drawn, metrics, batches.placed)
         rl_resume.save_if_due(run, report, step)
-    yield Stage("finish", run.config.train.train_iters)
     run.phases.to_rollout(run.version)
     report.finish()
 
 
-def stages(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
-    """Build the run, train, evaluate, write the results; the first stage follows the building."""
+def main(job: Job[RLRunConfig, RLPlan]) -> None:
+    """Build the run, train, evaluate and write the results."""
     from mindspeed_rl.orchestration import rl_report, selftest
     from mindspeed_rl.orchestration.rl_job import build_rl_job
 
@@ -64,14 +57,9 @@ def stages(job: Job[RLRunConfig, RLPlan]) -> Iterator[Stage]:
     run = build_rl_job(job)
     try:
         rl_report.describe(run)
-        yield from train(run)
+        train(run)
     finally:
         run.close()
-
-
-def main(job: Job[RLRunConfig, RLPlan]) -> None:
-    """All stages, without a pause."""
-    run_through(stages(job))
 
 
 if __name__ == "__main__":

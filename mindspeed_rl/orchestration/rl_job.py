@@ -25,6 +25,7 @@ from mindspeed_rl.environments import (
 )
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.memory.owners import Owner
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
@@ -44,7 +45,6 @@ from mindspeed_rl.orchestration.rl_phases import (
     watched,
 )
 from mindspeed_rl.orchestration.rl_rewards import check_row_rewards, make_reward_pool
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import build_critic, build_reward_model
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import PoolBase, RewardSpec

@@ -22,11 +22,11 @@ from mindspeed_rl.dryrun.budget import (
     usable_bytes,
 )
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.observability.memory_ledger import Growing, MemoryLedger
 from mindspeed_rl.orchestration.engine_stats import graph_sizes
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Phases, Sharing
 from mindspeed_rl.phases.transition import nothing
 from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync

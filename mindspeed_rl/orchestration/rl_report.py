@@ -28,10 +28,11 @@ from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
+from mindspeed_rl.observability.output_dir import take_output_dir
 from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
-from mindspeed_rl.orchestration import results, rl_critic, rl_samples, rl_step, training
+from mindspeed_rl.orchestration import rl_critic, rl_samples, rl_step, training
 from mindspeed_rl.orchestration.evaluation import Evaluation, evaluate
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.platforms.npu_install import determinism_line
@@ -92,7 +93,7 @@ class Report:
     Args:
         run: the run.
         start: steps that are done; what is logged of later ones is dropped. A fresh run (0) takes
-            over ``--output-dir``: see :func:`results.claim`.
+            over ``--output-dir``: see :func:`take_output_dir`.
         state: from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
     """
 
@@ -109,7 +110,7 @@ class Report:
         }
         config = run.config
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
-        results.claim(run.job, start)
+        take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.logger.truncate_after(start)
         run.dump.truncate_after(start)
         self._progress = RunProgress(

@@ -26,6 +26,7 @@ from mindspeed_rl.config.architecture import value_layout
 from mindspeed_rl.config.validate import RLPlan, check_layout
 from mindspeed_rl.data.packing import TrainSample, pack
 from mindspeed_rl.data.tiny_model import write_tiny_model
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.observability.metrics import reduce_metrics
 from mindspeed_rl.orchestration import rl_critic, training
 from mindspeed_rl.orchestration.rl_batch import selected_tokens
@@ -45,7 +46,6 @@ from mindspeed_rl.orchestration.selftest_cases import (
     Outcome,
     compare,
 )
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.orchestration.value_models import load_value_model, value_engine
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout

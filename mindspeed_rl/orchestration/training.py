@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
     from mindspeed_rl.config.validate import RunPlan
-    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.launch.job import Job
 
 
 def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokenizerBase:

@@ -103,8 +103,8 @@ def reshard_and_prove(
     job: object, read: Mapping[str, torch.Tensor], folder: str, dtype: torch.dtype
 ) -> Report:
     """Collective: the world."""
+    from mindspeed_rl.launch.job import Job
     from mindspeed_rl.observability.tensor_tracker import TensorTracker
-    from mindspeed_rl.orchestration.torchrun import Job
     from mindspeed_rl.resharding.checksums import WeightProof
     from mindspeed_rl.resharding.executor import Resharder
     from mindspeed_rl.resharding.stream import TensorStream

@@ -27,6 +27,7 @@ from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.experience.samples import Sample
 from mindspeed_rl.experience.tensor_cache import TensorCache
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
@@ -35,7 +36,6 @@ from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.orchestration.rl_job import RLJob
 from mindspeed_rl.orchestration.rl_samples import Response, fetch
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.platforms.cpu import CpuPlatform

@@ -19,12 +19,13 @@ from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
 from mindspeed_rl.experience.samples import SampleKey
 from mindspeed_rl.experience.tensor_cache import TOKENS, TensorCache
+from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.memory.engine import EngineMemory
 from mindspeed_rl.memory.layers import Kernels
 from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.observability.metrics import Max
-from mindspeed_rl.orchestration import rl_phases, torchrun
+from mindspeed_rl.orchestration import rl_phases
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
@@ -241,11 +242,8 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
 def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
     config = config_of(*SWAP, "--platform", "cpu")
     with pytest.raises(ValueError, match="on cpu take --rl-offload optimizer"):
-        torchrun._npu_setup(cast(Any, SimpleNamespace(config=config)))
-    assert (
-        torchrun._npu_setup(cast(Any, SimpleNamespace(config=config_of("--platform", "cpu"))))
-        is None
-    )
+        npu_setup_of(cast(Any, SimpleNamespace(config=config)))
+    assert npu_setup_of(cast(Any, SimpleNamespace(config=config_of("--platform", "cpu")))) is None
 
 
 def test_a_dry_run_says_who_swaps_the_optimizer() -> None:

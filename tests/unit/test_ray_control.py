@@ -12,12 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from support.rl_run import make_run
-
-from mindspeed_rl.config.launch import LaunchConfig
-from mindspeed_rl.orchestration import ray_worker
 from mindspeed_rl.orchestration.failures import Failure, FailureBoard, Member
-from mindspeed_rl.orchestration.limits import Limits
 from mindspeed_rl.orchestration.ray_cluster import (
     Where,
     bundle,
@@ -29,6 +24,11 @@ from mindspeed_rl.orchestration.ray_cluster import (
 from mindspeed_rl.orchestration.ray_controller import Ranks, RunEnded, Traffic, local_cpus
 from mindspeed_rl.orchestration.ray_worker import RankActor, Reply
 from mindspeed_rl.orchestration.stages import SampleIds, Stage, run_through
+from support.rl_run import make_run
+
+from mindspeed_rl.config.launch import LaunchConfig
+from mindspeed_rl.launch.failures import Limits
+from mindspeed_rl.orchestration import ray_worker
 from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
 LAUNCH = LaunchConfig(orchestrator="ray", ray_num_nodes=2, ray_ranks_per_node=2)

@@ -232,7 +232,7 @@ def as_measured(way: str, batch: Batch, runs: Sequence[Handover]) -> Measured:
 @contextmanager
 def local_ray(workers: int, megabytes: int) -> Iterator[Any]:
     """A Ray of this machine whose object store holds a batch three times."""
-    from mindspeed_rl.orchestration.ray_cluster import import_ray
+    from mindspeed_rl.launch.ray import import_ray
 
     ray = import_ray()
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
