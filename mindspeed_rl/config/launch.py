@@ -15,7 +15,7 @@ class LaunchConfig:
 
     The same ranks do the same work, to the last bit, under torchrun and under Ray. With Ray the
     entry is started once, as a plain command: it starts a local Ray, or joins a cluster, puts one
-    actor per rank on its nodes and tells them stage by stage when to go on. It never sees a tensor.
+    actor per rank on its nodes and waits for their end. It never sees a tensor.
 
     Example: python -m mindspeed_rl.train_rl --orchestrator ray --ray-ranks-per-node 8 ...
     """
