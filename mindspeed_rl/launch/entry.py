@@ -65,7 +65,7 @@ def run_entry(
         if not in_ray:
             bootstrap.require_launcher(prog, os.environ)
         checked = check_run(parsed, check, num_ranks)
-    except ValueError as error:
+    except ValueError as error:  # UsageError, once all modules raise it
         _usage_error(prog, error, world, limits or Limits())
     if in_ray:
         from mindspeed_rl.launch.ray import drive
