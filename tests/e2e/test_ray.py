@@ -168,7 +168,9 @@ def test_nothing_outlives_the_driver(folder: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     marker = f"ray-killed-{os.getpid()}"
     command = [*DRIVER, *flags("killed"), "--orchestrator", "ray", "--ray-ranks-per-node", "2"]
-    variables = environment(MINDSPEED_RL_TEST_FAULT="1:train:sleep", **{MARKER: marker})
+    variables = environment(
+        MINDSPEED_RL_TEST_FAULT="1:train:sleep", PYTHONUNBUFFERED="1", **{MARKER: marker}
+    )
     with (folder / "killed.log").open("w") as log:
         driver = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
     try:
