@@ -106,9 +106,17 @@ def joining(address: str) -> list[str]:
 def wait_until_gone(marker: str) -> None:
     """Nothing of a job is left within seconds."""
     deadline = time.monotonic() + 30.0
-    while left := processes_of(marker):
+    while left := [pid for pid in processes_of(marker) if not is_agent(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
+
+
+def is_agent(pid: int) -> bool:
+    """Ray's own agents of a node hold nothing and notice the end of a killed driver late."""
+    try:
+        return b"/agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return True
 
 
 @pytest.mark.parametrize(
