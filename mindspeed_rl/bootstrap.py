@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
 from mindspeed_rl.platforms.installed import resolve_platform
 
@@ -124,11 +125,11 @@ def require_launcher(prog: str, environ: Mapping[str, str]) -> None:
     """End an entry that was started as a plain Python module.
 
     Raises:
-        ValueError: with the command to use.
+        UsageError: with the command to use.
     """
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in environ]
     if missing:
-        raise ValueError(
+        raise UsageError(
             f"{', '.join(missing)} not set; start this entry with torchrun, on one machine: "
             f"torchrun --standalone --nproc-per-node <ranks> -m {prog} ..."
         )
@@ -138,13 +139,13 @@ def refuse_foreign_package() -> None:
     """End when another package named ``mindspeed_rl`` is on the path.
 
     Raises:
-        ValueError: in one line, with both places.
+        UsageError: in one line, with both places.
     """
     here = Path(__file__).resolve().parent
     for entry in sys.path:
         other = (Path(entry or ".") / "mindspeed_rl").resolve()
         if other != here and (other / "__init__.py").is_file():
-            raise ValueError(
+            raise UsageError(
                 f"another package named mindspeed_rl is on the path: {other} (this one: {here}); "
                 "uninstall it or remove it from PYTHONPATH"
             )
@@ -195,7 +196,7 @@ def check_versions(platform_name: str) -> None:
     """Compare what is installed with the matrix; exact pins only.
 
     Raises:
-        ValueError: every package that differs, with the command that installs the right one.
+        UsageError: every package that differs, with the command that installs the right one.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -210,7 +211,7 @@ def check_versions(platform_name: str) -> None:
         if installed != pinned:
             wrong.append(f"{name} {installed} (needs {pinned})")
     if wrong and not os.environ.get("MINDSPEED_RL_ALLOW_VERSIONS"):
-        raise ValueError(
+        raise UsageError(
             f"versions outside the matrix of {platform_name}: {', '.join(wrong)}; run "
             "pretrain_scripts/setup_env.sh, or set MINDSPEED_RL_ALLOW_VERSIONS=1 at your own risk"
         )

@@ -142,8 +142,8 @@ def collective_rows(
     try:
         import torch.distributed as dist
 
-        from mindspeed_rl.orchestration.launcher_store import connect
-        from mindspeed_rl.orchestration.preflight import Preflight, axes_of
+        from mindspeed_rl.launch.failure_store import connect
+        from mindspeed_rl.launch.preflight import Preflight, axes_of
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
@@ -174,7 +174,7 @@ def rows_of_other_nodes(
     store: Store, world: bootstrap.World, local: Sequence[Row], limit_s: float
 ) -> list[Row]:
     """Red rows that other nodes have and the first one has not; on rank 0."""
-    from mindspeed_rl.orchestration.preflight import wait_for
+    from mindspeed_rl.launch.preflight import wait_for
 
     if world.local_rank == 0:
         mine = {row.what: row.fix for row in local if row.status is Status.RED}

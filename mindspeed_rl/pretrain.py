@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.modules import modules_note
 from mindspeed_rl.config.validate import RunPlan, check_pretrain
-from mindspeed_rl.orchestration.torchrun import Job, run_entry
+from mindspeed_rl.launch.entry import run_entry
+from mindspeed_rl.launch.job import Job
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.batches import SampleSource, StepSamples
@@ -31,11 +32,12 @@ OTHER_DATA = (
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
     from mindspeed_rl.observability.loggers import RunLogger
+    from mindspeed_rl.observability.output_dir import take_output_dir
     from mindspeed_rl.observability.profiler import StepProfiler
     from mindspeed_rl.observability.progress import RunProgress
     from mindspeed_rl.observability.timers import PhaseTimer
     from mindspeed_rl.observability.trackers import make_trackers
-    from mindspeed_rl.rl import checkpoints, output_folder
+    from mindspeed_rl.rl import checkpoints
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.rl.export import export_policy
 
@@ -51,7 +53,7 @@ def main(job: SftJob) -> None:
         source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
         )
-    output_folder.claim(job, loaded.step)
+    take_output_dir(logs, job.config.checkpoint.load, job.world.local_rank, loaded.step)
     writer = job.world.rank == 0
     backends = ("jsonl", "tensorboard")
     others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))

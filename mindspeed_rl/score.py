@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.config.validate import ScorePlan, check_score
-from mindspeed_rl.orchestration.torchrun import Job, run_entry
+from mindspeed_rl.launch.entry import run_entry
+from mindspeed_rl.launch.job import Job
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import Scores, Sequences

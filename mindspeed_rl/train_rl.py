@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.orchestration.torchrun import Job, run_entry
+from mindspeed_rl.launch.entry import run_entry
+from mindspeed_rl.launch.job import Job
 
 if TYPE_CHECKING:
     from mindspeed_rl.rl.components import Components

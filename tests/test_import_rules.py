@@ -165,7 +165,7 @@ def test_violations_are_found(name: str, text: str, message: str) -> None:
         ("trainer.model", "class A:\n    def f(self, other):\n        self._x = other._x"),
         ("rollout.patches.plain_linear", "ops._supports_onednn = False"),
         ("platforms.npu", "torch.npu.synchronize()"),
-        ("orchestration.watchdog", "import os\nos._exit(1)"),
+        ("launch.watchdog", "import os\nos._exit(1)"),
     ],
 )
 def test_allowed_code_is_not_reported(name: str, text: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.flag import flag, flag_names
+from mindspeed_rl.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class LaunchConfig:
 
     The same ranks do the same work, to the last bit, under torchrun and under Ray. With Ray the
     entry is started once, as a plain command: it starts a local Ray, or joins a cluster, puts one
-    actor per rank on its nodes and tells them stage by stage when to go on. It never sees a tensor.
+    actor per rank on its nodes and waits for their end. It never sees a tensor.
 
     Example: python -m mindspeed_rl.train_rl --orchestrator ray --ray-ranks-per-node 8 ...
     """
@@ -46,7 +47,7 @@ def check_environment_workers(environment: EnvironmentConfig, launch: LaunchConf
     """Ray actors need environments and a Ray.
 
     Raises:
-        ValueError: naming the flag and the fix.
+        UsageError: naming the flag and the fix.
     """
     workers = environment.rl_environment_ray_workers
     if not workers:
@@ -56,7 +57,7 @@ def check_environment_workers(environment: EnvironmentConfig, launch: LaunchConf
         (launch.orchestrator != "ray", "--orchestrator ray"),
     ):
         if missing:
-            raise ValueError(
+            raise UsageError(
                 f"--rl-environment-ray-workers {workers} without {needed}: add it, or remove the "
                 "workers"
             )
@@ -66,34 +67,34 @@ def check_launch(launch: LaunchConfig, environ: Mapping[str, str], prog: str) ->
     """What is asked for must fit who started this process. Local.
 
     Raises:
-        ValueError: naming the flag and the fix.
+        UsageError: naming the flag and the fix.
     """
     if launch.orchestrator == "torchrun":
         given = [f for f in fields(launch) if getattr(launch, f.name) != f.default]
         if given:
             name, value = flag_names(given[0])[0], getattr(launch, given[0].name)
-            raise ValueError(
+            raise UsageError(
                 f"{name} {value} without --orchestrator ray would do nothing; add it or remove "
                 f"{name}"
             )
         return
     if "RANK" in environ:
-        raise ValueError(
+        raise UsageError(
             "--orchestrator ray under torchrun: Ray starts the ranks; start this entry once, with "
             f"python -m {prog} ..."
         )
     if not launch.ray_ranks_per_node:
-        raise ValueError(
+        raise UsageError(
             "--orchestrator ray: how many ranks has a node? Add --ray-ranks-per-node, the number "
             "of its devices (on a CPU: of processes)"
         )
     if launch.ray_address.startswith("ray://"):
-        raise ValueError(
+        raise UsageError(
             f"--ray-address {launch.ray_address}: the ranks must reach this process, so it runs on "
             "a node of the cluster: take host:port or auto there, or ray job submit"
         )
     if launch.ray_num_nodes > 1 and not (launch.ray_address or environ.get("RAY_ADDRESS")):
-        raise ValueError(
+        raise UsageError(
             f"--ray-num-nodes {launch.ray_num_nodes}: a local Ray has one node; name the cluster "
             "with --ray-address (auto on one of its nodes)"
         )

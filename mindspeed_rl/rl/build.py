@@ -16,13 +16,13 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.rewards import RewardSpec
 from mindspeed_rl.rl.assignment import Assignment, rebalance_rules

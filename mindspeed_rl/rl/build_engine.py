@@ -12,10 +12,10 @@ import torch.distributed as dist
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import CHAIN, Sharing
 from mindspeed_rl.phases.transition import nothing
 from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync

@@ -12,9 +12,9 @@ from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.flops import sequence_flops
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.resharding.layouts.base import TableLayout
 from mindspeed_rl.resharding.layouts.megatron import MegatronLayout

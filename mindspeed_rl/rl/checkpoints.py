@@ -15,7 +15,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 if TYPE_CHECKING:
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.config.validate import RunPlan
-    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.launch.job import Job
 
 
 def load(

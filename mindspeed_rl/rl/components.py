@@ -11,12 +11,12 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.observability.loggers import RunLogger
 from mindspeed_rl.observability.memory_ledger import MemoryLedger
 from mindspeed_rl.observability.profiler import StepProfiler
 from mindspeed_rl.observability.rollout_dump import RolloutDump
 from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.phases.machine import Phases
 from mindspeed_rl.phases.weight_sync import WeightSync
 from mindspeed_rl.rl.rollout_worker import RolloutWorker

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.check_engine import AUTO
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.observability.metrics import Mean, MetricSet
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history, write_history
 from mindspeed_rl.rollout.step_loop import StepStats

@@ -22,7 +22,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.config.validate import RLPlan, RunPlan
-    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.launch.job import Job
 
 _EXPORT_BUCKET_BYTES = 512 << 20
 

@@ -27,12 +27,12 @@ from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.constant_rewards import ConstantRewards
 from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
 from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
+from mindspeed_rl.observability.output_dir import take_output_dir
 from mindspeed_rl.observability.progress import RunProgress
 from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.observability.summary import write_summary
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
-from mindspeed_rl.rl import output_folder
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.export import export_critic, export_policy
@@ -97,7 +97,7 @@ class Report:
         run: the run.
         run_state: what changes from step to step.
         start: steps that are done; what is logged of later ones is dropped. A fresh run (0) takes
-            over ``--output-dir``: see :func:`.output_folder.claim`.
+            over ``--output-dir``: see :func:`take_output_dir`.
         state: from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
     """
 
@@ -121,7 +121,7 @@ class Report:
         }
         config = run.config
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
-        output_folder.claim(run.job, start)
+        take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
         run.telemetry.dump.truncate_after(start)
         self._progress = RunProgress(

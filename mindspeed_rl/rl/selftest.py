@@ -30,10 +30,10 @@ from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainC
 from mindspeed_rl.config.algorithms import AGGREGATIONS, POLICY_LOSSES
 from mindspeed_rl.config.architecture import value_layout
 from mindspeed_rl.config.validate import RLPlan, check_layout
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
 from mindspeed_rl.observability.metrics import reduce_metrics
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
 from mindspeed_rl.resharding.transports import AllToAllTransport

@@ -22,7 +22,7 @@ from mindspeed_rl.config.training import CheckpointConfig
 if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.config.validate import RLPlan
-    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.launch.job import Job
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 pytestmark = pytest.mark.distributed

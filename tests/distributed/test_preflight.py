@@ -24,7 +24,7 @@ def preflight_world(world: World, folder: str, absent: str) -> list[tuple[str, s
     """Groups of pairs and of everyone; the last rank never comes to the axis ``absent``."""
     import torch.distributed as dist
 
-    from mindspeed_rl.orchestration.preflight import Axis, Preflight, exchange
+    from mindspeed_rl.launch.preflight import Axis, Preflight, exchange
     from mindspeed_rl.platforms.cpu import CpuPlatform
 
     store = dist.FileStore(f"{folder}/store", world.size)

@@ -106,7 +106,7 @@ def reshard_and_prove(
     """Collective: the world."""
     from support.tensor_tracker import TensorTracker
 
-    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.launch.job import Job
     from mindspeed_rl.resharding.checksums import WeightProof
     from mindspeed_rl.resharding.executor import Resharder
     from mindspeed_rl.resharding.stream import TensorStream

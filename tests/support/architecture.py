@@ -35,6 +35,7 @@ class Rule:
 
 LAYER_0 = (
     "types",
+    "errors",
     "config",
     "compat",
     "arguments",
@@ -102,13 +103,22 @@ RULES = (
     ),
     Rule(("phases",), (*LAYER_0, *LAYER_2, "rollout.engine", "phases"), TORCH),
     Rule(
+        ("launch.failures",),  # a user's mistake is told before torch is imported
+        (*LAYER_0, "launch.failures"),
+    ),
+    Rule(
+        ("launch",),
+        (*LAYER_0, *LAYER_2, "bootstrap", "rewards", "dryrun", "diagnosis", "launch"),
+        TORCH_DISTRIBUTED,
+    ),
+    Rule(
         ("orchestration", "train_rl", "pretrain", "score", "doctor"),
         ("",),
         TORCH_DISTRIBUTED,
     ),
 )
 # Entries and drivers are at the top: nothing below imports them.
-TOP = ("orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
+TOP = ("launch", "orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (

@@ -20,7 +20,7 @@ from support.pages import Block
 from mindspeed_rl import doctor, train_rl
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import check_rl
-from mindspeed_rl.orchestration.torchrun import run_entry
+from mindspeed_rl.launch.entry import run_entry
 
 # They need the network, root, a cluster or a device, and would change the machine.
 OTHERS = ("pip", "git", "docker", "ray", "python3.11")

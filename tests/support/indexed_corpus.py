@@ -16,7 +16,7 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.validate import check_pretrain
-from mindspeed_rl.orchestration.torchrun import Job
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.platforms.registry import select_platform
 
 

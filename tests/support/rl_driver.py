@@ -20,8 +20,9 @@ from typing import Any, cast
 from mindspeed_rl import train_rl
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.orchestration.limits import Limits
-from mindspeed_rl.orchestration.torchrun import Job, run_entry
+from mindspeed_rl.launch.entry import run_entry
+from mindspeed_rl.launch.failures import Limits
+from mindspeed_rl.launch.job import Job
 
 REHEARSED_STEPS = 3
 REHEARSED_PHASES = ("build engine", "reshard", "generate", "reward", "exchange", "train", "export")
@@ -154,6 +155,6 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    quick = Limits(interval_s=0.4, silence_s=5.0, patience_s=1.6, linger_s=1.2)
+    quick = Limits(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
     limits = quick if os.environ.get("DRIVER_QUICK") else Limits()
     run_entry("rl_driver", RLRunConfig, check_rl, main, limits=limits)

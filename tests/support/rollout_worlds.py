@@ -22,8 +22,8 @@ from support.training_worlds import make_job
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.offload.storages import as_bytes
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.types import Completion

@@ -18,7 +18,7 @@ from mindspeed_rl import bootstrap, score
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.config.validate import check_score
-from mindspeed_rl.orchestration.torchrun import check_run, end_job, start_job
+from mindspeed_rl.launch.job import check_run, end_job, start_job
 
 PROG = "mindspeed_rl.score"
 

@@ -27,8 +27,8 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
-from mindspeed_rl.orchestration.torchrun import Job
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout

@@ -21,7 +21,7 @@ from mindspeed_rl.config import (
     TrainConfig,
 )
 from mindspeed_rl.config.outputs import check_paths, earlier_results, export_record, export_target
-from mindspeed_rl.rl import output_folder as results
+from mindspeed_rl.observability import output_dir
 
 DIRECTORIES = ("model", "out", "save", "load")
 
@@ -192,7 +192,7 @@ def test_events_in_a_folder_of_the_users_are_neither_mixed_nor_removed(
 
 def test_only_results_are_removed(tmp_path: Path) -> None:
     old = old_run(tmp_path)
-    results.remove(earlier_results(str(tmp_path)))
+    output_dir.remove(earlier_results(str(tmp_path)))
     assert not any(path.exists() for path in old)
     left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
     assert left == ["notes.txt", "tensorboard/mine.txt"]
@@ -202,7 +202,7 @@ def test_a_model_with_files_of_the_user_is_not_removed(tmp_path: Path) -> None:
     hf = make_export(tmp_path / "hf")
     (hf / "README.md").write_text("mine")
     with pytest.raises(ValueError, match=r"holds more than the export it was: README\.md"):
-        results.remove(earlier_results(str(tmp_path)))
+        output_dir.remove(earlier_results(str(tmp_path)))
     assert (hf / "model.safetensors").exists() and (hf / "README.md").exists()
 
 

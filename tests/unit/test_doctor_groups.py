@@ -9,7 +9,7 @@ from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.diagnosis.rows import Row, Status
 from mindspeed_rl.doctor import layout_rows
-from mindspeed_rl.orchestration.preflight import Account, Axis, Visit, axes_of, preflight_rows
+from mindspeed_rl.launch.preflight import Account, Axis, Visit, axes_of, preflight_rows
 
 
 def reds(rows: list[Row]) -> list[Row]:

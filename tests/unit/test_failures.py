@@ -1,4 +1,4 @@
-"""What ranks tell each other about failures, and the sentences made of it."""
+"""What ranks tell each other about failures, when, and the sentences made of it."""
 
 from __future__ import annotations
 
@@ -7,44 +7,47 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.jobs import free_port
-from support.rewards_support import wait_for
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.orchestration.failures import (
-    Beat,
+from mindspeed_rl.errors import UsageError
+from mindspeed_rl.launch.failure_store import (
+    FailureStore,
+    answer_within,
+    connect,
+    publish_usage_error,
+)
+from mindspeed_rl.launch.failures import (
+    JOIN,
     Failure,
-    FailureBoard,
+    Heartbeat,
+    Limits,
     Member,
     is_lost_connection,
     is_usage_error,
     lost_failure,
     rank_ranges,
+    report_usage_error,
     silent_ranks,
     whereabouts,
     write_error_file,
 )
-from mindspeed_rl.orchestration.launcher_report import tell_mistake
-from mindspeed_rl.orchestration.launcher_store import connect, publish_usage_error
-from mindspeed_rl.orchestration.limits import Limits
-from mindspeed_rl.orchestration.watchdog import Watchdog
-from mindspeed_rl.rewards import RewardSpec
+from mindspeed_rl.launch.watchdog import Heartbeats, PhaseClock
 
 
 def member(rank: int) -> Member:
     return Member(rank, node=rank // 2, pid=1000 + rank)
 
 
-def beat(rank: int, count: int = 1, phase: str = "train", *, leaving: bool = False) -> Beat:
-    return Beat(member(rank), count, phase, 2.0, leaving)
+def beat(rank: int, count: int = 1, phase: str = "train", *, leaving: bool = False) -> Heartbeat:
+    return Heartbeat(member(rank), count, phase, 2.0, leaving)
 
 
 def failure(rank: int, text: str = "it broke") -> Failure:
@@ -52,24 +55,22 @@ def failure(rank: int, text: str = "it broke") -> Failure:
 
 
 @pytest.fixture
-def boards() -> list[FailureBoard]:
+def stores() -> list[FailureStore]:
     store = dist.HashStore()
-    return [FailureBoard(store, member(rank), 3) for rank in range(3)]
+    return [FailureStore(store, member(rank)) for rank in range(3)]
 
 
-def test_the_first_failure_stands_for_all(boards: list[FailureBoard]) -> None:
-    assert boards[0].told() is None
-    assert boards[1].tell(failure(1)) == failure(1)
-    assert boards[2].tell(failure(2, "a consequence")) == failure(1)
-    assert [board.told() for board in boards] == [failure(1)] * 3
+def test_the_first_failure_stands_for_all(stores: list[FailureStore]) -> None:
+    assert stores[0].published() is None
+    assert stores[1].publish(failure(1)) == failure(1)
+    assert stores[2].publish(failure(2, "a consequence")) == failure(1)
+    assert [store.published() for store in stores] == [failure(1)] * 3
 
 
-def test_heartbeats_of_ranks_that_never_started_do_not_block(boards: list[FailureBoard]) -> None:
-    boards[0].beat("train", 1.5)
-    boards[0].beat("reshard", 0.5, leaving=True)
-    expected = Beat(member(0), 2, "reshard", 0.5, True)
-    assert boards[1].beats(range(3)) == {0: expected}
-    assert boards[1].beat_of(2) is None
+def test_heartbeats_of_ranks_that_never_started_do_not_block(stores: list[FailureStore]) -> None:
+    stores[0].beat("train", 1.5)
+    stores[0].beat("reshard", 0.5, leaving=True)
+    assert stores[1].beats(range(3)) == {0: Heartbeat(member(0), 2, "reshard", 0.5, True)}
 
 
 def test_silent_ranks_are_those_whose_count_stands_still() -> None:
@@ -78,13 +79,11 @@ def test_silent_ranks_are_those_whose_count_stands_still() -> None:
     assert silent_ranks(before, after) == [beat(1)]
 
 
-def test_the_sentence_about_lost_ranks_names_process_node_and_phase() -> None:
+def test_lost_ranks_are_named_with_process_node_and_phase() -> None:
     lost = lost_failure([beat(3, phase="generate"), beat(5)], "evidence", member(0))
-    assert str(lost).startswith(
-        "the job ends: rank 3 in phase generate: process 1003 on node 1 is gone; gone as well: "
-        "ranks 5 (train) (evidence)."
-    )
-    assert lost.teller == member(0) and lost.exit_code == 1
+    assert lost.failed == member(3) and lost.reporter == member(0) and lost.exit_code == 1
+    for words in ("rank 3 in phase generate: process 1003 on node 1", "5 (train)", "evidence"):
+        assert words in str(lost)
 
 
 def test_whereabouts_start_with_the_odd_one_out() -> None:
@@ -100,6 +99,7 @@ def test_whereabouts_start_with_the_odd_one_out() -> None:
         (RuntimeError("[gloo/pair.cc:537] Read error [::1]:1: Connection reset by peer"), True),
         (RuntimeError("Connection closed by peer [127.0.0.1]:4"), True),
         (BrokenPipeError("x"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection closed by peer"), False),
     ],
@@ -108,35 +108,106 @@ def test_lost_connections_are_told_from_failures(error: Exception, lost: bool) -
     assert is_lost_connection(error) is lost
 
 
-def caught(function: Callable[[], object]) -> BaseException:
-    with pytest.raises(ValueError) as found:
-        function()
-    return found.value
+def test_a_usage_error_is_the_users_mistake_and_others_are_bugs() -> None:
+    assert is_usage_error(UsageError("--lr x"))
+    assert not is_usage_error(RuntimeError("x")) and not is_usage_error(ValueError("x"))
 
 
-def test_only_a_raise_statement_of_this_package_is_a_users_mistake(
-    monkeypatch: pytest.MonkeyPatch,
+# -- when a rank beats, and what it sees in its peer -----------------------------------------------
+
+
+class FakeClock:
+    """A clock that moves when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+LIMITS = Limits(interval_s=1.0, silence_s=5.0)
+
+
+def heartbeats_of(
+    stores: list[FailureStore], clock: FakeClock, phases: PhaseClock, rank: int = 0
+) -> Heartbeats:
+    return Heartbeats(stores[rank], World(rank, 3, rank, 3), phases, LIMITS, clock)
+
+
+def test_a_heartbeat_is_due_after_an_interval_or_in_another_phase(
+    stores: list[FailureStore],
 ) -> None:
-    assert is_usage_error(caught(lambda: RewardSpec.parse("file.py:score=heavy")))
-    assert not is_usage_error(RuntimeError("x"))
-    assert not is_usage_error(caught(lambda: json.loads("x"))), "a raise statement of a library"
-    monkeypatch.setenv("RANK", "first")
-    assert not is_usage_error(caught(World.from_environment)), "int() inside this package"
+    clock = FakeClock()
+    phases = PhaseClock(600.0, clock)
+    heartbeats = heartbeats_of(stores, clock, phases)
+
+    def told_at(now: float) -> tuple[int, str]:
+        clock.now = now
+        assert heartbeats.tick() is None
+        beat = stores[1].beats([0])[0]
+        return beat.count, beat.phase
+
+    assert told_at(0.0) == told_at(0.9) == (1, "start")
+    assert told_at(1.0) == (2, "start")
+    with phases.phase("train"):
+        assert told_at(1.2) == (3, "train")
+        for _ in range(3):
+            with phases.phase("log"):
+                pass
+        assert told_at(1.4) == (4, "train"), "brief phases between two ticks cost one heartbeat"
+    assert told_at(1.6) == (5, "start") == told_at(2.5)
 
 
-def test_torchruns_report_gets_the_first_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+def test_a_published_failure_and_a_silent_peer_end_a_rank(stores: list[FailureStore]) -> None:
+    clock = FakeClock()
+    heartbeats = heartbeats_of(stores, clock, PhaseClock(600.0, clock))
+    stores[1].beat("generate", 2.0)
+    for clock.now in (0.0, 5.0):
+        assert heartbeats.tick() is None
+    clock.now = 6.0
+    silent = heartbeats.tick()
+    assert silent is not None and silent.kind == "silent" and silent.with_stacks
+    assert silent.failed == member(1) and silent.phase == "generate"
+    stores[1].beat("generate", 9.0)
+    clock.now = 7.0
+    assert heartbeats.tick() is None
+    stores[2].publish(failure(2))
+    clock.now = 8.0
+    assert heartbeats.tick() == failure(2)
 
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    write_error_file("the cause")
-    write_error_file("a consequence")
-    assert json.loads(file.read_text())["message"]["message"] == "the cause"
-    report = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
-    assert report.message["extraInfo"]["py_callstack"] == "the cause"
-    assert report.timestamp > 1_000_000_000
+
+def test_a_peer_that_leaves_is_not_silent(stores: list[FailureStore]) -> None:
+    clock = FakeClock()
+    heartbeats = heartbeats_of(stores, clock, PhaseClock(600.0, clock))
+    stores[1].beat("exit", 0.0, leaving=True)
+    for clock.now in (0.0, 50.0, 100.0):
+        assert heartbeats.tick() is None
+
+
+def test_a_phase_over_its_limit_names_its_flag() -> None:
+    clock = FakeClock()
+    phases = PhaseClock(600.0, clock)
+    with phases.phase(JOIN, 120.0):
+        clock.now = 120.0
+        assert not phases.overdue()
+        clock.now = 121.0
+        assert phases.overdue() == "exceeded --distributed-timeout-minutes 2 (121 s)"
+    with phases.phase("train"):
+        clock.now = 721.0
+        assert not phases.overdue(), "the limit of all phases, from its begin"
+        clock.now = 722.0
+        assert phases.overdue() == "exceeded --phase-timeout-s 600 (601 s)"
+    assert phases.name == "start" and phases.seconds == 0.0
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+def test_a_store_that_never_answers_is_not_waited_for() -> None:
+    """Its machine lost power; the calls of torch's stores have no limit of their own."""
+    with pytest.raises(dist.DistError, match="no answer within"):
+        answer_within(0.05, threading.Event().wait)
+    assert answer_within(5.0, lambda: 7) == 7
 
 
 @pytest.fixture
@@ -149,11 +220,11 @@ def store_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("store_address")
 def test_ranks_meet_under_another_launcher_before_they_join() -> None:
-    first = FailureBoard(connect(0, 5.0), member(0), 2)
-    second = FailureBoard(connect(1, 5.0), member(1), 2)
-    told = Failure("usage", member(1), "start", "no such file", member(1))
-    second.tell(told)
-    assert first.told() == told
+    first = FailureStore(connect(0, 5.0), member(0))
+    second = FailureStore(connect(1, 5.0), member(1))
+    mistake = Failure("usage", member(1), "start", "no such file", member(1))
+    second.publish(mistake)
+    assert first.published() == mistake and mistake.exit_code == 2
 
 
 @pytest.mark.usefixtures("store_address")
@@ -169,12 +240,15 @@ import time
 from pathlib import Path
 
 from mindspeed_rl.bootstrap import World
-from mindspeed_rl.orchestration.limits import Limits
-from mindspeed_rl.orchestration.watchdog import Watchdog
+from mindspeed_rl.launch.failures import Limits
+from mindspeed_rl.launch.watchdog import Watchdog
 
-watchdog = Watchdog(World(0, 2, 0, 2), 600.0, "entry", Limits(patience_s=0.2, linger_s=0.1))
+limits = Limits(cause_timeout_s=0.2, exit_grace_s=0.1)
+watchdog = Watchdog(World(0, 2, 0, 2), 600.0, "entry", limits)
 Path("ready").touch()
+deadline = time.monotonic() + 60.0
 while not Path("go").exists():
+    assert time.monotonic() < deadline
     time.sleep(0.02)
 watchdog.fail(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
 """
@@ -191,7 +265,10 @@ def test_neighbours_lost_with_a_launcher_are_not_the_cause(
         ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, LATE_RANK],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert wait_for((tmp_path / "ready").exists, 60.0) and launcher.poll() is None
+    deadline = time.monotonic() + 60.0
+    while not (tmp_path / "ready").exists():
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
     if gone == "this node":
         launcher.kill()
         launcher.wait()
@@ -206,90 +283,24 @@ def test_neighbours_lost_with_a_launcher_are_not_the_cause(
     assert len(causes) == 1 and cause in causes[0], said
 
 
-class FakeTime:
-    """A clock that only waits move, in the place of ``time`` and of an event that is never set."""
-
-    def __init__(self, at: Callable[[float], None]) -> None:
-        self.now, self._at = 0.0, at
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wait(self, seconds: float) -> bool:
-        self.now += seconds
-        self._at(self.now)
-        return False
+# -- torchrun's report -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("phases_start_at", "told_at"),
-    [
-        ((), (1.0, 2.0, 3.0)),
-        ((1.4,), (1.0, 1.5, 2.5)),  # at the next look
-        ((0.3, 0.35, 0.4), (0.5, 1.5, 2.5)),  # brief ones between two looks cost one heartbeat
-    ],
-)
-def test_a_heartbeat_is_due_after_an_interval_or_when_the_phase_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-    phases_start_at: tuple[float, ...],
-    told_at: tuple[float, ...],
-) -> None:
-    waiting = list(phases_start_at)
-    watched = Watchdog.__new__(Watchdog)  # without a store and threads
-
-    def go_on(now: float) -> None:
-        while waiting and waiting[0] <= now:
-            watched._now = (f"phase {len(waiting)}", waiting.pop(0), 600.0)
-
-    clock = FakeTime(go_on)
-    monkeypatch.setattr("mindspeed_rl.orchestration.watchdog.time", clock)
-    watched._limits = Limits(interval_s=1.0, look_s=0.25)
-    watched._now, watched._left = ("start", 0.0, 600.0), clock  # type: ignore[assignment]
-    beats = []
-    for _ in told_at:
-        watched._rest(watched._now)
-        beats.append(clock.now)
-    assert beats == pytest.approx(told_at)
-
-
-class DeafStore:
-    """A board whose store never answers: its machine lost power."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *_: threading.Event().wait()
-
-
-def test_a_rank_that_ends_does_not_wait_for_a_store_without_an_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its guard no longer watches by then."""
-    monkeypatch.setattr("mindspeed_rl.orchestration.watchdog._ANSWER_S", 0.05)
-    watched = Watchdog.__new__(Watchdog)
-    watched._board = DeafStore()  # type: ignore[assignment]
-    watched._limits, watched._me, watched._world = Limits(), member(0), World(0, 2, 0, 2)
-    watched._launcher, watched._now = os.getppid(), ("train", 0.0, 600.0)
-    assert watched._tell(failure(0)) == failure(0)
-    assert watched._find_cause(range(2), "a lost connection") is None
-    assert watched._late("train", 700.0, 600.0).text == "exceeded --phase-timeout-s 600 (700 s)"
-    said: list[str] = []
-    monkeypatch.setattr(watched, "_leave_alone", said.append)
-    watched._leave_if_orphaned()
-    assert said == ["the launcher of the first node is gone (no answer within 0.05 s)"]
-
-
-def test_the_report_of_the_launcher_repeats_a_mistake(
+def test_torchruns_report_repeats_the_first_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As torchrun reads what a failed process left; without a launcher it is only printed."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    tell_mistake("train_rl: error: --lr x")
+    report_usage_error("train_rl: error: --lr x")
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    tell_mistake("train_rl: error: --lr x")
+    report_usage_error("train_rl: error: --lr x")
+    write_error_file("a consequence")
+    assert json.loads(file.read_text())["message"]["message"] == "train_rl: error: --lr x"
     failed = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     report = ChildFailedError("train_rl", {0: failed})
     assert "traceback : train_rl: error: --lr x" in str(report) and failed.timestamp > 0
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
-    tell_mistake("train_rl: error: --lr x")
+    report_usage_error("train_rl: error: --lr x")
     said = capsys.readouterr().err.splitlines()
     assert said[:3] == ["train_rl: error: --lr x"] * 3 and "will not repeat it" in said[3]

@@ -16,11 +16,11 @@ from mindspeed_rl.dryrun.budget import device_bytes, machine_on, usable_bytes
 from mindspeed_rl.dryrun.findings import find_out
 from mindspeed_rl.dryrun.report import lines
 from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.memory.machine import MACHINES
 from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
 from mindspeed_rl.memory.prediction import predict
 from mindspeed_rl.observability.metrics import Max
-from mindspeed_rl.orchestration import torchrun
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.platforms.npu import NpuPlatform
@@ -231,11 +231,8 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
 def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
     config = config_of(*SWAP, "--platform", "cpu")
     with pytest.raises(ValueError, match="on cpu take --rl-offload optimizer"):
-        torchrun._npu_setup(cast(Any, SimpleNamespace(config=config)))
-    assert (
-        torchrun._npu_setup(cast(Any, SimpleNamespace(config=config_of("--platform", "cpu"))))
-        is None
-    )
+        npu_setup_of(cast(Any, SimpleNamespace(config=config)))
+    assert npu_setup_of(cast(Any, SimpleNamespace(config=config_of("--platform", "cpu")))) is None
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def start(args: argparse.Namespace) -> Any:
     argv += ["--output-dir", f"{args.model}/out", "--rollout-kv-cache-gb", str(args.kv_cache_gb)]
     config = parse(RLRunConfig, argv, "switch").config
     watchdog = SimpleNamespace(phase=lambda *_: nullcontext())
-    from mindspeed_rl.orchestration.torchrun import Job
+    from mindspeed_rl.launch.job import Job
 
     plan = check_rl(config, world.size, files=False)  # the model has no tokenizer
     return Job(config, plan, world, platform, cast(Any, watchdog), ())

@@ -1,4 +1,4 @@
-"""The results of a run belong to that run alone."""
+"""Takes over ``--output-dir``, so that it holds the results of one run alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -17,29 +16,31 @@ from mindspeed_rl.config.outputs import (
     refuse_earlier_results,
     refuse_foreign_target,
 )
-
-if TYPE_CHECKING:
-    from mindspeed_rl.orchestration.torchrun import Job
-
+from mindspeed_rl.config.training import LoggingConfig
 
 # Written at the end of a run.
 _OF_THE_END = (SUMMARY_FILE, CURVES_FILE)
 
 
-def claim(job: Job[Any, Any], start: int) -> None:
+def take_output_dir(logging: LoggingConfig, load: str, local_rank: int, start: int) -> None:
     """Remove from ``--output-dir`` what would look like a result of this run. Collective: world.
 
     A fresh run (``start`` 0) removes the results of an earlier one when it may; a resumed run
     keeps them, except for the summary, curves and report of its earlier end. Every node cleans the
     folder that it sees.
 
+    Args:
+        logging: names the folder, and says whether earlier results may be removed.
+        load: ``--load``.
+        local_rank: of this process on its node.
+        start: steps that are done.
+
     Raises:
-        ValueError: a fresh run found results and ``--overwrite-output-dir`` is not given.
+        UsageError: a fresh run found results and ``--overwrite-output-dir`` is not given.
     """
-    logging = job.config.logging
-    if job.world.local_rank == 0:
+    if local_rank == 0:
         if start == 0:
-            refuse_earlier_results(logging, job.config.checkpoint.load)
+            refuse_earlier_results(logging, load)
         found = earlier_results(logging.output_dir)
         remove([p for p in found if start == 0 or p.name in _OF_THE_END])
     dist.barrier()

@@ -1,0 +1,10 @@
+"""The user's mistakes as an exception. Imports nothing, so that every module can raise it."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """A mistake of the user: reported once, in one line, without a traceback, with exit code 2.
+
+    The message names the flag or file, its value, what is allowed and the fix.
+    """

@@ -1,1 +1,0 @@
-"""Samples between the stages of a step."""

@@ -1,0 +1,1 @@
+"""Starts the ranks of a job, watches them and tells why a job failed."""

@@ -1,0 +1,121 @@
+"""How an entry runs: parse, check, and then be a rank of torchrun or the driver of ranks in Ray.
+
+A usage error is told once, by one rank, in one line, with exit code 2. A failure on any rank is
+published to all others, which end within seconds with the cause.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+from mindspeed_rl import bootstrap
+from mindspeed_rl.arguments import ParsedArguments, parse
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.architecture import model_config
+from mindspeed_rl.config.launch import LaunchConfig, check_launch
+from mindspeed_rl.errors import UsageError
+from mindspeed_rl.launch.failures import USAGE_ERROR, Limits, report_usage_error
+from mindspeed_rl.launch.job import Job, Plan_co, Run, check_run, check_script, run_job
+
+# How long the other ranks of a node let the first one tell a mistake that all of them see; with
+# several nodes it imports torch to tell them, too.
+FIRST_RANK_S = 5.0
+FIRST_RANK_OF_NODES_S = 60.0
+
+
+def run_entry(
+    prog: str,
+    run_type: type[Run],
+    check: Callable[[Run, int], Plan_co],
+    main: Callable[[Job[Run, Plan_co]], None],
+    argv: Sequence[str] | None = None,
+    limits: Limits | None = None,
+) -> None:
+    """Run ``main`` under torchrun, or start ranks in Ray. Never returns normally on failure.
+
+    Args:
+        prog: name in ``--help``.
+        run_type: configuration class.
+        check: configuration and world size -> plan; raises `UsageError`.
+        main: the work.
+        argv: command line; default ``sys.argv[1:]``.
+        limits: of the watchdog's waiting.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    world = bootstrap.World.from_environment()
+    if world.local_rank != 0 and {"-h", "--help"} & set(arguments):
+        sys.exit(0)  # the first rank prints it
+    try:
+        bootstrap.refuse_foreign_package()
+        parsed = parse(run_type, arguments, prog)
+        config = parsed.config
+        launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
+        in_ray = launch.orchestrator == "ray"
+        num_ranks = launch.num_ranks if in_ray else world.size
+        if isinstance(config, RLRunConfig | PretrainRunConfig):
+            if config.dry_run.rl_dry_run:
+                sys.exit(_dry_run(config, parsed, world, num_ranks if in_ray else None))
+            check_launch(launch, os.environ, prog)
+            if in_ray or "RANK" in os.environ:
+                _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
+        if not in_ray:
+            bootstrap.require_launcher(prog, os.environ)
+        checked = check_run(parsed, check, num_ranks)
+    except ValueError as error:  # UsageError, once all modules raise it
+        _usage_error(prog, error, world, limits or Limits())
+    if in_ray:
+        from mindspeed_rl.launch.ray import drive
+
+        sys.exit(drive(prog, cast(Any, checked), arguments))
+    run_job(prog, checked, world, main, limits)
+
+
+def _dry_run(
+    config: RLRunConfig | PretrainRunConfig,
+    parsed: ParsedArguments[Any],
+    world: bootstrap.World,
+    num_ranks: int | None,
+) -> int:
+    """Predict the run; under torchrun, which knows the ranks, the first one speaks for all."""
+    if world.rank != 0:
+        return 0
+    from mindspeed_rl.dryrun.command import dry_run
+
+    hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
+    check_script(parsed, hf_config)
+    given = {"WORLD_SIZE": str(num_ranks)} if num_ranks else {}
+    return dry_run(config, os.environ | given)
+
+
+def _check_world_size(
+    config: RLRunConfig | PretrainRunConfig, num_ranks: int, starter: str
+) -> None:
+    given = config.dry_run.rl_world_size
+    if given and given != num_ranks:
+        raise UsageError(
+            f"--rl-world-size {given}, but {starter} {num_ranks} ranks; start that many, or remove "
+            "the flag"
+        )
+
+
+def _usage_error(prog: str, error: ValueError, world: bootstrap.World, limits: Limits) -> NoReturn:
+    """Tell a mistake once per node: its first rank prints; others print only what it does not see.
+
+    The first rank to end makes the launcher end the rest, so the others wait. Other nodes may not
+    see the mistake (a file that only one of them lacks): they read of it in torchrun's store
+    instead of waiting for this node to join.
+    """
+    several_nodes = world.local_size < world.size and "MASTER_ADDR" in os.environ
+    if world.local_rank != 0:
+        time.sleep(FIRST_RANK_OF_NODES_S if several_nodes else FIRST_RANK_S)
+    report_usage_error(f"{prog}: error: {error}")
+    if several_nodes:
+        bootstrap.quiet_libraries()
+        from mindspeed_rl.launch.failure_store import publish_usage_error
+
+        publish_usage_error(world, str(error), limits)
+    sys.exit(USAGE_ERROR)

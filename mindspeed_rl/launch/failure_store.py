@@ -1,0 +1,139 @@
+"""How ranks tell each other of heartbeats and of the first failure: in the launcher's store.
+
+It is a key-value store outside of collectives, so it works while ranks are stuck in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.failures import Failure, Heartbeat, Limits, Member
+
+T = TypeVar("T")
+
+
+class FailureStore:
+    """The heartbeats of all ranks and the first failure of the job. Safe from several threads.
+
+    No call waits for a key that another rank may never write.
+
+    Args:
+        store: a connection of this object's own.
+        member: this process.
+    """
+
+    def __init__(self, store: Store, member: Member) -> None:
+        self._store = store
+        self._member = member
+        self._count = 0
+
+    def beat(self, phase: str, phase_s: float, *, leaving: bool = False) -> None:
+        """Write a sign of life; ``leaving``: the end of this rank is no failure from now on."""
+        self._count += 1
+        beat = Heartbeat(self._member, self._count, phase, phase_s, leaving)
+        self._store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
+
+    def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """The last signs of life of those ranks that gave any."""
+        found = {}
+        for rank in ranks:
+            if self._store.check([key := f"beat/{rank}"]):
+                fields = json.loads(self._store.get(key))
+                found[rank] = Heartbeat(**fields | {"member": Member(**fields["member"])})
+        return found
+
+    def publish(self, failure: Failure) -> Failure:
+        """Publish a failure; the first one of the job stands and is returned. Atomic."""
+        return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
+
+    def published(self) -> Failure | None:
+        """The failure that stands, if any."""
+        return _failure(self._store.get("failure")) if self._store.check(["failure"]) else None
+
+
+def _failure(text: bytes) -> Failure:
+    fields = json.loads(text)
+    members = {name: Member(**fields[name]) for name in ("failed", "reporter")}
+    return Failure(**fields | members)
+
+
+def this_member(world: World) -> Member:
+    """This process, as others name it."""
+    return Member(world.rank, int(os.environ.get("GROUP_RANK", "0")), os.getpid())
+
+
+def connect(rank: int, timeout_s: float) -> PrefixStore:
+    """A connection of one's own to torchrun's store: the default group's may be blocked.
+
+    The store is there before the ranks are, so it tells of failures of ranks that never join.
+    Under another launcher rank 0 opens it here, and shares it with the process group later.
+
+    Raises:
+        RuntimeError: the launcher of the first node, which holds the store, is not there.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(
+            host, port, is_master=opens, timeout=timedelta(seconds=timeout_s), multi_tenant=True
+        )
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"the launcher of the first node does not answer at {host}:{port} for "
+            f"{timeout_s:g} s: it has ended, see its output, or MASTER_ADDR is wrong"
+        ) from error
+    return shared_part(store)
+
+
+def shared_part(store: TCPStore) -> PrefixStore:
+    """The part of the launcher's store that heartbeats and failures of this (re)start are in."""
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"mindspeed_rl/{run}", store)
+
+
+def publish_usage_error(world: World, text: str, limits: Limits) -> None:
+    """Let the other nodes know a mistake that this rank found before it could join them.
+
+    Returns when they have had the time to read it.
+    """
+    me = this_member(world)
+    failure = Failure("usage", me, "start", text, me)
+    try:
+        FailureStore(connect(world.rank, limits.connect_s), me).publish(failure)
+    except RuntimeError:  # the first node has ended, and with it the job: nobody waits
+        return
+    time.sleep(limits.exit_grace_s)
+
+
+def answer_within(seconds: float, ask: Callable[[], T]) -> T:
+    """What the store answers; its calls have no time limit of their own.
+
+    Raises:
+        DistError: it is gone, or does not answer in time.
+    """
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if answers:
+        return answers[0]
+    raise errors[0] if errors else dist.DistStoreError(f"no answer within {seconds:g} s")

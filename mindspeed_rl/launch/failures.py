@@ -1,0 +1,223 @@
+"""What a failure is and how it is told. Imports no torch: a user's mistake is told before it.
+
+``failure_store.py`` is how ranks tell each other of a failure, ``watchdog.py`` notices it.
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindspeed_rl.errors import UsageError
+
+USAGE_ERROR = 2  # exit code of a user's mistake, as argparse has it
+JOIN = "join"
+"""The phase in which ranks meet: it waits for the slowest node's start and has its own limit."""
+
+# usage: the user's mistake; error: an exception; hang: a phase over its deadline; silent: a process
+# that does not answer; lost: a process that is gone; stopped: a signal from outside.
+Kind = Literal["usage", "error", "hang", "silent", "lost", "stopped"]
+
+# What gloo, HCCL and NCCL say on the ranks that survive a peer.
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|aborted|refused)|closed by (the )?(remote )?peer|broken pipe"
+    r"|socket (is )?closed|remote process exited",
+    re.IGNORECASE,
+)
+_PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long the watchdog of a rank waits, in seconds.
+
+    Attributes:
+        interval_s: between two heartbeats while the phase stays the same.
+        poll_interval_s: how late another phase may be published.
+        silence_s: without a heartbeat, or an answer of the store, for this long a machine is taken
+            for dead. Native code that keeps Python's lock (a cold import) must fit in.
+        cause_timeout_s: how long a rank that merely lost a connection looks for the true cause.
+        exit_grace_s: how long the rank that reports a failure stays, so that others read it.
+        exit_s: limit of the exit handlers of libraries.
+        connect_s: how long the launcher of the first node may take to answer.
+    """
+
+    interval_s: float = 1.0
+    poll_interval_s: float = 0.2
+    silence_s: float = 40.0
+    cause_timeout_s: float = 3.5
+    exit_grace_s: float = 2.5
+    exit_s: float = 60.0
+    connect_s: float = 30.0
+
+    @property
+    def end_s(self) -> float:
+        """Until every rank has read of a failure, dumped its stacks (2 s) and left."""
+        return self.interval_s + 2 * self.exit_grace_s + 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of the job: its global rank, the index of its node, and its pid on that node."""
+
+    rank: int
+    node: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the job ends.
+
+    Attributes:
+        kind: what sort of failure; decides the exit code and whether stacks are dumped.
+        failed: the process that failed.
+        phase: what it was doing.
+        text: for the user.
+        reporter: the process that noticed and prints it.
+    """
+
+    kind: Kind
+    failed: Member
+    phase: str
+    text: str
+    reporter: Member
+
+    def __str__(self) -> str:
+        if self.kind == "usage":
+            return f"error: {self.text}"
+        return f"the job ends: rank {self.failed.rank} in phase {self.phase}: {self.text}"
+
+    @property
+    def with_stacks(self) -> bool:
+        """Whether every rank that reads of it dumps its stacks."""
+        return self.kind in ("hang", "silent")
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of every rank."""
+        return USAGE_ERROR if self.kind == "usage" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """One sign of life. ``count`` grows with every one; ``phase_s``: seconds in the phase."""
+
+    member: Member
+    count: int
+    phase: str
+    phase_s: float
+    leaving: bool = False
+
+
+def silent_ranks(
+    before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]
+) -> list[Heartbeat]:
+    """The last heartbeats of ranks that gave none in between and are not leaving."""
+    return [
+        beat
+        for rank, beat in sorted(after.items())
+        if rank in before and before[rank].count == beat.count and not beat.leaving
+    ]
+
+
+def lost_failure(gone: list[Heartbeat], evidence: str, reporter: Member) -> Failure:
+    """The failure of ranks whose processes are gone; the first of them is named as its cause."""
+    member = gone[0].member
+    others = ", ".join(f"{beat.member.rank} ({beat.phase})" for beat in gone[1:])
+    text = (
+        f"process {member.pid} on node {member.node} is gone"
+        + (f"; gone as well: ranks {others}" if others else "")
+        + f" ({evidence}). Was it killed? See the signal in the launcher's report, and "
+        "out-of-memory kills in the kernel's log (dmesg)"
+    )
+    return Failure("lost", member, gone[0].phase, text, reporter)
+
+
+def silent_failure(beat: Heartbeat, seconds: float, reporter: Member) -> Failure:
+    """The failure of a rank without a heartbeat for ``seconds``."""
+    member = beat.member
+    text = (
+        f"no heartbeat for {seconds:.0f} s: process {member.pid} on node {member.node} is stopped, "
+        "or stuck in native code, or its machine is gone"
+    )
+    return Failure("silent", member, beat.phase, text, reporter)
+
+
+def whereabouts(beats: Iterable[Heartbeat]) -> str:
+    """Which ranks are in which phase and for how long; the phase of the fewest ranks is first."""
+    phases: dict[str, list[Heartbeat]] = {}
+    for beat in beats:
+        phases.setdefault(beat.phase, []).append(beat)
+    return "; ".join(
+        f"{phase} for {max(b.phase_s for b in found):.0f} s: rank {rank_ranges(found)}"
+        for phase, found in sorted(phases.items(), key=lambda item: len(item[1]))
+    )
+
+
+def rank_ranges(beats: Iterable[Heartbeat]) -> str:
+    """Ranks in short: ``0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in sorted(beat.member.rank for beat in beats):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an exception says no more than that a peer went away."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if {"ConnectionError", "DistNetworkError"} & names:  # of Python and of torch.distributed
+        return True
+    return isinstance(error, RuntimeError) and bool(_LOST_CONNECTION.search(str(error)))
+
+
+def is_usage_error(error: BaseException) -> bool:
+    """Whether an exception is the user's mistake, told without a traceback."""
+    return isinstance(error, UsageError) or _is_our_value_error(error)
+
+
+def _is_our_value_error(error: BaseException) -> bool:
+    """TEMPORARY: delete it once every ``raise ValueError`` for a user raises `UsageError`.
+
+    Whether a raise statement of this package raised a ``ValueError``.
+    """
+    trace = error.__traceback__
+    if not isinstance(error, ValueError) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    ours = Path(code.co_filename).is_relative_to(_PACKAGE)
+    return ours and code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def report_usage_error(line: str) -> None:
+    """Print a mistake of the user and let torchrun's report repeat it. Local."""
+    print(line, file=sys.stderr, flush=True)
+    write_error_file(line)
+
+
+def write_error_file(text: str) -> None:
+    """Let torchrun's closing report show ``text`` instead of a hint how to get a traceback.
+
+    torchrun names a file per process and shows that of the first one to fail.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name or Path(name).exists():
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        Path(name).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    except OSError as error:  # a full disk does not change why the run ends
+        print(f"torchrun's report will not repeat it: {error}", file=sys.stderr, flush=True)

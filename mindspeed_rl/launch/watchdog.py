@@ -1,0 +1,405 @@
+"""Notices that a rank failed, died or hangs, and ends all ranks with the cause.
+
+Two threads per rank; nothing here is collective, so it works while ranks are stuck in one.
+
+- *heartbeat* talks to the launcher's store: it writes a sign of life, reads the published failure
+  and watches one peer, rank + 1, so that every rank is watched by exactly one other.
+- *guard* touches no network: it checks the phase against its deadline and receives SIGTERM and
+  SIGINT, even while the main thread is inside C++.
+
+The first failure stands and is told once per node; consequences of it end quietly.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.failure_store import (
+    FailureStore,
+    answer_within,
+    connect,
+    this_member,
+)
+from mindspeed_rl.launch.failures import (
+    JOIN,
+    Failure,
+    Kind,
+    Limits,
+    is_lost_connection,
+    is_usage_error,
+    lost_failure,
+    report_usage_error,
+    silent_failure,
+    silent_ranks,
+    whereabouts,
+    write_error_file,
+)
+
+Clock = Callable[[], float]
+# Signals that the guard receives, and what handles them before and after.
+_HANDLED: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+_NO_LAUNCHER = "the launcher of this node is gone"
+_ANSWER_S = 5.0  # for the store to answer a rank that ends
+
+
+class PhaseClock:
+    """What a rank is doing, since when, and until when it may.
+
+    Args:
+        limit_s: of a phase, in seconds.
+        clock: seconds of a steady clock.
+    """
+
+    def __init__(self, limit_s: float, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._limit_s = limit_s
+        self.current = ("start", clock(), limit_s)
+        """Phase, its begin and its limit in seconds; replaced as one, also on re-entry."""
+
+    @contextmanager
+    def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
+        """Be in a phase; its deadline starts anew. Nested phases restore.
+
+        After an exception the name stays: it is where the job ended.
+        """
+        before, _, limit_before = self.current
+        self.current = (name, self._clock(), self._limit_s if limit_s is None else limit_s)
+        yield
+        self.current = (before, self._clock(), limit_before)
+
+    @property
+    def name(self) -> str:
+        """The phase."""
+        return self.current[0]
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return self._clock() - self.current[1]
+
+    def overdue(self) -> str:
+        """What is said of a phase over its limit; empty while it is not."""
+        phase, since, limit_s = self.current
+        seconds = self._clock() - since
+        if seconds <= limit_s:
+            return ""
+        if phase == JOIN:
+            return f"exceeded --distributed-timeout-minutes {limit_s / 60:g} ({seconds:.0f} s)"
+        return f"exceeded --phase-timeout-s {limit_s:g} ({seconds:.0f} s)"
+
+
+class Heartbeats:
+    """The heartbeats of one rank, and its watch over the next rank.
+
+    Args:
+        store: of all ranks.
+        world: this process among its peers.
+        phases: of this rank.
+        limits: when a heartbeat is due, and how long a peer may be silent.
+        clock: seconds of a steady clock.
+    """
+
+    def __init__(
+        self,
+        store: FailureStore,
+        world: World,
+        phases: PhaseClock,
+        limits: Limits,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store, self._world, self._phases = store, world, phases
+        self._limits, self._clock = limits, clock
+        self._peer = (world.rank + 1) % world.size
+        self._peer_count, self._peer_seen_at = 0, clock()
+        self._told: tuple[str, float, float] | None = None  # the phase of the last heartbeat
+        self._told_at = 0.0
+
+    def tick(self, *, leaving: bool = False) -> Failure | None:
+        """Beat if it is due: after an interval, or in another phase. To be called often.
+
+        Returns:
+            What ends this rank: the published failure, or the silence of its peer.
+
+        Raises:
+            DistError: the store is gone.
+        """
+        phase, now = self._phases.current, self._clock()
+        if phase is self._told and now - self._told_at < self._limits.interval_s:
+            return None
+        self._told, self._told_at = phase, now
+        self._store.beat(self._phases.name, self._phases.seconds, leaving=leaving)
+        if (published := self._store.published()) is not None:
+            return published
+        beat = self._store.beats([self._peer]).get(self._peer)
+        if beat is None or beat.count != self._peer_count or beat.leaving:
+            self._peer_count, self._peer_seen_at = beat.count if beat else 0, now
+        elif now - self._peer_seen_at > self._limits.silence_s:
+            return silent_failure(beat, now - self._peer_seen_at, this_member(self._world))
+        return None
+
+
+class Watchdog:
+    """The watcher of one rank. Create and start it in the main thread.
+
+    Args:
+        world: this process among its peers.
+        phase_timeout_s: deadline of a phase, in seconds.
+        prog: name of the entry, for messages.
+        limits: of waiting.
+        driver_reports: a driver of the ranks prints the failure that they publish.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        phase_timeout_s: float,
+        prog: str,
+        limits: Limits | None = None,
+        *,
+        driver_reports: bool = False,
+    ) -> None:
+        self._world = world
+        self._everyone = range(world.size)
+        self._driver_reports = driver_reports
+        self._prog = prog
+        self._limits = limits or Limits()
+        self._me = this_member(world)
+        self._launcher = os.getppid()
+        self._phases = PhaseClock(phase_timeout_s)
+        self._leaving = False  # this rank waits for the others to end
+        self._left = threading.Event()
+        self._asked = threading.Event()  # the launcher asked this rank to end
+        self._ending = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("heartbeat", self._heartbeat), ("guard", self._guard))
+        ]
+        self._signals, self._wakeup = socket.socketpair()
+        self._store = FailureStore(connect(world.rank, self._limits.connect_s), self._me)
+        self._heartbeats = Heartbeats(self._store, world, self._phases, self._limits)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._store.beat("start", 0.0)
+        faulthandler.enable()  # SIGABRT from a neighbour prints the stacks of a stuck process
+        for end in (self._signals, self._wakeup):
+            end.setblocking(False)
+        # The C handler writes the number at once; a Python handler alone would wait for the main
+        # thread to come out of native code.
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        for number in _HANDLED:
+            signal.signal(number, lambda *_: None)
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Name what this rank is doing; see `PhaseClock.phase`."""
+        with self._phases.phase(name, timeout_s):
+            yield
+
+    def leave(self) -> None:
+        """End together: nobody closes its connections while a peer still needs them.
+
+        Collective: the world. From here on the end of a rank is no failure, and exit handlers have
+        a time limit.
+        """
+        with self.phase("exit"):
+            self._leaving = True
+            # before the barrier: after it the store may go away with the first node's launcher
+            self._store.beat("exit", 0.0, leaving=True)
+            dist.barrier()
+        faulthandler.dump_traceback_later(self._limits.exit_s, exit=True)
+        self._left.set()
+        # A thread that the interpreter's end finds inside the store's C++ aborts the process.
+        for thread in self._threads:
+            thread.join()
+        signal.set_wakeup_fd(-1)
+        for number, handler in _HANDLED.items():
+            signal.signal(number, handler)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Publish why this rank ends, print it unless a peer did, and leave at once."""
+        self._claim_end()
+        usage, lost = is_usage_error(error), is_lost_connection(error)
+        text = str(error) if usage else f"{type(error).__name__}: {error}"
+        mine = self._failure("usage" if usage else "error", text)
+        stands: Failure | None = None
+        if lost:
+            self._leave_if_orphaned()
+            stands = self._find_cause(self._everyone, "its peers lost their connection")
+            if stands is None:
+                self._leave_if_orphaned()
+        stands = stands or self._publish(mine)
+        if stands == mine and not usage:
+            traceback.print_exception(error)
+        elif stands.text != text and not lost:
+            self._print(mine)  # a failure of its own, after the first
+        self._follow(stands)
+
+    # -- the two threads -------------------------------------------------------------------------
+
+    def _heartbeat(self) -> None:
+        while not self._left.wait(self._limits.poll_interval_s):
+            try:
+                failure = answer_within(
+                    self._limits.silence_s, lambda: self._heartbeats.tick(leaving=self._leaving)
+                )
+            except dist.DistError as error:
+                if self._leaving:  # the first node was faster
+                    return
+                self._claim_end()
+                self._leave_alone(_no_store(error))
+            if failure is not None:
+                self._end(failure)
+            if os.getppid() != self._launcher:
+                self._claim_end()
+                self._leave_alone(_NO_LAUNCHER)
+
+    def _guard(self) -> None:
+        while not self._left.is_set():
+            if select.select([self._signals], [], [], self._limits.interval_s / 2)[0]:
+                self._end_on_signal(self._signals.recv(1)[0])
+            if text := self._phases.overdue():
+                phase = self._phases.name
+                with suppress(dist.DistError):  # the store does not answer
+                    beats = answer_within(_ANSWER_S, lambda: self._store.beats(self._everyone))
+                    text += f". Where the ranks are: {whereabouts(beats.values())}"
+                self._end(self._failure("hang", text, phase))
+
+    def _end_on_signal(self, number: int) -> None:
+        if number not in _HANDLED:  # of a handler that a library installed
+            return
+        self._asked.set()
+        self._claim_end()
+        name = signal.Signals(number).name
+        stopped = self._failure("stopped", f"{name} from the launcher or its user")
+        if number == signal.SIGINT:
+            self._follow(self._publish(stopped))
+        # torchrun ends the ranks of a node with SIGTERM when one of them is gone
+        first = self._world.rank - self._world.local_rank
+        neighbours = range(first, first + self._world.local_size)
+        found = self._find_cause(neighbours, "torchrun ends its node")
+        self._follow(found or self._publish(stopped))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _failure(self, kind: Kind, text: str, phase: str = "") -> Failure:
+        return Failure(kind, self._me, phase or self._phases.name, text, self._me)
+
+    def _find_cause(self, ranks: range, evidence: str) -> Failure | None:
+        """The failure of which this rank sees only a consequence: published, or a silent peer."""
+        deadline = time.monotonic() + self._limits.cause_timeout_s
+        try:
+            before = answer_within(_ANSWER_S, lambda: self._store.beats(ranks))
+            while time.monotonic() < deadline:
+                published = answer_within(_ANSWER_S, self._store.published)
+                if published is not None:
+                    return published
+                time.sleep(self._limits.poll_interval_s)
+            after = answer_within(_ANSWER_S, lambda: self._store.beats(ranks))
+        except dist.DistError:  # the store went with the first node: there is no more to learn
+            return None
+        after.pop(self._me.rank, None)
+        gone = silent_ranks(before, after)
+        return self._publish(lost_failure(gone, evidence, self._me)) if gone else None
+
+    def _publish(self, failure: Failure) -> Failure:
+        """The failure that stands; without an answer of the store it is this one."""
+        try:
+            return answer_within(_ANSWER_S, lambda: self._store.publish(failure))
+        except dist.DistError:
+            return failure
+
+    def _claim_end(self) -> None:
+        """Let one thread end this process; others stop here."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()
+
+    def _end(self, failure: Failure) -> NoReturn:
+        self._claim_end()
+        self._follow(self._publish(failure))
+
+    def _leave_if_orphaned(self) -> None:
+        """A launcher that is gone takes neighbours along, whose lost connections are no cause."""
+        if os.getppid() != self._launcher:
+            self._leave_alone(_NO_LAUNCHER)
+        try:
+            answer_within(_ANSWER_S, self._store.published)
+        except dist.DistError as error:
+            self._leave_alone(_no_store(error))
+
+    def _leave_alone(self, text: str) -> NoReturn:
+        """End when nobody can be asked or told; the first rank of the node prints it."""
+        failure = self._failure("lost", text)
+        if self._world.local_rank == 0:
+            self._print(failure)
+        self._exit(failure, 0.0)
+
+    def _follow(self, failure: Failure) -> NoReturn:
+        """Report the failure that ends the job, once per node, and leave."""
+        reporter, here = failure.reporter, self._me
+        if reporter == here or (reporter.node != here.node and self._world.local_rank == 0):
+            self._print(failure)
+        if failure.with_stacks:
+            print(f"stacks of rank {here.rank}:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+        failed = failure.failed
+        if failure.kind == "silent" and failed.node == here.node and failed != here:
+            _abort(failed.pid)
+        self._exit(failure, self._limits.exit_grace_s)
+
+    def _exit(self, failure: Failure, grace_s: float) -> NoReturn:
+        """Leave without exit handlers, which may be collective.
+
+        The reporter goes first, so that torchrun's report is about it; others go after it or when
+        their launcher asks.
+        """
+        reports = failure.reporter == self._me or failure.reporter.node != self._me.node
+        line = f"{self._prog}: {failure}"
+        write_error_file(line if reports else f"ends with rank {failure.reporter.rank}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if failure.reporter == self._me:
+            time.sleep(grace_s)
+        else:
+            self._asked.wait(2 * grace_s)
+        os._exit(failure.exit_code)
+
+    def _print(self, failure: Failure) -> None:
+        if self._driver_reports:
+            return
+        line = f"{self._prog}: {failure}"
+        if failure.kind == "usage":
+            report_usage_error(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _no_store(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"the launcher of the first node is gone ({reason})"
+
+
+def _abort(pid: int) -> None:
+    """Make a stuck neighbour print its stacks and die; torchrun would wait 30 s for it."""
+    with suppress(ProcessLookupError):  # it is gone
+        for number in (signal.SIGABRT, signal.SIGCONT):
+            os.kill(pid, number)

@@ -1,1 +1,0 @@
-"""Drivers of the workers: torchrun."""
