@@ -23,6 +23,7 @@ from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.flag import FlagInfo, flag_names
 from mindspeed_rl.config.vllm_options import take_vllm_options
+from mindspeed_rl.errors import UsageError
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -132,21 +133,21 @@ class OwnFlag:
         """Tokens for argparse; a single value is attached, so that it may begin with a dash.
 
         Raises:
-            ValueError: too few or too many values.
+            UsageError: too few or too many values.
         """
         if self.kind is bool:
             if values:
-                raise ValueError(
+                raise UsageError(
                     f"{typed} is a switch, got the value {values[0]!r}; remove the value"
                 )
             return [typed]
         wanted = "one value" if self.info.nargs is None else "one or more values"
         if not values:
-            raise ValueError(f"{typed} takes {wanted}, got none; add it or remove the flag")
+            raise UsageError(f"{typed} takes {wanted}, got none; add it or remove the flag")
         if self.info.nargs is not None:
             return [typed, *values]
         if len(values) > 1:
-            raise ValueError(
+            raise UsageError(
                 f"{typed} takes one value, got {len(values)}: {' '.join(values)}; remove the "
                 "others, or put quotes around a value with spaces"
             )
@@ -179,7 +180,7 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     """Parse a command line into ``run_type``.
 
     Raises:
-        ValueError: unknown, refused or malformed flags, as far as possible in one message.
+        UsageError: unknown, refused or malformed flags, as far as possible in one message.
         SystemExit: ``--help`` was asked for.
     """
     parser = build_parser(run_type, prog)
@@ -191,7 +192,7 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     rest, vllm_options = take_vllm_options(argv) if takes_options else (list(argv), {})
     use = classify(rest, by_spelling)
     if problems := _problems(use, run_type):
-        raise ValueError("; ".join(problems))
+        raise UsageError("; ".join(problems))
     namespace = vars(parser.parse_args(_bind(use.own_argv, by_spelling)))
     built: dict[str, Any] = {
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
@@ -232,7 +233,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse that raises instead of exiting, so that one rank can speak for all."""
 
     def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        raise UsageError(message.removeprefix("argument "))
 
 
 def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:

@@ -25,6 +25,7 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import Row, Status, as_json, lines, note, red, verdict
 from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.memory.run_groups import groups_of_run
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = bootstrap.World.from_environment()
     try:
         config = parse(RLRunConfig, rest, PROG).config
-    except ValueError as error:
+    except UsageError as error:
         if world.rank == 0:
             print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2
@@ -108,7 +109,7 @@ def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | N
         return None, [note(_LAYOUT, f"no --hf-checkpoint: {tip}")]
     try:
         plan = plan_of(config, size)
-    except ValueError as error:
+    except UsageError as error:
         return None, [red(_LAYOUT, str(error), "change the flag that it names")]
     assert isinstance(plan, RLPlan)
     given = config.dry_run.rl_world_size
@@ -153,7 +154,7 @@ def collective_rows(
         found = rows_of_other_nodes(store, world, local, limit_s)
         platform = select_platform(platform_name)
         platform.set_device()
-    except ValueError as error:  # no device, which its own row says
+    except UsageError as error:  # no device, which its own row says
         return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
     except RuntimeError as error:
         return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]

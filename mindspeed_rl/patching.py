@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
+
 _APPLIED: dict[str, Patch] = {}
 
 
@@ -40,7 +42,7 @@ class Patch:
     def __post_init__(self) -> None:
         for name in ("why", "upstream", "versions", "remove_when"):
             if not getattr(self, name).strip():
-                raise ValueError(f"patch {self.target} must say {name}")
+                raise UsageError(f"patch {self.target} must say {name}")
 
 
 def _resolve(target: str) -> tuple[Any, str, Any]:

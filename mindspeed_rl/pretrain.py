@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.modules import modules_note
 from mindspeed_rl.config.validate import RunPlan, check_pretrain
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
 
@@ -113,12 +114,12 @@ def refuse_other_data(ignored: Sequence[str]) -> None:
     """Refuse flags that RL ignores and that would make this another training.
 
     Raises:
-        ValueError: naming them.
+        UsageError: naming them.
     """
     harmless = "--dataloader-type single"
     given = [flag for flag in ignored if flag.split()[0] in OTHER_DATA and flag != harmless]
     if given:
-        raise ValueError(
+        raise UsageError(
             f"{', '.join(given)}: not available with --stage pretrain, which reads --data-path in "
             "Megatron's default order and trains on every token; remove them"
         )

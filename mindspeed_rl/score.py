@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.config.validate import ScorePlan, check_score
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
 
@@ -150,9 +151,9 @@ def compare_files(argv: list[str]) -> int:
     try:
         files = parse(ScoreRunConfig, argv, "mindspeed_rl.score").config.score.compare
         if len(files) != 2:
-            raise ValueError(f"--compare takes two files, got {len(files)}: {' '.join(files)}")
+            raise UsageError(f"--compare takes two files, got {len(files)}: {' '.join(files)}")
         print(compare(read_scores(files[0]), read_scores(files[1])))
-    except ValueError as error:
+    except UsageError as error:
         print(f"mindspeed_rl.score: error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, find_weights
 from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
 
@@ -22,7 +23,7 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
     """HF tensor name -> the safetensors file that holds it.
 
     Raises:
-        ValueError: no safetensors weights, a broken index, a missing shard, or an unreadable one.
+        UsageError: no safetensors weights, a broken index, a missing shard, or an unreadable one.
     """
     found = find_weights(directory)
     if isinstance(found, dict):
@@ -36,7 +37,7 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         handle = safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{path}: truncated or unreadable safetensors file ({error}); copy or download it again"
         ) from error
     with handle as file:
@@ -74,7 +75,7 @@ def load_hf(
         flag: that names the directory, for messages.
 
     Raises:
-        ValueError: tensors that are missing, unknown, quantised or of another shape.
+        UsageError: tensors that are missing, unknown, quantised or of another shape.
     """
     files = weight_files(directory)
     names = set(files) - set(left_out)
@@ -95,7 +96,7 @@ def load_hf(
             present = set(file.keys())
             for name in names_of_file:
                 if name not in present:
-                    raise ValueError(f"{path}: lacks {name}, which {INDEX} says is there")
+                    raise UsageError(f"{path}: lacks {name}, which {INDEX} says is there")
                 view = file.get_slice(name)
                 _check_tensor(path, name, view, layout.hf_shapes[name])
                 for piece in mine.get(name, ()):
@@ -107,13 +108,13 @@ def check_tie(where: str, files: Mapping[str, Path], expected: Collection[str]) 
     """Refuse a head of its own beside a config that ties it to the embedding.
 
     Raises:
-        ValueError: the two differ.
+        UsageError: the two differ.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in files or head in expected or embedding not in files:
         return
     if not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)):
-        raise ValueError(
+        raise UsageError(
             f"{where}: config.json has tie_word_embeddings true, but {head} differs from "
             f"{embedding}; set tie_word_embeddings to false"
         )
@@ -122,12 +123,12 @@ def check_tie(where: str, files: Mapping[str, Path], expected: Collection[str]) 
 def _check_tensor(path: Path, name: str, view: Any, expected: tuple[int, ...]) -> None:
     shape = tuple(view.get_shape())
     if shape != tuple(expected):
-        raise ValueError(
+        raise UsageError(
             f"{path}: {name} has shape {shape}, config.json implies {tuple(expected)}; give the "
             "config.json and the weights of one model"
         )
     if view.get_dtype() not in _PLAIN_TYPES:
-        raise ValueError(
+        raise UsageError(
             f"{path}: {name} has the element type {view.get_dtype()}, allowed are "
             f"{', '.join(_PLAIN_TYPES)}; {DEQUANTIZE}"
         )

@@ -167,7 +167,7 @@ def side_files(source: Path, tokenizer: Path) -> list[Path]:
     """The files beside the weights: config of one directory, tokenizer of the same or another.
 
     Raises:
-        ValueError: code that they name is missing.
+        UsageError: code that they name is missing.
     """
     folders = ((source, _CONFIG_FILES), (tokenizer, _TOKENIZER_FILES))
     files = [folder / name for folder, names in folders for name in names]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, read_index
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.models.tensors import (
@@ -38,7 +39,7 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
     A shape is ``None`` when the index names a file that is not there.
 
     Raises:
-        ValueError: neither an index nor a safetensors file, or an unreadable one.
+        UsageError: neither an index nor a safetensors file, or an unreadable one.
     """
     root = Path(directory)
     shapes: dict[str, Shape | None] = {}
@@ -46,13 +47,13 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
         shapes = dict.fromkeys(read_index(root / INDEX))
     files = sorted(root.glob("*.safetensors"))
     if not shapes and not files:
-        raise ValueError(f"--hf-checkpoint {root}: neither {INDEX} nor safetensors files are there")
+        raise UsageError(f"--hf-checkpoint {root}: neither {INDEX} nor safetensors files are there")
     for file in files:
         shapes |= safetensors_header(file)
     if (root / INDEX).is_file():
         for name, holder in read_index(root / INDEX).items():
             if shapes[name] is None and (root / holder).is_file():
-                raise ValueError(f"{root / holder}: lacks {name}, which {INDEX} says is there")
+                raise UsageError(f"{root / holder}: lacks {name}, which {INDEX} says is there")
     return shapes
 
 
@@ -69,7 +70,7 @@ def safetensors_header(path: Path) -> dict[str, Shape]:
     """Names and shapes of one safetensors file.
 
     Raises:
-        ValueError: no safetensors file, or its data ends too early.
+        UsageError: no safetensors file, or its data ends too early.
     """
     return {name: entry.shape for name, entry in safetensors_entries(path).items()}
 
@@ -78,13 +79,13 @@ def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
     """The tensors of one safetensors file.
 
     Raises:
-        ValueError: no safetensors file, or its data ends too early.
+        UsageError: no safetensors file, or its data ends too early.
     """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > path.stat().st_size:
-                raise ValueError(f"a header of {length} bytes does not fit")
+                raise UsageError(f"a header of {length} bytes does not fit")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             ends = [entry["data_offsets"][1] for entry in header.values()]
@@ -97,11 +98,11 @@ def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
             }
             end = first + max(ends, default=0)
     except (ValueError, struct.error) as error:
-        raise ValueError(f"{path}: unreadable safetensors file: {error}") from error
+        raise UsageError(f"{path}: unreadable safetensors file: {error}") from error
     except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{path}: its header is not that of a safetensors file") from error
+        raise UsageError(f"{path}: its header is not that of a safetensors file") from error
     if end != path.stat().st_size:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes, its header implies {end}")
+        raise UsageError(f"{path}: {path.stat().st_size} bytes, its header implies {end}")
     return entries
 
 
@@ -174,7 +175,7 @@ def check_checkpoint(
     """:func:`check_tensors` of a directory; ``note`` is told what a reader should know besides.
 
     Raises:
-        ValueError: unreadable files.
+        UsageError: unreadable files.
     """
     shapes = tensor_shapes(directory)
     for kind, count in without_extras(spec, shapes)[1].items():

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 
 # Buffers that old versions of transformers wrote; every model computes them.
@@ -36,7 +37,7 @@ def check_names(where: str, found: Collection[str], expected: Collection[str]) -
         expected: names that the model has.
 
     Raises:
-        ValueError: with counts, examples and the nearest tensors of the model.
+        UsageError: with counts, examples and the nearest tensors of the model.
     """
     known = set(expected)
     missing = sorted(known - set(found))
@@ -45,7 +46,7 @@ def check_names(where: str, found: Collection[str], expected: Collection[str]) -
         name for name in set(found) - known - {"lm_head.weight"} if not name.endswith(BUFFERS)
     )
     if scales := [name for name in unknown if name.endswith(_SCALES)]:
-        raise ValueError(
+        raise UsageError(
             f"{where}: the weights are quantised ({len(scales)} tensors of scales, like "
             f"{scales[0]}); {DEQUANTIZE}"
         )
@@ -58,7 +59,7 @@ def check_names(where: str, found: Collection[str], expected: Collection[str]) -
             f"{len(unknown)} unknown: {_some(unknown)} (nearest to the first: {nearest})"
         )
     if problems:
-        raise ValueError(
+        raise UsageError(
             f"{where}: weights do not match config.json; {'; '.join(problems)}; give the "
             "config.json and the weights of one model"
         )

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.observability.files import write_text_atomic
 
 RECORD = "checkpoint.json"
@@ -92,11 +93,11 @@ def find_latest(directory: str | os.PathLike[str]) -> Found:
     """The newest complete checkpoint of a folder; an empty folder has none.
 
     Raises:
-        ValueError: the folder does not exist.
+        UsageError: the folder does not exist.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise ValueError(
+        raise UsageError(
             f"--load {root}: no such directory; name the --save folder of a run, or leave --load "
             "out to start from --hf-checkpoint"
         )
@@ -131,7 +132,7 @@ def read_record(path: Path) -> CheckpointRecord:
     """The record of a complete checkpoint.
 
     Raises:
-        ValueError: it was written by another version of this project.
+        UsageError: it was written by another version of this project.
     """
     fields = json.loads((path / RECORD).read_text(encoding="utf-8"))
     del fields["files"]
@@ -141,7 +142,7 @@ def read_record(path: Path) -> CheckpointRecord:
         }
         return CheckpointRecord(**fields, companions=companions)
     except TypeError as error:
-        raise ValueError(
+        raise UsageError(
             f"{path / RECORD} was written by another version of mindspeed_rl ({error}); resume "
             "with that version, or start from its exported Hugging Face checkpoint"
         ) from None
@@ -151,17 +152,17 @@ def refuse_other_run(directory: str | os.PathLike[str], start_step: int) -> None
     """A run must not write among the checkpoints of another one.
 
     Raises:
-        ValueError: ``--save`` holds a complete checkpoint of a later step than this run starts at,
+        UsageError: ``--save`` holds a complete checkpoint of a later step than this run starts at,
             or one of another tool, which a save of the same step would replace.
     """
     if foreign := _foreign_folders(Path(directory)):
-        raise ValueError(
+        raise UsageError(
             f"--save {directory} holds {foreign[0].name}, which another tool wrote; choose another "
             "folder"
         )
     newest = find_latest(directory).path if Path(directory).is_dir() else None
     if newest is not None and step_of(newest) > start_step:
-        raise ValueError(
+        raise UsageError(
             f"--save {directory} holds {newest.name} already, and this run starts after step "
             f"{start_step}: add --load {directory} to go on from there, or choose another folder"
         )
@@ -211,7 +212,7 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
     """Make the folder of :func:`begin` a valid checkpoint; on one rank, when all have written.
 
     Raises:
-        ValueError: a complete checkpoint of this step exists.
+        UsageError: a complete checkpoint of this step exists.
     """
     partial = partial_path(directory, record.step)
     target = checkpoint_path(directory, record.step)
@@ -226,7 +227,7 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
     write_text_atomic(partial / RECORD, text + "\n")
     if target.exists():
         if not damage_of(target):
-            raise ValueError(f"--save: {target} exists already; choose another folder")
+            raise UsageError(f"--save: {target} exists already; choose another folder")
         shutil.rmtree(target)
     partial.rename(target)
     sync_path(target.parent)

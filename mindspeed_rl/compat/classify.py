@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag, foreign_flags
+from mindspeed_rl.errors import UsageError
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
@@ -70,7 +71,7 @@ def classify(
         foreign: the table to use; :func:`foreign_flags` by default.
 
     Raises:
-        ValueError: a foreign flag has fewer values than it needs, or a switch has a value.
+        UsageError: a foreign flag has fewer values than it needs, or a switch has a value.
     """
     return _Walk(argv, own_flags, foreign_flags() if foreign is None else foreign).run()
 
@@ -126,11 +127,11 @@ class _Walk:
     ) -> None:
         """Files ``flag`` under its disposition."""
         if flag.nargs == "0" and attached:
-            raise ValueError(f"{written} is a switch, got the value {values[0]!r}; remove it")
+            raise UsageError(f"{written} is a switch, got the value {values[0]!r}; remove it")
         taken = _taken(flag, values)
         if flag.nargs in "1+" and not taken:
             wanted = "one value" if flag.nargs == "1" else "one or more values"
-            raise ValueError(f"{written} takes {wanted}, got none; add it or remove the flag")
+            raise UsageError(f"{written} takes {wanted}, got none; add it or remove the flag")
         disposition = flag.disposition
         if disposition is Disposition.REFUSED and not flag.refuses(taken):
             disposition = Disposition.ACCEPTED

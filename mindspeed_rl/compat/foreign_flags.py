@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+from mindspeed_rl.errors import UsageError
+
 ARITIES = ("0", "1", "?", "+", "*")
 """A switch, one value, at most one, one or more, any number."""
 
@@ -92,14 +94,14 @@ def read_flags(text: str) -> Mapping[str, ForeignFlag]:
     """The flags of a file in the notation of ``foreign_flags.toml`` by every spelling.
 
     Raises:
-        ValueError: a flag with two dispositions, an arity that does not exist, or values of a flag
+        UsageError: a flag with two dispositions, an arity that does not exist, or values of a flag
             that is accepted with any value.
     """
     flags: dict[str, ForeignFlag] = {}
     for flag in _flags(tomllib.loads(text)):
         for spelling in flag.spellings:
             if spelling in flags:
-                raise ValueError(f"{spelling} has two dispositions")
+                raise UsageError(f"{spelling} has two dispositions")
             flags[spelling] = flag
     return MappingProxyType(flags)
 
@@ -126,8 +128,8 @@ def _flag(
     spellings, _, nargs = rest.partition(":")
     name, *aliases = (f"--{spelling}" for spelling in spellings.split("|"))
     if (nargs or "1") not in ARITIES:
-        raise ValueError(f"{word}: no such number of values; known are {', '.join(ARITIES)}")
+        raise UsageError(f"{word}: no such number of values; known are {', '.join(ARITIES)}")
     if harmless and disposition is not Disposition.REFUSED:
-        raise ValueError(f"{word}: only a refused flag has values that are accepted")
+        raise UsageError(f"{word}: only a refused flag has values that are accepted")
     values = tuple(harmless.split(",")) if harmless else ()
     return ForeignFlag(name, tuple(aliases), nargs or "1", disposition, reason, values, comparison)

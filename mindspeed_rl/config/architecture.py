@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed_rl.config import ModelConfig, RLRunConfig
 from mindspeed_rl.config.layouts import layer_numbers, training_layout
 from mindspeed_rl.config.modules import module_names
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.hf_files import find_weights
 from mindspeed_rl.models.registry import value_spec_from_hf_config
 from mindspeed_rl.models.rules import round_up
@@ -37,7 +38,7 @@ def value_layout(
         files: whether weights are read later.
 
     Raises:
-        ValueError: the model cannot be cut like the policy, has another vocabulary, or lacks
+        UsageError: the model cannot be cut like the policy, has another vocabulary, or lacks
             its weights.
     """
     checkpoint, flag = source
@@ -48,7 +49,7 @@ def value_layout(
     if files and checkpoint:
         find_weights(checkpoint, flag)
     if spec.vocab_size < policy.vocab_size:
-        raise ValueError(
+        raise UsageError(
             f"{flag} {checkpoint}: a vocabulary of {spec.vocab_size}, the policy has "
             f"{policy.vocab_size} and its token ids are read by both; give a model with the "
             "tokenizer of the policy"
@@ -62,7 +63,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     """Compare the architecture flags of a script with the model.
 
     Raises:
-        ValueError: every contradicting flag, its value and the model's.
+        UsageError: every contradicting flag, its value and the model's.
     """
     num_noop = len(layer_numbers("--noop-layers", model.noop_layers))
     num_layers = None if model.num_layers is None else model.num_layers - num_noop
@@ -98,7 +99,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
             f"--max-position-embeddings {longest} but the model has {spec.max_position_embeddings}"
         )
     if wrong:
-        raise ValueError(
+        raise UsageError(
             f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
             "remove the flags or point --hf-checkpoint at the right model"
         )

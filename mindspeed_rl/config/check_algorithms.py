@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.critic import WITH_CRITIC
 from mindspeed_rl.config.flag import flag_names
+from mindspeed_rl.errors import UsageError
 
 # Without a group there is no baseline.
 _WITHOUT_GROUP = ("reinforce_plus_plus", "remax", "gae")
@@ -49,7 +50,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     """Refuse combinations that contradict each other or leave a flag without effect.
 
     Raises:
-        ValueError: naming the flags, their values, what is allowed and the fix.
+        UsageError: naming the flags, their values, what is allowed and the fix.
     """
     _check_group(config)
     _check_read(config)
@@ -59,18 +60,18 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_reward_model(config)
     _check_routing(config)
     if config.rl.ref_update_interval and not config.rl.grpo_kl_beta:
-        raise ValueError(
+        raise UsageError(
             f"--ref-update-interval {config.rl.ref_update_interval} has no effect with "
             "--grpo-kl-beta 0, which has no reference; give a positive --grpo-kl-beta, or remove it"
         )
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
     if warmup and warmup >= last:
-        raise ValueError(
+        raise UsageError(
             f"--critic-warmup-steps {warmup}: the run has --train-iters {last}, so the policy "
             "would never be trained; lower it"
         )
     if config.correction.active and config.rl.old_logprob == "rollout":
-        raise ValueError(
+        raise UsageError(
             "--old-logprob rollout puts the engine's log-probs into the ratio, which corrects the "
             "mismatch already; with --rl-inference-logprobs-is-correction or --rl-rejection use "
             "--old-logprob on-policy or recompute"
@@ -80,7 +81,7 @@ def check_algorithms(config: RLRunConfig) -> None:
 def _check_routing(config: RLRunConfig) -> None:
     choice = config.rl.rl_routing_replay
     if choice == "trainer" and config.rl.old_logprob == "rollout":
-        raise ValueError(
+        raise UsageError(
             "--rl-routing-replay trainer records the experts in the pass of the old log-probs, "
             "which --old-logprob rollout leaves out; use on-policy or recompute, or "
             "--rl-routing-replay rollout"
@@ -95,7 +96,7 @@ def _check_routing(config: RLRunConfig) -> None:
         (bool(config.environment.rl_environment), "--rl-environment"),
     ):
         if used:
-            raise ValueError(
+            raise UsageError(
                 f"--rl-routing-replay rollout: not with {given}: the experts of a response are "
                 "known where one engine samples all of it for the step it is trained in; remove "
                 "one of the two, or use --rl-routing-replay trainer"
@@ -105,7 +106,7 @@ def _check_routing(config: RLRunConfig) -> None:
 def _check_group(config: RLRunConfig) -> None:
     estimator, size = config.advantages.rl_advantage_estimator, config.rl.grpo_group_size
     if size < 1 or (size < 2 and estimator not in _WITHOUT_GROUP):
-        raise ValueError(
+        raise UsageError(
             f"--grpo-group-size {size}: a relative reward needs at least 2 samples per prompt; "
             "with one every advantage is 0. One is allowed with --rl-advantage-estimator "
             f"{' or '.join(_WITHOUT_GROUP)}"
@@ -129,8 +130,8 @@ def _check_read(config: RLRunConfig) -> None:
         typed = flag_names(field)[0] + ("" if value is True else f" {value}")
         switch = flag_names(chosen_field)[0]
         if allowed == (True,):
-            raise ValueError(f"{typed} has no effect without {switch}; add it, or remove the flag")
-        raise ValueError(
+            raise UsageError(f"{typed} has no effect without {switch}; add it, or remove the flag")
+        raise UsageError(
             f"{typed} has no effect with {switch} {chosen}; it is read with "
             f"{', '.join(allowed)}; remove it, or change {switch}"
         )
@@ -139,21 +140,21 @@ def _check_read(config: RLRunConfig) -> None:
 def _check_bounds(config: RLRunConfig) -> None:
     loss = config.policy_loss
     if 0 < loss.rl_clip_ratio_c <= 1:
-        raise ValueError(
+        raise UsageError(
             f"--rl-clip-ratio-c {loss.rl_clip_ratio_c:g}: must be above 1, e.g. 3, or 0 to switch "
             "the dual clip off; at 1 every negative advantage would be held back"
         )
     for name, tau in (("pos", loss.rl_sapo_tau_pos), ("neg", loss.rl_sapo_tau_neg)):
         if tau <= 0:
-            raise ValueError(f"--rl-sapo-tau-{name} {tau:g}: must be positive")
+            raise UsageError(f"--rl-sapo-tau-{name} {tau:g}: must be positive")
     if loss.rl_clip_cov_lower >= loss.rl_clip_cov_upper:
-        raise ValueError(
+        raise UsageError(
             f"--rl-clip-cov-lower {loss.rl_clip_cov_lower:g} is not below --rl-clip-cov-upper "
             f"{loss.rl_clip_cov_upper:g}: no token could be selected"
         )
     coef = config.correction.rl_importance_sampling_truncation_coef
     if coef < 1:
-        raise ValueError(
+        raise UsageError(
             f"--rl-importance-sampling-truncation-coef {coef:g}: must be at least 1, the ratio of "
             "an engine that equals the trainer"
         )
@@ -171,12 +172,12 @@ def _check_kl(config: RLRunConfig) -> None:
         if is_given
     ]
     if given and not beta:
-        raise ValueError(
+        raise UsageError(
             f"{given[0]} has no effect with --grpo-kl-beta 0, which has no KL term; give a "
             "positive --grpo-kl-beta, or remove the flag"
         )
     if kl.rl_kl_in_reward and kl.rl_kl_estimator.endswith("+"):
-        raise ValueError(
+        raise UsageError(
             f"--rl-kl-estimator {kl.rl_kl_estimator} differs from "
             f"{kl.rl_kl_estimator.removesuffix('+')} in its gradient alone, and a reward has none; "
             "with --rl-kl-in-reward leave the + out"
@@ -190,7 +191,7 @@ def _check_reward_model(config: RLRunConfig) -> None:
         config.rewards.reward_model_weight,
     )
     if not model and weight != 1.0:
-        raise ValueError(
+        raise UsageError(
             f"--reward-model-weight {weight:g} has no effect without --reward-model-hf-checkpoint; "
             "add it, or remove the flag"
         )
@@ -207,7 +208,7 @@ def _check_reward_model(config: RLRunConfig) -> None:
         ),
     ):
         if given:
-            raise ValueError(
+            raise UsageError(
                 f"{flag} needs rewards while the engine samples, and the reward model of "
                 "--reward-model-hf-checkpoint scores afterwards; remove one of the two"
             )
@@ -216,17 +217,17 @@ def _check_reward_model(config: RLRunConfig) -> None:
 def _check_sampling(config: RLRunConfig) -> None:
     flags, limit = config.sampling, config.rollout.rollout_max_response_length
     if flags.grpo_filter_groups_with_same_reward and config.rl.grpo_group_size < 2:
-        raise ValueError(
+        raise UsageError(
             "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group has equal "
             "rewards; raise it to at least 2, or remove the flag"
         )
     if flags.rl_overlong_buffer > limit:
-        raise ValueError(
+        raise UsageError(
             f"--rl-overlong-buffer {flags.rl_overlong_buffer} is longer than "
             f"--rollout-max-response-length {limit}; lower it"
         )
     if flags.rl_overlong_penalty != 1.0 and not flags.rl_overlong_buffer:
-        raise ValueError(
+        raise UsageError(
             f"--rl-overlong-penalty {flags.rl_overlong_penalty:g} has no effect without "
             "--rl-overlong-buffer; add it, or remove the flag"
         )
@@ -236,20 +237,20 @@ def _check_sampling(config: RLRunConfig) -> None:
     )
     carried = config.balance.partial_rollout_tokens
     if carried and not knows_the_sampler:
-        raise ValueError(
+        raise UsageError(
             f"--partial-rollout-tokens {carried} carries tokens of older weights into the next "
             f"step, which --old-logprob {config.rl.old_logprob} does not weigh; allowed: "
             "--old-logprob rollout, or recompute with --rl-inference-logprobs-is-correction"
         )
     filtered = flags.grpo_filter_groups_with_same_reward
     if flags.rl_resample_factor > 1 and not (filtered or carried):
-        raise ValueError(
+        raise UsageError(
             f"--rl-resample-factor {flags.rl_resample_factor:g} has no effect without "
             "--grpo-filter-groups-with-same-reward or --partial-rollout-tokens; add one of them, "
             "or remove the flag"
         )
     if flags.rl_resample_factor > 1 and not knows_the_sampler:
-        raise ValueError(
+        raise UsageError(
             f"--rl-resample-factor {flags.rl_resample_factor:g} carries samples of older weights "
             f"into the next step, which --old-logprob {config.rl.old_logprob} does not weigh; "
             "allowed: --old-logprob rollout, or recompute with "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.errors import UsageError
 
 
 def check_balance(config: RLRunConfig) -> None:
     """Refuse what contradicts each other or has no effect.
 
     Raises:
-        ValueError: naming the flags, their values, what is allowed and the fix.
+        UsageError: naming the flags, their values, what is allowed and the fix.
     """
     flags, environment = config.balance, config.environment.rl_environment
     if environment:
@@ -23,7 +24,7 @@ def check_balance(config: RLRunConfig) -> None:
             ),
         ):
             if given is not None:
-                raise ValueError(
+                raise UsageError(
                     f"{name} {given}: not with --rl-environment {environment}, whose conversations "
                     "stay on the engine that holds them; remove one of the two"
                 )
@@ -32,7 +33,7 @@ def check_balance(config: RLRunConfig) -> None:
     for field in dataclasses.fields(flags):
         tuning = field.name.startswith("rollout_rebalance_") or field.name == "rollout_ridge_tokens"
         if tuning and getattr(flags, field.name) != field.default:
-            raise ValueError(
+            raise UsageError(
                 f"--{field.name.replace('_', '-')} {getattr(flags, field.name)} has no effect with "
                 "--rollout-rebalance off; set that to waiting or all, or remove the flag"
             )

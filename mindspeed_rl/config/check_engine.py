@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout
 from mindspeed_rl.rollout.expert_map import read_expert_map
@@ -21,24 +22,24 @@ def check_engine(
         The expert in each physical slot; empty without ``--rollout-expert-map``.
 
     Raises:
-        ValueError: naming the flag, its value, what is allowed and the fix.
+        UsageError: naming the flag, its value, what is allowed and the fix.
     """
     sizes = tuning.rollout_graph_sizes
     if sizes and sizes != AUTO:
         given = f"--rollout-graph-sizes {' '.join(sizes)}"
         if not all(size.isdigit() and int(size) for size in sizes):
-            raise ValueError(f"{given}: allowed are auto alone, or numbers above 0")
+            raise UsageError(f"{given}: allowed are auto alone, or numbers above 0")
         if tuning.rollout_graph_mode == "eager":
-            raise ValueError(
+            raise UsageError(
                 f"{given}: there are no graphs with --rollout-graph-mode eager; choose another "
                 "mode, or auto to print what graphs would waste"
             )
     if tuning.rollout_multistream_moe and not spec.moe:
-        raise ValueError("--rollout-multistream-moe: the model has no experts; remove the flag")
+        raise UsageError("--rollout-multistream-moe: the model has no experts; remove the flag")
     if not tuning.rollout_expert_map:
         return ()
     if not engine.expert_parallel:
-        raise ValueError(
+        raise UsageError(
             f"--rollout-expert-map {tuning.rollout_expert_map}: needs experts that are spread over "
             "ranks; set --rollout-ep to --rollout-tp x --rollout-dp"
         )

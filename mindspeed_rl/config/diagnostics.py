@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.flag import flag
+from mindspeed_rl.errors import UsageError
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
@@ -119,13 +120,13 @@ def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None =
         installed: package -> whether it can be imported; ``None`` looks.
 
     Raises:
-        ValueError: with the command that installs it.
+        UsageError: with the command that installs it.
     """
     for tracker in config.trackers():
         package = tracker.package
         there = find_spec(package) is not None if installed is None else installed[package]
         if not there:
-            raise ValueError(
+            raise UsageError(
                 f"{tracker.flag} {tracker.arguments['project']} needs the package {package}, which "
                 f"is not installed; run pip install {package}, or remove the flag"
             )
@@ -135,12 +136,12 @@ def check_profiler(config: ProfilerConfig, world: int) -> None:
     """Refuse windows and ranks that would record nothing.
 
     Raises:
-        ValueError: naming the flag.
+        UsageError: naming the flag.
     """
     if not config.profile:
         return
     if config.profile_step_end <= config.profile_step_start:
-        raise ValueError(
+        raise UsageError(
             f"--profile-step-end {config.profile_step_end} must be above --profile-step-start "
             f"{config.profile_step_start}: it is the first step that is not profiled"
         )
@@ -148,6 +149,6 @@ def check_profiler(config: ProfilerConfig, world: int) -> None:
         if text in ("-1", "all"):
             continue
         if not text.isdecimal() or int(text) >= world:
-            raise ValueError(
+            raise UsageError(
                 f"--profile-ranks {text}: allowed are 0 to {world - 1}, and -1 or all for every one"
             )

@@ -54,7 +54,7 @@ def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
         files: whether the user's file must be there.
 
     Raises:
-        ValueError: naming the flag, its value and the fix.
+        UsageError: naming the flag, its value and the fix.
     """
     name = flags.rl_environment
     path, separator, attribute = name.rpartition(":")

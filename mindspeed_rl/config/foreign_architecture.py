@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mindspeed_rl.compat import UsedFlag, foreign_flags
+from mindspeed_rl.errors import UsageError
 
 HfConfig = Mapping[str, Any]
 
@@ -82,11 +83,11 @@ def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig
         hf_config: the parsed ``config.json``.
 
     Raises:
-        ValueError: every contradicting flag, its value, and what the model has.
+        UsageError: every contradicting flag, its value, and what the model has.
     """
     wrong = [text for used in compared if (text := _contradiction(used, hf_config))]
     if wrong:
-        raise ValueError(
+        raise UsageError(
             f"flags contradict the config.json of --hf-checkpoint: {'; '.join(wrong)}; remove the "
             "flags or point --hf-checkpoint at the right model"
         )
@@ -143,7 +144,7 @@ def _layer_pattern(used: UsedFlag) -> tuple[int, ...]:
     """Megatron's spelling of a list of layers: ``([0]*3+[1]*58)``.
 
     Raises:
-        ValueError: anything but sums and repetitions of lists of 0 and 1.
+        UsageError: anything but sums and repetitions of lists of 0 and 1.
     """
 
     def fold(node: ast.expr) -> tuple[int, ...]:
@@ -154,12 +155,12 @@ def _layer_pattern(used: UsedFlag) -> tuple[int, ...]:
                 return fold(left) + fold(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(count))):
                 return fold(left) * count
-        raise ValueError(ast.unparse(node))
+        raise UsageError(ast.unparse(node))
 
     try:
         return fold(ast.parse(used.values[0], mode="eval").body)
     except (ValueError, SyntaxError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{used.flag} {used.values[0]}: must be an integer or a pattern like ([0]*3+[1]*58); "
             "remove the flag, the HF config says which layers have experts"
         ) from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.sft import IndexedDataConfig
+from mindspeed_rl.errors import UsageError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
@@ -30,7 +31,7 @@ def parse_blend(data_path: tuple[str, ...]) -> Blend:
     """Megatron's reading of ``--data-path``.
 
     Raises:
-        ValueError: some weights are no numbers, or are not positive.
+        UsageError: some weights are no numbers, or are not positive.
     """
     if len(data_path) % 2 == 1:
         return Blend(data_path, None)
@@ -39,7 +40,7 @@ def parse_blend(data_path: tuple[str, ...]) -> Blend:
         return Blend(data_path, None)
     weights = tuple(number for number in numbers if number is not None and number > 0)
     if len(weights) < len(numbers):
-        raise ValueError(
+        raise UsageError(
             f"--data-path {' '.join(data_path)}: must be prefixes only, or a positive weight "
             "before each prefix, like 30 a 70 b"
         )
@@ -57,17 +58,17 @@ def check_indexed_data(config: IndexedDataConfig, seq_length: int) -> None:
     """Check the flags of ``--stage pretrain`` and the files behind them.
 
     Raises:
-        ValueError: naming the flag, the value and the fix.
+        UsageError: naming the flag, the value and the fix.
     """
     if not config.data_path:
-        raise ValueError(
+        raise UsageError(
             "--data-path is required with --stage pretrain: give the prefix of a .bin and .idx file"
         )
     if seq_length < 1:
-        raise ValueError("--seq-length is required with --stage pretrain: give the tokens of a row")
+        raise UsageError("--seq-length is required with --stage pretrain: give the tokens of a row")
     shares = [_number(part) for part in config.split.split(",")]
     if len(shares) > 3 or any(s is None or s < 0 for s in shares) or not shares[0]:
-        raise ValueError(
+        raise UsageError(
             f"--split {config.split}: must be up to three shares with commas between, the first "
             "(training) above 0, like 969,30,1"
         )
@@ -79,25 +80,25 @@ def data_bytes(prefix: str) -> int:
     """Bytes of the tokens of a dataset.
 
     Raises:
-        ValueError: a file is missing, is no index, or is not as long as its index says.
+        UsageError: a file is missing, is no index, or is not as long as its index says.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
-            raise ValueError(
+            raise UsageError(
                 f"--data-path {prefix}: {path} is missing; give the path without .bin and .idx"
             )
     begin = len(_MAGIC) + _HEADER.size
     with index.open("rb") as file:
         head = file.read(begin)
         if len(head) < begin or not head.startswith(_MAGIC):
-            raise ValueError(
+            raise UsageError(
                 f"--data-path {prefix}: {index} is no index of Megatron's datasets; make it with "
                 "its tools/preprocess_data.py"
             )
         _, code, num_sequences, num_documents = _HEADER.unpack(head[len(_MAGIC) :])
         if num_sequences < 1 or code not in _TOKEN_BYTES:
-            raise ValueError(
+            raise UsageError(
                 f"--data-path {prefix}: {index} has {num_sequences} sequences of element type "
                 f"{code}; needed: at least one, of integers"
             )
@@ -105,7 +106,7 @@ def data_bytes(prefix: str) -> int:
         offsets_end = lengths_end + 8 * num_sequences
         whole = offsets_end + 8 * num_documents
         if index.stat().st_size < whole:
-            raise ValueError(
+            raise UsageError(
                 f"--data-path {prefix}: {index} has {index.stat().st_size} bytes, its header "
                 f"implies {whole}; copy it again"
             )
@@ -115,7 +116,7 @@ def data_bytes(prefix: str) -> int:
         (last_offset,) = struct.unpack("<q", file.read(8))
     expected: int = last_offset + last_length * _TOKEN_BYTES[code]
     if data.stat().st_size < expected:
-        raise ValueError(
+        raise UsageError(
             f"--data-path {prefix}: {data} has {data.stat().st_size} bytes, its index implies "
             f"{expected}; copy it again"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import RolloutConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.parallel.stages import (
@@ -20,7 +21,7 @@ def training_layout(
     """The training layout of a model.
 
     Raises:
-        ValueError: sizes that do not fit the world, the model or each other.
+        UsageError: sizes that do not fit the world, the model or each other.
     """
     tp, ep, etp = (
         parallel.tensor_model_parallel_size,
@@ -31,14 +32,14 @@ def training_layout(
         _refuse_expert_flags(parallel)
     if parallel.moe_tp_extend_ep:
         if etp not in (None, 1):
-            raise ValueError(
+            raise UsageError(
                 f"--moe-tp-extend-ep makes experts whole; --expert-tensor-parallel-size {etp}: "
                 "allowed is 1"
             )
         ep, etp = ep * tp, 1
     if tp > 1 and (spec.moe or spec.latent) and not parallel.sequence_parallel:
         what = "experts" if spec.moe else "latent attention"
-        raise ValueError(
+        raise UsageError(
             f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without it "
             "megatron-core computes wrong gradients; add the flag"
         )
@@ -60,19 +61,19 @@ def _refuse_expert_flags(parallel: ParallelConfig) -> None:
     )
     for name, value, allowed in given:
         if value not in allowed:
-            raise ValueError(f"{name} {value}: the model has no experts; remove it")
+            raise UsageError(f"{name} {value}: the model has no experts; remove it")
 
 
 def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:
     """The rollout layout.
 
     Raises:
-        ValueError: sizes that do not fit the world or each other.
+        UsageError: sizes that do not fit the world or each other.
     """
     tp, dp = rollout.rl_inference_tensor_model_parallel_size, rollout.rollout_dp
     ep = rollout.rl_inference_expert_model_parallel_size
     if ep not in (1, tp * dp):
-        raise ValueError(
+        raise UsageError(
             f"--rollout-ep {ep}: experts are spread over all ranks of an engine or over none; "
             f"allowed: 1 or --rollout-tp {tp} x --rollout-dp {dp} = {tp * dp}"
         )
@@ -83,7 +84,7 @@ def stage_layout(model: ModelConfig, parallel: ParallelConfig, num_layers: int) 
     """The layers of each pipeline stage.
 
     Raises:
-        ValueError: flags that exclude each other, or do not fit the layers of the model.
+        UsageError: flags that exclude each other, or do not fit the layers of the model.
     """
     pp = parallel.pipeline_model_parallel_size
     noop = layer_numbers("--noop-layers", model.noop_layers)
@@ -97,7 +98,7 @@ def stage_layout(model: ModelConfig, parallel: ParallelConfig, num_layers: int) 
     vpp = _chunks(parallel, num_layers + len(noop) + embedding + loss, pp)
     given = [parallel.num_layer_list != "", uneven, bool(noop), embedding or loss]
     if sum(given) > 1 or (uneven and vpp > 1) or (given[0] and vpp > 1):
-        raise ValueError(
+        raise UsageError(
             "--num-layer-list, --decoder-first/last-pipeline-num-layers, --noop-layers and "
             "--account-for-embedding/loss-in-pipeline-split exclude each other, and the first two "
             "exclude --num-layers-per-virtual-pipeline-stage; --num-layer-list alone can say all "
@@ -118,19 +119,19 @@ def _chunks(parallel: ParallelConfig, slots: int, pp: int) -> int:
     size = parallel.num_layers_per_virtual_pipeline_stage
     count = parallel.num_virtual_stages_per_pipeline_rank
     if size is not None and count is not None:
-        raise ValueError(
+        raise UsageError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
             "exclude each other; give one of them"
         )
     if size is not None:
         if slots % (pp * size):
-            raise ValueError(
+            raise UsageError(
                 f"--num-layers-per-virtual-pipeline-stage {size} x --pipeline-model-parallel-size "
                 f"{pp} does not divide the {slots} layers; allowed: divisors of {slots / pp:g}"
             )
         count = slots // (pp * size)
     if (count or 1) > 1 and pp == 1:
-        raise ValueError(
+        raise UsageError(
             "an interleaved pipeline needs --pipeline-model-parallel-size above 1; raise it, or "
             "remove --num-layers-per-virtual-pipeline-stage and "
             "--num-virtual-stages-per-pipeline-rank"
@@ -143,7 +144,7 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
     rest = num_layers - (first or 0) - (last or 0)
     middle = pp - (first is not None) - (last is not None)
     if rest < 0 or middle < 0 or (middle == 0 and rest) or (middle and rest % middle):
-        raise ValueError(
+        raise UsageError(
             f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers "
             f"{last} leave {rest} of {num_layers} layers for {middle} stages; they must divide, or "
             "give all stages with --num-layer-list"
@@ -157,5 +158,5 @@ def layer_numbers(flag: str, text: str) -> list[int]:
     """The numbers in ``94,95``; an empty text has none."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{flag} {text}: must be numbers with commas between, like 94,95")
+        raise UsageError(f"{flag} {text}: must be numbers with commas between, like 94,95")
     return [int(part) for part in parts]

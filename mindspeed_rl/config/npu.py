@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
 from mindspeed_rl.platforms.installed import has_mindspeed
 from mindspeed_rl.versions import mindspeed_branch
@@ -102,13 +103,13 @@ def check_npu(npu: NpuConfig, parallel: ParallelConfig, ignored: Sequence[str]) 
         ignored: accepted foreign flags as typed.
 
     Raises:
-        ValueError: naming the flag and the fix.
+        UsageError: naming the flag and the fix.
     """
     for typed in ignored:
         if reason := REFUSED.get(typed.split(" ")[0]):
-            raise ValueError(f"{typed} on an NPU: {reason}; remove the flag")
+            raise UsageError(f"{typed} on an NPU: {reason}; remove the flag")
     if npu.swap_optimizer and not parallel.use_distributed_optimizer:
-        raise ValueError("--swap-optimizer needs --use-distributed-optimizer; add it")
+        raise UsageError("--swap-optimizer needs --use-distributed-optimizer; add it")
     group_buffers(npu.hccl_group_buffer)
 
 
@@ -116,19 +117,19 @@ def group_buffers(text: str) -> dict[str, int]:
     """``--hccl-group-buffer`` as MiB by megatron-core's name of a group.
 
     Raises:
-        ValueError: not pairs of a name and a positive whole number, or megatron-core has no group
+        UsageError: not pairs of a name and a positive whole number, or megatron-core has no group
             of that name.
     """
     sizes: dict[str, int] = {}
     for pair in filter(None, (part.strip() for part in text.split(";"))):
         name, colon, size = (part.strip() for part in pair.partition(":"))
         if not (name and colon and size.isdecimal() and int(size) > 0) or name in sizes:
-            raise ValueError(
+            raise UsageError(
                 f"--hccl-group-buffer {text!r}: {pair!r} is not a new group:MiB; write it like "
                 "dp_cp:64;tp:200"
             )
         if name not in MEGATRON_GROUPS:
-            raise ValueError(
+            raise UsageError(
                 f"--hccl-group-buffer {text!r}: no group {name!r}; there are "
                 f"{', '.join(MEGATRON_GROUPS)}"
             )
@@ -148,7 +149,7 @@ def npu_setup(
         grouped: experts are computed in grouped GEMMs.
 
     Raises:
-        ValueError: features of MindSpeed were asked for, and it is not installed.
+        UsageError: features of MindSpeed were asked for, and it is not installed.
     """
     given = {
         f.name: getattr(npu, f.name)
@@ -158,7 +159,7 @@ def npu_setup(
     buffers = group_buffers(npu.hccl_group_buffer)
     if not has_mindspeed():
         if given:
-            raise ValueError(
+            raise UsageError(
                 f"--{min(given).replace('_', '-')} is a feature of MindSpeed, which is not "
                 f"installed; install its branch {mindspeed_branch()}, or remove the flag"
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import LoggingConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.hf_code import code_files
 
 METRICS_FILE = "metrics.jsonl"
@@ -49,19 +50,19 @@ def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
     """An export, which ``flag`` asks for, replaces nothing but an earlier export.
 
     Raises:
-        ValueError: ``target`` exists and is not an export of this project, or holds other files.
+        UsageError: ``target`` exists and is not an export of this project, or holds other files.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     files = _exported_files(target)
     if files is None:
-        raise ValueError(
+        raise UsageError(
             f"{flag} {target} exists and was not exported by mindspeed_rl (it has no "
             f"{EXPORT_RECORD}), so it is not replaced; choose another directory, or remove it"
         )
     others = sorted(path.name for path in target.iterdir() if path.name not in files)
     if others:
-        raise ValueError(
+        raise UsageError(
             f"{flag} {target} holds more than the export it was: {', '.join(others[:5])}; "
             "move these files elsewhere, or choose another directory"
         )
@@ -100,12 +101,12 @@ def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
     """A run that starts at step 0 must not mix its results with those of another run.
 
     Raises:
-        ValueError: ``--output-dir`` holds results and ``--overwrite-output-dir`` is not given.
+        UsageError: ``--output-dir`` holds results and ``--overwrite-output-dir`` is not given.
     """
     if logging.overwrite_output_dir:
         return
     if events := _foreign_events(logging):
-        raise ValueError(
+        raise UsageError(
             f"--tensorboard-dir {logging.tensorboard_dir} holds the events of another run "
             f"({events[0].name}): choose another folder, or add --overwrite-output-dir to hide "
             "them (they are not removed)"
@@ -119,7 +120,7 @@ def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
         if load
         else "add --load DIR to go on with that run"
     )
-    raise ValueError(
+    raise UsageError(
         f"--output-dir {logging.output_dir} holds the results of an earlier run "
         f"({', '.join(names)}): choose another --output-dir, or add --overwrite-output-dir to "
         f"replace them; {resume}"
@@ -130,16 +131,16 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
     """Check what a run will load from and write to. Local; changes nothing.
 
     Raises:
-        ValueError: naming the flag, the path and the fix.
+        UsageError: naming the flag, the path and the fix.
     """
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.save_interval and not checkpoint.save:
-        raise ValueError(
+        raise UsageError(
             f"--save-interval {checkpoint.save_interval} without --save: nothing would be saved; "
             "add --save DIR, or remove it"
         )
     if checkpoint.load and not Path(checkpoint.load).is_dir():
-        raise ValueError(
+        raise UsageError(
             f"--load {checkpoint.load}: no such directory; name the --save folder of a run, or "
             "leave --load out to start from --hf-checkpoint"
         )
@@ -162,7 +163,7 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         source = config.critic.critic_hf_checkpoint or config.model.hf_checkpoint
         code_files(Path(source), Path(config.model.tokenizer_directory))
         if critic.resolve() == Path(target).resolve():
-            raise ValueError(
+            raise UsageError(
                 f"--critic-export-hf {critic} is where the policy is exported; choose another "
                 "directory"
             )
@@ -174,10 +175,10 @@ def check_output_file(flag: str, path: str) -> None:
     """Check that one file can be written at the end. Local; changes nothing.
 
     Raises:
-        ValueError: it is a directory, or its own cannot be made or written to.
+        UsageError: it is a directory, or its own cannot be made or written to.
     """
     if Path(path).is_dir():
-        raise ValueError(f"{flag} {path}: is a directory; name a file in it")
+        raise UsageError(f"{flag} {path}: is a directory; name a file in it")
     _check_writable(flag, Path(path).parent)
 
 
@@ -185,9 +186,9 @@ def _check_writable(flag: str, path: Path) -> None:
     place = path.absolute()
     existing = next(p for p in (place, *place.parents) if p.exists())
     if not existing.is_dir():
-        raise ValueError(f"{flag} {path}: {existing} is not a directory; choose another place")
+        raise UsageError(f"{flag} {path}: {existing} is not a directory; choose another place")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(
+        raise UsageError(
             f"{flag} {path}: no permission to write in {existing}; choose another place, or "
             "change its permissions"
         )
@@ -204,7 +205,7 @@ def _check_export_target(name: str, target: Path, config: RLRunConfig | Pretrain
     ):
         if path and (kept := Path(path).resolve()) and place in (kept, *kept.parents):
             where = "is" if place == kept else "contains"
-            raise ValueError(
+            raise UsageError(
                 f"{name} {target} {where} {flag} {path}, which the export would replace; "
                 "choose a directory of its own"
             )

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl.errors import UsageError
+
 
 def built_in(room: str) -> dict[str, str]:
     """The built-in rewards or environments: what each is, by name. Local; imports none of them.
@@ -41,9 +43,9 @@ class RewardSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("a reward has no name; write e.g. 'math' or 'rewards.py:score=0.5'")
+            raise UsageError("a reward has no name; write e.g. 'math' or 'rewards.py:score=0.5'")
         if not math.isfinite(self.weight):
-            raise ValueError(
+            raise UsageError(
                 f"--reward-function {self.name}: weight {self.weight} must be a finite number"
             )
 
@@ -54,7 +56,7 @@ class RewardSpec:
         ``name:0.2`` is the same as ``name=0.2``: a function is never called like a number.
 
         Raises:
-            ValueError: no name, or a weight which is not a finite number.
+            UsageError: no name, or a weight which is not a finite number.
         """
         name, separator, weight = text.strip().rpartition("=")
         if not separator and _is_number(text.rpartition(":")[2]):
@@ -64,7 +66,7 @@ class RewardSpec:
         try:
             return cls(name.strip(), float(weight))
         except ValueError as error:
-            raise ValueError(
+            raise UsageError(
                 f"--reward-function {text}: want 'name', 'name=WEIGHT' or "
                 f"'file.py:function=WEIGHT' with a finite number as the weight, e.g. 'math=0.8' "
                 f"({error})"
@@ -93,14 +95,14 @@ def check_specs(specs: Sequence[RewardSpec]) -> None:
     """At least one reward, each with a label of its own.
 
     Raises:
-        ValueError: none, or two with one label.
+        UsageError: none, or two with one label.
     """
     if not specs:
-        raise ValueError("--reward-function: none given; name at least one, e.g. 'math'")
+        raise UsageError("--reward-function: none given; name at least one, e.g. 'math'")
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(
+            raise UsageError(
                 f"--reward-function: two are called {label!r}: {[spec.name for spec in specs]}; "
                 "their scores are logged by this name, rename one"
             )
@@ -110,13 +112,13 @@ def check_name(flag: str, name: str, known: Collection[str]) -> None:
     """Refuse a reward or environment without a file that is not ``known``.
 
     Raises:
-        ValueError: naming the flag, the nearest and all that are known.
+        UsageError: naming the flag, the nearest and all that are known.
     """
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
+    raise UsageError(
         f"{flag} {name}: unknown; {hint}known: {', '.join(sorted(known))}; "
         "for your own write path/to/file.py:name"
     )
@@ -126,10 +128,10 @@ def check_python_file(path: Path, where: str) -> None:
     """Refuse a path that is no Python file; ``where`` is flag and value, for messages. Local.
 
     Raises:
-        ValueError: naming the absolute path.
+        UsageError: naming the absolute path.
     """
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(
+        raise UsageError(
             f"{where}: no Python file at {str(path.absolute())!r}; "
             "give the path of a .py file that every node can read"
         )
@@ -142,17 +144,17 @@ def check_python_name(path: Path, name: str, where: str) -> None:
     left to the import.
 
     Raises:
-        ValueError: naming the line, or the nearest names.
+        UsageError: naming the line, or the nearest names.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{where}: the file is no Python: {error}; mend it") from error
+        raise UsageError(f"{where}: the file is no Python: {error}; mend it") from error
     bound = set(_bound_names(tree))
     if name in bound or bound & _BINDS_ANYTHING:
         return
     near = ", ".join(difflib.get_close_matches(name, sorted(bound), n=3, cutoff=0.5))
-    raise ValueError(
+    raise UsageError(
         f"{where}: the file defines no {name!r}; "
         + (f"nearest: {near}" if near else "define it at the top level, or name what is there")
     )

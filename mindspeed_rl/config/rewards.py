@@ -14,6 +14,7 @@ from mindspeed_rl.config.reward_spec import (
     check_python_name,
     check_specs,
 )
+from mindspeed_rl.errors import UsageError
 
 REMOTE_BACKOFF_S = 0.2  # the first pause before --reward-url is asked again; it doubles
 
@@ -133,12 +134,12 @@ def check_rewards(
         files: whether the user's files must be there.
 
     Raises:
-        ValueError: naming the flag, its value and the fix.
+        UsageError: naming the flag, its value and the fix.
     """
     names = _check_functions(flags.reward_function, files)
     sample_s = flags.reward_timeout_s
     if sample_s > phase_timeout_s:
-        raise ValueError(
+        raise UsageError(
             f"--reward-timeout-s {sample_s:g} exceeds --phase-timeout-s {phase_timeout_s:g}, the "
             "limit of all rewards of a step; lower the former or raise the latter"
         )
@@ -148,23 +149,23 @@ def check_rewards(
     }
     for name, (flag_name, limit_s) in inner.items():
         if name in names and limit_s > sample_s:
-            raise ValueError(
+            raise UsageError(
                 f"{flag_name} {limit_s:g} exceeds --reward-timeout-s {sample_s:g}, the limit of "
                 "the whole sample; lower the former or raise the latter"
             )
     pauses_s = REMOTE_BACKOFF_S * (2**flags.reward_url_retries - 1)
     longest_s = (flags.reward_url_retries + 1) * flags.reward_url_timeout_s + pauses_s
     if "remote" in names and longest_s > sample_s:
-        raise ValueError(
+        raise UsageError(
             f"--reward-url-timeout-s {flags.reward_url_timeout_s:g} --reward-url-retries "
             f"{flags.reward_url_retries}: a server that hangs takes {longest_s:g} s, which exceeds "
             f"--reward-timeout-s {sample_s:g}: the sample would get --reward-timeout-score instead "
             "of an error; lower one of the former or raise the latter"
         )
     if "remote" in names and not flags.reward_url:
-        raise ValueError("--reward-function remote needs --reward-url: the server to ask")
+        raise UsageError("--reward-function remote needs --reward-url: the server to ask")
     if "environment" in names and not environment:
-        raise ValueError(
+        raise UsageError(
             "--reward-function environment needs --rl-environment: a name or FILE.py:NAME"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.config.flag import flag
+from mindspeed_rl.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +255,13 @@ class PromptConfig:
         """File of every evaluation set by its name; that of --eval-prompt-data is empty.
 
         Raises:
-            ValueError: a value of --rl-eval-data is not NAME=FILE, or a name is given twice.
+            UsageError: a value of --rl-eval-data is not NAME=FILE, or a name is given twice.
         """
         files = {"": self.eval_prompt_data} if self.eval_prompt_data else {}
         for text in self.rl_eval_data:
             name, _, file = text.partition("=")
             if not name or not file or "/" in name or name in files:
-                raise ValueError(
+                raise UsageError(
                     f"--rl-eval-data {text}: give NAME=FILE, with names that differ and have no "
                     "slash, e.g. gsm8k=data/gsm8k.jsonl"
                 )

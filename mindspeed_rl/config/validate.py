@@ -26,6 +26,7 @@ from mindspeed_rl.config.outputs import check_output_file, check_paths
 from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -103,7 +104,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     """Validate an RL configuration for ``world`` ranks; ``files``: also what it reads and writes.
 
     Raises:
-        ValueError: naming the flag, its value, what is allowed and the fix.
+        UsageError: naming the flag, its value, what is allowed and the fix.
     """
     rl = config.rl
     check_algorithms(config)
@@ -117,7 +118,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
     if config.rollout.rollout_kv_cache_gb <= 0:
-        raise ValueError(
+        raise UsageError(
             f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
             "sequence of the longest length must fit"
         )
@@ -132,7 +133,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if rl.rl_routing_replay != "none" and not base.spec.moe:
-        raise ValueError(
+        raise UsageError(
             f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
         )
     engine = engine_layout(config.rollout, world)
@@ -161,18 +162,18 @@ def _check_sampling(config: RLRunConfig) -> None:
     """Sampling keeps the distribution that the loss assumes."""
     rl = config.rl
     if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
-        raise ValueError(
+        raise UsageError(
             f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
             "truncated sampling renormalises the engine's log-probs and biases the update; "
             "allowed: top-p 1, top-k -1"
         )
     if rl.rl_default_temperature <= 0:
-        raise ValueError(
+        raise UsageError(
             f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
             "for training are sampled, evaluation is greedy by itself"
         )
     if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
-        raise ValueError(
+        raise UsageError(
             "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
             "response, which is evaluated anyway; give a temperature above 0, or leave both out"
         )
@@ -182,17 +183,17 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     """Validate a scoring configuration for ``world`` ranks.
 
     Raises:
-        ValueError: naming the flag, its value, what is allowed and the fix.
+        UsageError: naming the flag, its value, what is allowed and the fix.
     """
     score = config.score
     _need_file("--tokens", score.tokens, "an .npz file")
     if not score.output:
-        raise ValueError("--output is required: give the .npz file to write")
+        raise UsageError("--output is required: give the .npz file to write")
     check_output_file("--output", score.output)
     if score.temperature <= 0:
-        raise ValueError(f"--temperature {score.temperature}: must be positive")
+        raise UsageError(f"--temperature {score.temperature}: must be positive")
     if score.temperature != 1 and score.backend == "engine":
-        raise ValueError(
+        raise UsageError(
             f"--temperature {score.temperature} with --backend engine: vLLM scores prompts without "
             "temperature; allowed: 1"
         )
@@ -207,20 +208,20 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
     samples = rl.grpo_prompts_per_step * rl.grpo_group_size
     per_update = train.global_batch_size or samples
     if samples % per_update:
-        raise ValueError(
+        raise UsageError(
             f"--global-batch-size {per_update} does not divide the {samples} samples of a step "
             f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
             f"{rl.grpo_group_size}); allowed: its divisors, or 0 for all of them"
         )
     if per_update % dp and not train.global_batch_size:
-        raise ValueError(
+        raise UsageError(
             f"the {samples} samples of a step (--grpo-prompts-per-step "
             f"{rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}) are not a "
             f"multiple of the data-parallel size {dp}; change one of the two, or raise a parallel "
             "size so that fewer replicas share them"
         )
     if per_update % dp:
-        raise ValueError(
+        raise UsageError(
             f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}; "
             "raise it to one, or raise a parallel size so that fewer replicas share it"
         )
@@ -238,7 +239,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
     """Validate a supervised configuration for ``world`` ranks; ``files``: also what it reads.
 
     Raises:
-        ValueError: naming the flag, its value, what is allowed and the fix.
+        UsageError: naming the flag, its value, what is allowed and the fix.
     """
     if files and config.sft.stage == "pretrain":
         check_indexed_data(config.indexed, config.train.seq_length)
@@ -254,12 +255,12 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
     if config.train.seq_length > base.spec.max_position_embeddings:
-        raise ValueError(
+        raise UsageError(
             f"--seq-length {config.train.seq_length} exceeds the model's max_position_embeddings "
             f"{base.spec.max_position_embeddings}; lower it"
         )
     if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
-        raise ValueError(
+        raise UsageError(
             f"--global-batch-size {config.train.global_batch_size}: must be a positive multiple "
             f"of the data-parallel size {base.parallel.dp}"
         )
@@ -268,7 +269,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
 
 def _check_sft_data(config: PretrainRunConfig) -> None:
     if config.indexed.data_path and not config.sft.sft_data:
-        raise ValueError(
+        raise UsageError(
             "--data-path without --stage pretrain: with --stage sft the data is --sft-data; add "
             "one of the two"
         )
@@ -284,7 +285,7 @@ def _check_tokenizer(model: ModelConfig) -> None:
 
 def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec) -> None:
     if checkpoint.keep_mtp and not spec.num_mtp_layers:
-        raise ValueError(
+        raise UsageError(
             f"--keep-mtp: {model.hf_checkpoint}/config.json has no multi-token-prediction layers "
             "(num_nextn_predict_layers); remove the flag"
         )
@@ -292,7 +293,7 @@ def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec
 
 def _check_steps(train: TrainConfig) -> None:
     if train.train_iters < 1:
-        raise ValueError("--train-iters is required: give the number of steps, at least 1")
+        raise UsageError("--train-iters is required: give the number of steps, at least 1")
 
 
 def _check_dropout(model: ModelConfig) -> None:
@@ -302,7 +303,7 @@ def _check_dropout(model: ModelConfig) -> None:
         ("--attention-dropout", model.attention_dropout),
     ):
         if rate:
-            raise ValueError(
+            raise UsageError(
                 f"{name} {rate:g}: RL allows 0 only; the engine samples without dropout, so the "
                 "ratio and the trainer/engine mismatch would measure dropout instead of learning; "
                 "remove the flag"
@@ -315,7 +316,7 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         config.rollout.rollout_max_response_length,
     )
     if prompt + response > limit:
-        raise ValueError(
+        raise UsageError(
             f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
             f"--seq-length {limit}; raise --seq-length or lower one of the two"
         )
@@ -323,7 +324,7 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         what = "max_position_embeddings"
         if spec.engine_positions < spec.max_position_embeddings:
             what = "YaRN factor x original_max_position_embeddings"
-        raise ValueError(
+        raise UsageError(
             f"sequences of up to {limit} tokens exceed the model's {what} "
             f"{spec.engine_positions}; lower --max-prompt-length, "
             "--rollout-max-response-length or --seq-length"
@@ -332,9 +333,9 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
 
 def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> None:
     if not value:
-        raise ValueError(f"{name} is required: give {kind}")
+        raise UsageError(f"{name} is required: give {kind}")
     if not Path(value).is_file():
-        raise ValueError(f"{name} {value}: no such file")
+        raise UsageError(f"{name} {value}: no such file")
 
 
 def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
@@ -347,7 +348,7 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     token_bytes = spec.num_layers * spec.cached_values(tp) * (4 if wide else 2)
     needed_gb = limit * token_bytes / 2**30
     if rollout.rollout_kv_cache_gb < needed_gb:
-        raise ValueError(
+        raise UsageError(
             f"--rollout-kv-cache-gb {rollout.rollout_kv_cache_gb:g}: one sequence of {limit} "
             f"tokens needs {needed_gb:.3g} GiB per rank; raise it, or lower --max-prompt-length, "
             "--rollout-max-response-length or --seq-length"
@@ -364,12 +365,12 @@ def check_layout(
     """Spec and training layout of a model on ``world`` ranks; ``files``: its weights are there.
 
     Raises:
-        ValueError: naming the flag, its value, what is allowed and the fix.
+        UsageError: naming the flag, its value, what is allowed and the fix.
     """
     if not model.hf_checkpoint:
-        raise ValueError("--hf-checkpoint is required: give a Hugging Face model directory")
+        raise UsageError("--hf-checkpoint is required: give a Hugging Face model directory")
     if train.lr_warmup_iters and train.lr_warmup_fraction:
-        raise ValueError(
+        raise UsageError(
             f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
             f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
         )
@@ -387,7 +388,7 @@ def check_layout(
 
 def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
     if batch.samples < engine.num_groups:
-        raise ValueError(
+        raise UsageError(
             f"{batch.samples} samples per step for {engine.num_groups} rollout groups of "
             f"--rollout-tp {engine.tp} ranks: some would have none; raise --grpo-prompts-per-step "
             "or --rollout-tp"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from mindspeed_rl.errors import UsageError
+
 PREFIX = "--vllm-"
 
 RESERVED: Mapping[str, str] = MappingProxyType(
@@ -81,7 +83,7 @@ def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]
         The other tokens in order, and the options by the names of ``vllm.LLM``.
 
     Raises:
-        ValueError: a reserved option, a prefix without a name, or several values. Whether vLLM has
+        UsageError: a reserved option, a prefix without a name, or several values. Whether vLLM has
             the option is looked up before the engine is built, because that imports vLLM.
     """
     rest: list[str] = []
@@ -101,7 +103,7 @@ def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]
             position += 1
         name = _option_name(spelled)
         if len(values) > 1:
-            raise ValueError(
+            raise UsageError(
                 f"{spelled} takes one value, got {len(values)}: {' '.join(values)}; write a list "
                 f"as JSON in quotes, like {spelled} '[1, 2]', or remove the others"
             )
@@ -112,9 +114,9 @@ def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]
 def _option_name(spelled: str) -> str:
     name = spelled.removeprefix(PREFIX).replace("-", "_")
     if not name:
-        raise ValueError(f"{PREFIX}: must be followed by the name of an engine option")
+        raise UsageError(f"{PREFIX}: must be followed by the name of an engine option")
     if reason := reserved_for(name):
-        raise ValueError(f"{spelled} is not available: {reason}; remove this flag")
+        raise UsageError(f"{spelled} is not available: {reason}; remove this flag")
     return name
 
 

@@ -18,6 +18,7 @@ import torch
 from mindspeed_rl.conversion.source import Part, Shape, Source
 from mindspeed_rl.conversion.stored import StoredTensor
 from mindspeed_rl.conversion.torch_files import read_torch_file, stored_tensor
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, told_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.stages import StageLayout
@@ -84,7 +85,7 @@ def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> 
         extends_ep: ``--moe-tp-extend-ep`` was given; only asked where files do not say it.
 
     Raises:
-        ValueError: unreadable or missing files, or parameters that the model does not have.
+        UsageError: unreadable or missing files, or parameters that the model does not have.
     """
     files = _read(folder)
     layout = _layout(files, spec, extends_ep)
@@ -139,15 +140,15 @@ def _read(folder: Path) -> _Files:
             continue
         file = path / MODEL_FILE
         if not file.is_file():
-            raise ValueError(f"{path}: {MODEL_FILE} is missing; copy the checkpoint again")
+            raise UsageError(f"{path}: {MODEL_FILE} is missing; copy the checkpoint again")
         state = read_torch_file(file)
         if not isinstance(state, Mapping):
-            raise ValueError(f"{file}: holds no checkpoint of Megatron")
+            raise UsageError(f"{file}: holds no checkpoint of Megatron")
         raw[tuple(int(n) for n in match.groups() if n is not None)] = model_chunks(file, state)
         args, iteration = state.get("args", args), int(state.get("iteration") or 1)
     lengths = {len(key) for key in raw}
     if len(lengths) != 1:
-        raise ValueError(f"{folder}: files of several layouts ({', '.join(map(str, sorted(raw)))})")
+        raise UsageError(f"{folder}: files of several layouts ({', '.join(map(str, sorted(raw)))})")
     return _Files(folder, dict(_axes(raw, lengths.pop())), args, iteration)
 
 
@@ -156,7 +157,7 @@ def model_chunks(file: Path, state: Mapping[str, Any]) -> Chunks:
     numbered = sorted((k for k in state if re.fullmatch(r"model\d+", k)), key=lambda k: int(k[5:]))
     keys = ["model"] if "model" in state else numbered
     if not keys:
-        raise ValueError(f"{file}: no model in it; keys: {', '.join(map(str, state))}")
+        raise UsageError(f"{file}: no model in it; keys: {', '.join(map(str, state))}")
     return tuple(
         {
             name: stored_tensor(file, value)
@@ -194,7 +195,7 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
     tp, pp, ep = files.sizes()
     first_files = [files.chunks.get((0, stage, 0)) for stage in range(pp)]
     if any(chunks is None for chunks in first_files):
-        raise ValueError(f"{files.folder}: files of some pipeline stages are missing")
+        raise UsageError(f"{files.folder}: files of some pipeline stages are missing")
     stages = [chunks for chunks in first_files if chunks is not None]
     vpp = len(stages[0])
     slots = tuple(
@@ -204,7 +205,7 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
     )
     counts = tuple(map(len, slots))
     if sum(counts) != spec.num_layers:
-        raise ValueError(
+        raise UsageError(
             f"{files.folder}: the files hold {sum(counts)} layers ({'-'.join(map(str, counts))}), "
             f"config.json has {spec.num_layers}; give the config.json of this model (--hf-cfg-dir)"
         )
@@ -216,7 +217,7 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
     embedding = stages[0][0].get(_EMBEDDING)
     if embedding is None or embedding.shape[0] * tp < spec.vocab_size:
         found = "none" if embedding is None else f"{embedding.shape[0]} rows on each of {tp} ranks"
-        raise ValueError(
+        raise UsageError(
             f"{files.folder}: embedding: {found}; config.json has a vocabulary of {spec.vocab_size}"
         )
     etp, extends = _expert_cut(files, spec, names, extends_ep)
@@ -245,7 +246,7 @@ def _expert_cut(
         return (1, True) if extends else (tp, False)
     found = [(m, t.shape) for n, t in params.items() if (m := _EXPERT.search(n))]
     if not found:
-        raise ValueError(f"{files.folder}: no experts in the files, config.json has some")
+        raise UsageError(f"{files.folder}: no experts in the files, config.json has some")
     local = 1 + max(int(m[1] or m[2] or 0) for m, _ in found)
     etp = 2 * spec.expert_ffn_size // found[0][1][0]
     extends = tp > 1 and local * ep * tp == spec.num_experts
@@ -259,7 +260,7 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
         coords = layout.parallel.coords(rank)
         chunks = files.chunks.get((coords.tp, coords.pp, layout.file_ep(rank)))
         if chunks is None:
-            raise ValueError(
+            raise UsageError(
                 f"{files.folder}: {layout.folder_of(rank)} is missing; the other files are of "
                 f"{_words(layout)}"
             )
@@ -267,18 +268,18 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
         wanted = layout.local_shapes(rank)
         where = f"{files.folder / layout.folder_of(rank)}"
         if missing := sorted(wanted.keys() - found.keys()):
-            raise ValueError(f"{where}: {_some(missing)} missing, which config.json implies")
+            raise UsageError(f"{where}: {_some(missing)} missing, which config.json implies")
         if unknown := sorted(found.keys() - wanted.keys()):
-            raise ValueError(f"{where}: {_some(unknown)} in it, which config.json does not imply")
+            raise UsageError(f"{where}: {_some(unknown)} in it, which config.json does not imply")
         for name, shape in wanted.items():
             stored = layout.stored_shape(name, shape)
             if found[name].shape != stored:
-                raise ValueError(
+                raise UsageError(
                     f"{where}: {name} has shape {found[name].shape}, config.json implies {stored}"
                 )
         held[rank] = {name: found[name].reshaped(shape) for name, shape in wanted.items()}
     if len(files.chunks) > len(held):
-        raise ValueError(
+        raise UsageError(
             f"{files.folder}: {len(files.chunks)} files, of which {_words(layout)} has "
             f"{len(held)}; remove the files of other layouts"
         )

@@ -28,6 +28,7 @@ from mindspeed_rl.conversion.options import MODEL_TYPES, ConversionOptions, with
 from mindspeed_rl.conversion.run import convert
 from mindspeed_rl.conversion.source import Source, same_bits
 from mindspeed_rl.conversion.target import Target
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.file_names import (
     MTP_COPIES,
     FileNames,
@@ -63,7 +64,7 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
     """Convert; ``say`` is told what is done, one line each.
 
     Raises:
-        ValueError: flags, files or a model that cannot be converted.
+        UsageError: flags, files or a model that cannot be converted.
         OSError: a file cannot be read or written.
     """
     start = time.monotonic()
@@ -108,7 +109,7 @@ def _directories(options: ConversionOptions) -> tuple[Path, Path]:
     """Where the config is, and where the result goes."""
     source, target = Path(options.load_dir), Path(options.save_dir)
     if not source.is_dir():
-        raise ValueError(f"--load-dir {source}: no such directory")
+        raise UsageError(f"--load-dir {source}: no such directory")
     if options.load_model_type == "hf":
         config = source
     elif options.hf_cfg_dir:
@@ -116,7 +117,7 @@ def _directories(options: ConversionOptions) -> tuple[Path, Path]:
     elif (target / "config.json").is_file() and options.save_model_type == "hf":
         config, target = target, target / "mg2hf"
     else:
-        raise ValueError(
+        raise UsageError(
             "--hf-cfg-dir is missing: files of Megatron do not say all of the architecture; name "
             "the directory with the config.json and the tokenizer of the model"
         )
@@ -124,7 +125,7 @@ def _directories(options: ConversionOptions) -> tuple[Path, Path]:
     for flag, path in (("--load-dir", source), ("--hf-cfg-dir", config)):
         kept = path.resolve()
         if place in (kept, *kept.parents):
-            raise ValueError(f"--save-dir {target} is or contains {flag} {path}; choose another")
+            raise UsageError(f"--save-dir {target} is or contains {flag} {path}; choose another")
     return config, target
 
 
@@ -139,37 +140,37 @@ def _check_flags(options: ConversionOptions, spec: ModelSpec) -> None:
     """Flags that say again what config.json says.
 
     Raises:
-        ValueError: they contradict it, or the model has nothing that they are about.
+        UsageError: they contradict it, or the model has nothing that they are about.
     """
     families = MODEL_TYPES.get(options.model_type_hf, (spec.family,))
     if options.model_type_hf and options.model_type_hf not in MODEL_TYPES:
-        raise ValueError(
+        raise UsageError(
             f"--model-type-hf {options.model_type_hf} is not supported; allowed: "
             f"{', '.join(MODEL_TYPES)}, or leave it out: config.json says it"
         )
     if spec.family not in families:
-        raise ValueError(
+        raise UsageError(
             f"--model-type-hf {options.model_type_hf}: config.json is of a {spec.family} model"
         )
     noop = layer_numbers("--noop-layers", options.noop_layers)
     allowed = sorted({spec.num_layers, spec.num_layers + len(noop)})
     if options.num_layers is not None and options.num_layers not in allowed:
-        raise ValueError(
+        raise UsageError(
             f"--num-layers {options.num_layers}: config.json has {spec.num_layers} layers"
             + (f", {allowed[-1]} with --noop-layers" if noop else "")
         )
     dense = spec.moe.layers.index(True) if spec.moe and any(spec.moe.layers) else 0
     if options.first_k_dense_replace not in (None, dense):
-        raise ValueError(
+        raise UsageError(
             f"--first-k-dense-replace {options.first_k_dense_replace}: config.json has {dense}"
         )
     if options.mtp_num_layers not in (0, spec.num_mtp_layers):
-        raise ValueError(
+        raise UsageError(
             f"--mtp-num-layers {options.mtp_num_layers}: config.json has {spec.num_mtp_layers} "
             "(num_nextn_predict_layers); allowed: that, or 0 to leave them out"
         )
     if options.mtp_num_layers and options.ckpt_format == "torch_dist":
-        raise ValueError(
+        raise UsageError(
             "--mtp-num-layers with --ckpt-format torch_dist is not supported; use --ckpt-format "
             "torch, or 0"
         )
@@ -180,14 +181,14 @@ def _check_flags(options: ConversionOptions, spec: ModelSpec) -> None:
     )
     for flag, on, has in given:
         if on and has is None:
-            raise ValueError(f"{flag}: the {spec.family} model has nothing to cut so; remove it")
+            raise UsageError(f"{flag}: the {spec.family} model has nothing to cut so; remove it")
 
 
 def _open(options: ConversionOptions, model: _Model) -> Source:
     directory = Path(options.load_dir)
     if options.load_model_type == "hf":
         if not any(directory.glob("*.safetensors*")) and (directory / TRACKER).exists():
-            raise ValueError(
+            raise UsageError(
                 f"--load-dir {directory} is a Megatron checkpoint: --load-model-type mg"
             )
         return open_hf(directory, model.config, "--load-dir")
@@ -200,7 +201,7 @@ def _wanted(
     """The HF tensors of the result with their shapes, in the order of the table.
 
     Raises:
-        ValueError: the source has others, lacks some, or has some in other shapes.
+        UsageError: the source has others, lacks some, or has some in other shapes.
     """
     keeps = options.mtp_num_layers > 0
     table = whole_layout(spec, FileNames(mtp=keeps), spec.vocab_size).hf_shapes
@@ -213,7 +214,7 @@ def _wanted(
         say(f"left out: {len(mtp)} tensors of multi-token prediction{hint}")
     for name, shape in table.items():
         if source.shapes[name] != shape:
-            raise ValueError(
+            raise UsageError(
                 f"--load-dir {options.load_dir}: {name} has shape {source.shapes[name]}, "
                 f"config.json implies {shape}; give the config.json and the weights of one model"
             )
@@ -239,13 +240,13 @@ def _check_copies(spec: ModelSpec, source: Source, copies: list[str]) -> None:
     """Tensors that a Megatron checkpoint holds once must be equal where HF holds them twice.
 
     Raises:
-        ValueError: they differ.
+        UsageError: they differ.
     """
     for name in copies:
         main = MTP_COPIES[name.split(".", 3)[-1]]
         main = main if main in source.shapes else "model.embed_tokens.weight"
         if not same_bits(source, name, source, source.dtype_of(name), main):
-            raise ValueError(
+            raise UsageError(
                 f"{source.place}: {name} differs from {main}; layers of multi-token prediction "
                 "with an embedding of their own are not supported: --mtp-num-layers 0"
             )
@@ -288,7 +289,7 @@ def classic_layout(
     """The layout of a classic target, and its empty slots.
 
     Raises:
-        ValueError: sizes that do not fit the model or each other.
+        UsageError: sizes that do not fit the model or each other.
     """
     tp, pp = options.tensor_parallel, options.pipeline_parallel
     noop = layer_numbers("--noop-layers", options.noop_layers)
@@ -300,7 +301,7 @@ def classic_layout(
     stages = stage_layout(ModelConfig(noop_layers=options.noop_layers), parallel, spec.num_layers)
     etp = options.expert_tensor_parallel or tp
     if options.moe_tp_extend_ep and options.expert_tensor_parallel not in (None, 1):
-        raise ValueError(
+        raise UsageError(
             f"--moe-tp-extend-ep makes experts whole; --expert-tensor-parallel-size {etp}: remove "
             "one of the two"
         )
@@ -352,7 +353,7 @@ def verify(source: Source, result: Source, target: Target, workers: int) -> None
     """Compare all tensors bit by bit, in the types of the result.
 
     Raises:
-        ValueError: some differ.
+        UsageError: some differ.
     """
 
     def differs(name: str) -> bool:
@@ -362,7 +363,7 @@ def verify(source: Source, result: Source, target: Target, workers: int) -> None
         names = list(target.dtypes)
         wrong = [name for name, bad in zip(names, pool.map(differs, names), strict=True) if bad]
     if wrong:
-        raise ValueError(
+        raise UsageError(
             f"--verify: {len(wrong)} of {len(names)} tensors differ between source and result, "
             f"first {wrong[0]}; a disk that loses data, or a fault of this tool"
         )

@@ -22,6 +22,7 @@ from mindspeed_rl.checkpoint.resume import RECORD
 from mindspeed_rl.conversion.source import Part, Source
 from mindspeed_rl.conversion.stored import StoredTensor
 from mindspeed_rl.conversion.torch_files import read_torch_file, stored_tensor
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.file_names import told_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import Box, ParamView
@@ -61,11 +62,11 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
     """The weights of a distributed checkpoint; optimizer and random states are left alone.
 
     Raises:
-        ValueError: another format, unreadable files, or weights that the model does not have.
+        UsageError: another format, unreadable files, or weights that the model does not have.
     """
     kind = json.loads((folder / FORMAT).read_text(encoding="utf-8")).get("sharded_backend")
     if kind != "torch_dist":
-        raise ValueError(
+        raise UsageError(
             f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "
             "with --ckpt-format torch_dist, or convert it with Megatron's own tool"
         )
@@ -75,7 +76,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
     names = replace(told_from(keys, spec), experts="single", mtp=False)
     embedding = keys.get("embedding.word_embeddings.weight")
     if not isinstance(embedding, TensorStorageMetadata):
-        raise ValueError(f"{folder}: no embedding in it; is it the checkpoint of a language model?")
+        raise UsageError(f"{folder}: no embedding in it; is it the checkpoint of a language model?")
     layout = whole_layout(spec, names, int(embedding.size[0]))
     shards_of_names = {name: layout.shards(name) for name in layout.hf_shapes}
     lacking = sorted(
@@ -87,7 +88,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
         }
     )
     if lacking:
-        raise ValueError(
+        raise UsageError(
             f"{folder}: {lacking[0]} and {len(lacking) - 1} more keys are missing, which "
             "config.json implies; give the config.json of this model (--hf-cfg-dir)"
         )
@@ -133,7 +134,7 @@ def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
 def _stored(path: Path, key: str, box: Box, info: Any) -> StoredTensor:
     tensor = read_torch_file(path, info.offset, info.length)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != box.size:
-        raise ValueError(f"{path}: {key} is not the tensor that {INDEX} says; copy it again")
+        raise UsageError(f"{path}: {key} is not the tensor that {INDEX} says; copy it again")
     return stored_tensor(path, tensor, info.offset)
 
 

@@ -14,6 +14,7 @@ from mindspeed_rl.checkpoint.mapping import StoredEntry, safetensors_entries
 from mindspeed_rl.conversion.source import Part, Scales, Shape, Source
 from mindspeed_rl.conversion.stored import StoredTensor
 from mindspeed_rl.conversion.target import OutputTensor, Target, safetensors_file
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, SINGLE
 from mindspeed_rl.resharding.boxes import Box
 from mindspeed_rl.resharding.layouts.base import Piece
@@ -37,7 +38,7 @@ def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
         flag: that names the directory, for messages.
 
     Raises:
-        ValueError: unreadable files, or a quantisation other than FP8 in blocks.
+        UsageError: unreadable files, or a quantisation other than FP8 in blocks.
     """
     files = weight_files(directory)
     entries: dict[str, tuple[Path, StoredEntry]] = {}
@@ -45,7 +46,7 @@ def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
         found = safetensors_entries(path)
         entries |= {name: (path, entry) for name, entry in found.items() if files.get(name) == path}
     if lacking := sorted(set(files) - set(entries)):
-        raise ValueError(f"{files[lacking[0]]}: lacks {lacking[0]}, which the index says is there")
+        raise UsageError(f"{files[lacking[0]]}: lacks {lacking[0]}, which the index says is there")
     block = _block_size(config, f"{flag} {directory}")
     parts = {
         name: (_part(name, path, entry, entries, block),)
@@ -66,7 +67,7 @@ def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None
         return None
     method, block = quantised.get("quant_method"), quantised.get("weight_block_size")
     if method != "fp8" or not block or len(block) != 2:
-        raise ValueError(
+        raise UsageError(
             f"{where}: config.json has quantization_config with quant_method {method!r} and "
             f"weight_block_size {block}; allowed: fp8 with blocks such as [128, 128]. Convert the "
             "checkpoint to bfloat16 with the tool that came with it first"
@@ -84,7 +85,7 @@ def _part(
     dtype = _TYPES.get(entry.dtype)
     scaled = entries.get(name + SCALE)
     if dtype is None or (dtype.itemsize == 1) != (scaled is not None and block is not None):
-        raise ValueError(
+        raise UsageError(
             f"{path}: {name} has the element type {entry.dtype}"
             + ("" if scaled else f" and no {name}{SCALE}")
             + f"; allowed: {', '.join(list(_TYPES)[:4])}, or F8_E4M3 with such factors and "
@@ -97,7 +98,7 @@ def _part(
     factors = scaled[1]
     wanted = tuple(-(-size // b) for size, b in zip(entry.shape, block, strict=True))
     if factors.shape != wanted or factors.dtype != "F32":
-        raise ValueError(
+        raise UsageError(
             f"{scaled[0]}: {name}{SCALE} has shape {factors.shape} and type {factors.dtype}, "
             f"config.json implies {wanted} and F32"
         )

@@ -12,6 +12,7 @@ from mindspeed_rl.conversion.classic_source import (
 )
 from mindspeed_rl.conversion.distributed_source import is_distributed, open_distributed
 from mindspeed_rl.conversion.source import Source
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.layouts.checkpoint_files import MODEL_FILE
 
@@ -28,7 +29,7 @@ def open_megatron(
         flag: that names the directory, for messages.
 
     Raises:
-        ValueError: none is there, or it is not of the model.
+        UsageError: none is there, or it is not of the model.
     """
     folder = iteration_folder(directory)
     if folder is not None and is_distributed(folder):
@@ -36,8 +37,8 @@ def open_megatron(
     if folder is not None and is_classic(folder):
         return open_classic(folder, spec, extends_ep=extends_ep)
     if any(directory.glob("*.safetensors")):
-        raise ValueError(f"{flag} {directory} is a Hugging Face checkpoint: --load-model-type hf")
-    raise ValueError(
+        raise UsageError(f"{flag} {directory} is a Hugging Face checkpoint: --load-model-type hf")
+    raise UsageError(
         f"{flag} {directory}: no Megatron checkpoint; needed: {TRACKER} and the folder it names, "
         f"with mp_rank_*/{MODEL_FILE} or with metadata.json and *.distcp"
     )

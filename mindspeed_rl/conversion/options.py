@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindspeed_rl.errors import UsageError
+
 # By default; a disk is no faster with more, and each takes memory.
 _MOST_WORKERS = 4
 # Flags of convert_ckpt.py (MindSpeed-LLM up to 26.1) and convert_ckpt_v2.py that say what
@@ -109,13 +111,13 @@ def parse_options(argv: Sequence[str]) -> ConversionOptions:
     """The options of a command line.
 
     Raises:
-        ValueError: a flag that this tool cannot honour.
+        UsageError: a flag that this tool cannot honour.
         SystemExit: unknown or malformed flags, with argparse's message, or ``--help``.
     """
     values = vars(_parser().parse_args(argv))
     for name, _, help_text in _REFUSED:
         if values.pop(_destination(name)) not in (None, False):
-            raise ValueError(f"{name}: not supported; {help_text}")
+            raise UsageError(f"{name}: not supported; {help_text}")
     for name, _ in _NO_MEANING:
         values.pop(_destination(name))
     return ConversionOptions(**values)

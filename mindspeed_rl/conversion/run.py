@@ -26,6 +26,7 @@ from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.conversion.source import Source, row_blocks
 from mindspeed_rl.conversion.stored import UnreadableError, bytes_of
 from mindspeed_rl.conversion.target import OutputFile, OutputTensor, Target
+from mindspeed_rl.errors import UsageError
 
 # Left free on the disk besides the tensors.
 _MARGIN_BYTES = 64 << 20
@@ -54,7 +55,7 @@ def convert(
         Bytes of tensors in the files that an earlier attempt had finished.
 
     Raises:
-        ValueError: the target exists, or a source cannot be read.
+        UsageError: the target exists, or a source cannot be read.
         OSError: the disk is full; the same command goes on when there is space.
     """
     refuse_existing(directory)
@@ -82,10 +83,10 @@ def refuse_existing(target: Path) -> None:
     """A conversion replaces nothing.
 
     Raises:
-        ValueError: ``target`` exists and is not an empty directory.
+        UsageError: ``target`` exists and is not an empty directory.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(
+        raise UsageError(
             f"--save-dir {target} exists and is not empty; a conversion replaces nothing: choose "
             "another directory, or remove it"
         )
@@ -108,7 +109,7 @@ def _work_folder(target: Path, identity: str) -> Iterator[Path]:
     """The folder of this conversion, locked for this process; those of other ones are removed.
 
     Raises:
-        ValueError: another process converts into the target.
+        UsageError: another process converts into the target.
     """
     prefix = f".{target.name}.converting-"
     folder = target.with_name(prefix + identity)
@@ -123,7 +124,7 @@ def _work_folder(target: Path, identity: str) -> Iterator[Path]:
             else:
                 shutil.rmtree(found)
         except BlockingIOError as error:
-            raise ValueError(
+            raise UsageError(
                 f"--save-dir {target}: another process is converting into it; wait for it, or "
                 "choose another directory"
             ) from error

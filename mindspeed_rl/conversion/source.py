@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.conversion.stored import StoredTensor, read_box
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
 Shape = tuple[int, ...]
@@ -115,7 +116,7 @@ class Source:
         """Element type of a tensor as it is read."""
         kinds = {part.dtype for part in self._parts(name)}
         if len(kinds) > 1:
-            raise ValueError(f"{self.place}: {name} has parts of types {sorted(map(str, kinds))}")
+            raise UsageError(f"{self.place}: {name} has parts of types {sorted(map(str, kinds))}")
         return kinds.pop()
 
     @cached_property

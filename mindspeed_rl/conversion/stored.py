@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.resharding.boxes import Box
 
 # A rectangle that is not one run of bytes is cut out of whole rows of this size at a time.
@@ -52,7 +53,7 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
 
     Raises:
         UnreadableError: the file system says no.
-        ValueError: the file is shorter than its own description.
+        UsageError: the file is shorter than its own description.
     """
     assert tuple(target.shape) == box.size, (target.shape, box)
     if not box.num_elements:
@@ -96,7 +97,7 @@ def _read_at(descriptor: int, memory: memoryview, position: int, path: Path) -> 
     while memory:
         count = os.preadv(descriptor, [memory], position)
         if not count:
-            raise ValueError(
+            raise UsageError(
                 f"{path}: the file ends at byte {position}, within a tensor that its header "
                 "describes; copy or download it again"
             )

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import skip_data
 
 from mindspeed_rl.conversion.stored import StoredTensor
+from mindspeed_rl.errors import UsageError
 
 
 class Unknown:
@@ -84,7 +85,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         length: of the archive; the whole file when not given.
 
     Raises:
-        ValueError: no such archive, or a truncated one.
+        UsageError: no such archive, or a truncated one.
     """
     try:
         with path.open("rb") as file:
@@ -95,7 +96,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a seek before the start
             raise
-        raise ValueError(
+        raise UsageError(
             f"{path}: truncated, or not written by torch.save ({error}); copy it again"
         ) from error
 
@@ -104,10 +105,10 @@ def stored_tensor(path: Path, tensor: torch.Tensor, start: int = 0) -> StoredTen
     """Where the bytes of a tensor of :func:`read_torch_file` are; ``start`` as given to it.
 
     Raises:
-        ValueError: it is not stored in row-major order.
+        UsageError: it is not stored in row-major order.
     """
     if not tensor.is_contiguous():
-        raise ValueError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not in row-major "
+        raise UsageError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not in row-major "
                          "order; save the checkpoint with contiguous tensors")  # fmt: skip
     storage: Any = tensor.untyped_storage()
     offset = start + storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize

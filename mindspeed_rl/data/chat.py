@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.rows import Row
+from mindspeed_rl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ class PromptEncoder:
         chat_template_kwargs: passed on to the template, for example ``enable_thinking=False``.
 
     Raises:
-        ValueError: a chat template is asked for and the tokenizer has none.
+        UsageError: a chat template is asked for and the tokenizer has none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ class PromptEncoder:
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(
+            raise UsageError(
                 f"tokenizer {getattr(self.tokenizer, 'name_or_path', '')!r} has no chat template; "
                 "give --tokenizer-name-or-path of one that has, or --no-chat-template for "
                 "plain-text prompts"
@@ -58,7 +59,7 @@ class PromptEncoder:
         """The prompt of ``row`` as the string that will be tokenised.
 
         Raises:
-            ValueError: the prompt is missing, malformed, or refused by the chat template; the
+            UsageError: the prompt is missing, malformed, or refused by the chat template; the
                 message names the row.
         """
         value = row.get(self.prompt_key)
@@ -70,7 +71,7 @@ class PromptEncoder:
         elif self.apply_chat_template:
             messages = _parse_messages(value, row.where)
         else:
-            raise ValueError(
+            raise UsageError(
                 f"{row.where}: --prompt-key {self.prompt_key!r} holds a message list, which needs "
                 "a chat template; remove --no-chat-template or store the prompt as text"
             )
@@ -94,7 +95,7 @@ class PromptEncoder:
                 messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
             )
         except TemplateError as error:
-            raise ValueError(f"{where}: the chat template refuses the prompt: {error}") from error
+            raise UsageError(f"{where}: the chat template refuses the prompt: {error}") from error
         return rendered
 
 
@@ -124,15 +125,15 @@ def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> No
         vocab_size: of the model.
 
     Raises:
-        ValueError: no token at all, or an id that is not below ``vocab_size``.
+        UsageError: no token at all, or an id that is not below ``vocab_size``.
     """
     if not token_ids:
-        raise ValueError(
+        raise UsageError(
             f"{where}: the tokenizer makes 0 tokens of the prompt; give the model's own tokenizer "
             "as --tokenizer-name-or-path, or remove the row"
         )
     if max(token_ids) >= vocab_size:
-        raise ValueError(
+        raise UsageError(
             f"{where}: token id {max(token_ids)} is outside the model's vocabulary of "
             f"{vocab_size}, so the tokenizer is another model's; give the model's own as "
             "--tokenizer-name-or-path"
@@ -145,14 +146,14 @@ def _parse_messages(value: Sequence[Any], where: str) -> list[dict[str, str]]:
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(
+            raise UsageError(
                 f"{where}: message {position} of the prompt is {message!r}, but "
                 '{"role": <string>, "content": <string>} is needed (text only)'
             )
         messages.append({"role": role, "content": content})
     roles = [message["role"] for message in messages]
     if "user" not in roles or roles[-1] == "assistant":
-        raise ValueError(
+        raise UsageError(
             f"{where}: the roles of the prompt are {roles}, but it needs a user message and must "
             "not end with the assistant, whose turn is the response to be sampled"
         )

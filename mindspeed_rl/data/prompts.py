@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -126,12 +127,12 @@ def load_prompts(
         progress: show a bar on a terminal (one rank should).
 
     Raises:
-        ValueError: the file is missing or broken, a row lacks its prompt or answer (the message
+        UsageError: the file is missing or broken, a row lacks its prompt or answer (the message
             names file, line and key), or has no token or one outside the vocabulary, or no prompt
             is left.
     """
     if max_prompt_length < 1:
-        raise ValueError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
+        raise UsageError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
     encoder = PromptEncoder(
         tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
     )
@@ -146,7 +147,7 @@ def load_prompts(
         else:
             kept.append(question, token_ids)
     if not kept.questions:
-        raise ValueError(
+        raise UsageError(
             f"{path}: no prompt is left: {num_filtered_long} rows were read and all are longer "
             f"than --max-prompt-length {max_prompt_length} tokens; raise it or use another file"
         )
@@ -206,7 +207,7 @@ def _encoded_rows(
 def _metadata(row: Row, prompt_key: str, answer_key: str, metadata_key: str) -> dict[str, Any]:
     nested = row.get(metadata_key)
     if nested is not None and not isinstance(nested, Mapping):
-        raise ValueError(
+        raise UsageError(
             f"{row.where}: column {metadata_key!r} holds {nested!r}, but an object is needed; "
             "rename the column: all other columns are metadata as they are"
         )

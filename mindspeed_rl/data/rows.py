@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rl.errors import UsageError
+
 T = TypeVar("T")
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -49,7 +51,7 @@ class Row:
             option: the flag that chose the column, named by the error.
 
         Raises:
-            ValueError: the value is missing, empty, or neither a string nor a number.
+            UsageError: the value is missing, empty, or neither a string nor a number.
         """
         value = self.get(key)
         # NaN is how some writers spell a missing number.
@@ -57,7 +59,7 @@ class Row:
             return str(value)
         if isinstance(value, str) and value.strip():
             return value
-        raise ValueError(
+        raise UsageError(
             f"{self.where}: {option} {key!r} gives {value!r}, but a non-empty string or a number "
             f"is needed; the columns of this row are {sorted(self.values)}. Fix the row or set "
             f"{option} to the right column"
@@ -71,14 +73,14 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     objects.
 
     Raises:
-        ValueError: there is no such file, its suffix is not known, or (while iterating) a line
+        UsageError: there is no such file, its suffix is not known, or (while iterating) a line
             or row is broken, which the message names, or there is none.
     """
     file = Path(path)
     if file.suffix not in _SUFFIXES:
-        raise ValueError(f"data file {str(file)!r} must end in one of {', '.join(_SUFFIXES)}")
+        raise UsageError(f"data file {str(file)!r} must end in one of {', '.join(_SUFFIXES)}")
     if not file.is_file():
-        raise ValueError(f"data file {str(file)!r} does not exist or is not a file")
+        raise UsageError(f"data file {str(file)!r} does not exist or is not a file")
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     return _at_least_one(file, readers[file.suffix](file))
 
@@ -101,7 +103,7 @@ def _at_least_one(file: Path, rows: Iterable[Row]) -> Iterator[Row]:
         empty = False
         yield row
     if empty:
-        raise ValueError(f"{file}: the file has no rows; write it again, or give another one")
+        raise UsageError(f"{file}: the file has no rows; write it again, or give another one")
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
@@ -116,7 +118,7 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
 def _read_json(file: Path) -> Iterator[Row]:
     values = _parse_json(str(file), file.read_bytes())
     if not isinstance(values, list):
-        raise ValueError(
+        raise UsageError(
             f"{file}: expected one array of objects, got {type(values).__name__}; "
             "a file with one object per line must be named .jsonl"
         )
@@ -138,17 +140,17 @@ def _read_parquet(file: Path) -> Iterator[Row]:
                     yield _row(f"{file}, row {number} (counted from 0)", value)
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a damaged page or footer
-        raise ValueError(f"{file}: not a readable parquet file: {error}") from error
+        raise UsageError(f"{file}: not a readable parquet file: {error}") from error
 
 
 def _parse_json(where: str, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:  # also what bytes that are not UTF-8 raise
-        raise ValueError(f"{where}: broken JSON: {error}") from error
+        raise UsageError(f"{where}: broken JSON: {error}") from error
 
 
 def _row(where: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
+        raise UsageError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return Row(where, value)

@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
+
 
 def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """The order in which an epoch deals out its prompts; a pure function of the arguments."""
@@ -86,12 +88,12 @@ class PromptSampler:
                 cannot be continued then; the sampler starts the epoch after the saved one.
 
         Raises:
-            ValueError: the state is of another data set, seed or order and that is not allowed,
+            UsageError: the state is of another data set, seed or order and that is not allowed,
                 or it is not a state of this class.
         """
         expected = {*self._identity(), "epoch", "position"}
         if set(state) != expected:
-            raise ValueError(
+            raise UsageError(
                 f"sampler state has the keys {sorted(state)}, expected {sorted(expected)}; "
                 "it was not written by this version of PromptSampler"
             )
@@ -101,7 +103,7 @@ class PromptSampler:
             if state[key] != value
         ]
         if changed and not allow_changed_data:
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint's sampler belongs to another run: changed are "
                 f"{', '.join(changed)}. Resume with the data, tokenizer and seed of the "
                 "checkpoint, or add --allow-changed-data to start a new epoch on the present data"

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mindspeed_rl.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -50,7 +52,7 @@ class Scores:
 
 def _load(flag: str, path: str, names: tuple[str, ...]) -> dict[str, Any]:
     if not Path(path).is_file():
-        raise ValueError(f"{flag} {path}: no such file")
+        raise UsageError(f"{flag} {path}: no such file")
     try:
         with zipfile.ZipFile(path) as archive:
             present = sorted(file.removesuffix(".npy") for file in archive.namelist())
@@ -60,34 +62,34 @@ def _load(flag: str, path: str, names: tuple[str, ...]) -> dict[str, Any]:
                 return {name: arrays[name] for name in names}
     except (OSError, zipfile.BadZipFile, EOFError, ValueError) as error:
         # numpy raises ValueError for arrays that are cut off or hold objects
-        raise ValueError(f"{flag} {path}: no readable .npz file: {error}") from error
-    raise ValueError(f"{flag} {path}: lacks {missing}; it has {present}")
+        raise UsageError(f"{flag} {path}: no readable .npz file: {error}") from error
+    raise UsageError(f"{flag} {path}: lacks {missing}; it has {present}")
 
 
 def read_sequences(path: str, vocab_size: int, limit: int) -> Sequences:
     """Read and check a file of sequences.
 
     Raises:
-        ValueError: no such file, wrong arrays, ids outside the vocabulary, lengths outside
+        UsageError: no such file, wrong arrays, ids outside the vocabulary, lengths outside
             [1, T], or sequences longer than ``limit``.
     """
     found = _load("--tokens", path, ("tokens", "length"))
     tokens, length = found["tokens"], found["length"]
     integers = all(np.issubdtype(a.dtype, np.integer) for a in (tokens, length))
     if not integers or tokens.ndim != 2 or length.shape != tokens.shape[:1] or not length.size:
-        raise ValueError(
+        raise UsageError(
             f"--tokens {path}: tokens {tokens.dtype}{list(tokens.shape)}, length "
             f"{length.dtype}{list(length.shape)}; needed: integers [N, T] and [N], N at least 1"
         )
     if length.min() < 1 or length.max() > min(tokens.shape[1], limit):
-        raise ValueError(
+        raise UsageError(
             f"--tokens {path}: lengths from {length.min()} to {length.max()}; allowed: 1 to "
             f"{min(tokens.shape[1], limit)} (T is {tokens.shape[1]}; the model's "
             f"positions allow {limit} with this --backend)"
         )
     used = np.arange(tokens.shape[1])[None] < length[:, None]
     if tokens[used].min() < 0 or tokens[used].max() >= vocab_size:
-        raise ValueError(
+        raise UsageError(
             f"--tokens {path}: ids from {tokens[used].min()} to {tokens[used].max()}; allowed: 0 "
             f"to {vocab_size - 1}"
         )
@@ -98,7 +100,7 @@ def read_scores(path: str) -> Scores:
     """Read a result.
 
     Raises:
-        ValueError: no such file or wrong arrays.
+        UsageError: no such file or wrong arrays.
     """
     return Scores(**_load("--compare", path, ("logp", "entropy", "length")))
 
@@ -107,10 +109,10 @@ def compare(a: Scores, b: Scores) -> str:
     """A table of how two results for the same sequences differ.
 
     Raises:
-        ValueError: they are not of the same sequences.
+        UsageError: they are not of the same sequences.
     """
     if a.logp.shape != b.logp.shape or not np.array_equal(a.length, b.length):
-        raise ValueError(
+        raise UsageError(
             f"--compare: the files are of different sequences: {list(a.logp.shape)} and "
             f"{list(b.logp.shape)}, or other lengths"
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids, encode_texts
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
+from mindspeed_rl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +111,7 @@ def load_supervised(
         chat_template_kwargs: further arguments of the template.
 
     Raises:
-        ValueError: the file or a row is broken (the message names the line), a prompt has no
+        UsageError: the file or a row is broken (the message names the line), a prompt has no
             token, a token is outside the vocabulary, the tokenizer lacks an end-of-sequence token,
             or no example is left.
     """
@@ -129,7 +130,7 @@ def load_supervised(
             examples.append(example)
     num_filtered_long = num_rows - len(examples)
     if not examples:
-        raise ValueError(
+        raise UsageError(
             f"{path}: none of {num_rows} rows is left: {num_filtered_long} are longer than "
             f"--seq-length {max_length} tokens; raise it or use another file"
         )
@@ -139,7 +140,7 @@ def load_supervised(
 def _end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     eos_token_id: int | None = tokenizer.eos_token_id
     if eos_token_id is None:
-        raise ValueError(
+        raise UsageError(
             "the tokenizer has no eos_token_id, so a model trained on these examples could not "
             "learn to stop; set eos_token in its tokenizer_config.json"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.dryrun.findings import find_out, world_size
 from mindspeed_rl.dryrun.report import as_json, lines
+from mindspeed_rl.errors import UsageError
 
 FITS, DOES_NOT_FIT = 0, 3
 
@@ -24,7 +25,7 @@ def dry_run(
         environment: gives the world size where no flag does.
 
     Raises:
-        ValueError: flags that are not possible.
+        UsageError: flags that are not possible.
     """
     world = world_size(config, environment)
     found = find_out(config, world)
@@ -34,5 +35,5 @@ def dry_run(
         try:
             Path(target).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--rl-dry-run-json {target}: {error.strerror}") from error
+            raise UsageError(f"--rl-dry-run-json {target}: {error.strerror}") from error
     return FITS if found.fits else DOES_NOT_FIT

@@ -10,6 +10,7 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.dryrun.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.dryrun.volumes import update_volume
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.memory.owners import MemoryPhase
 from mindspeed_rl.memory.prediction import (
     Config,
@@ -71,13 +72,13 @@ def world_size(config: Config, environment: Mapping[str, str]) -> int:
     """Ranks of the run that is predicted.
 
     Raises:
-        ValueError: neither the flag nor the environment says.
+        UsageError: neither the flag nor the environment says.
     """
     if config.dry_run.rl_world_size:
         return config.dry_run.rl_world_size
     given = environment.get("WORLD_SIZE", "")
     if not given.isdecimal() or int(given) < 1:
-        raise ValueError(
+        raise UsageError(
             "--rl-dry-run needs the number of ranks: add --rl-world-size N (nodes x ranks per "
             "node), or set WORLD_SIZE"
         )
@@ -92,7 +93,7 @@ def find_out(config: Config, world: int) -> Findings:
         world: ranks.
 
     Raises:
-        ValueError: flags that are not possible.
+        UsageError: flags that are not possible.
     """
     machine, plan = machine_on(config), plan_of(config, world)
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)

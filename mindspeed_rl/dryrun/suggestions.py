@@ -25,7 +25,7 @@ def plan_of(config: Config, world: int) -> RunPlan:
     """The plan of a configuration, whatever files it names.
 
     Raises:
-        ValueError: the configuration is not possible.
+        UsageError: the configuration is not possible.
     """
     if isinstance(config, RLRunConfig):
         return check_rl(config, world, files=False)

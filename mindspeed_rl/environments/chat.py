@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.errors import UsageError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -20,13 +22,13 @@ def answer_tokens(
     turn.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that ends turns otherwise than with
+        UsageError: the tokenizer has no chat template, or one that ends turns otherwise than with
             the end-of-sequence token.
     """
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UsageError(
             f"tokenizer {tokenizer.name_or_path!r} has no chat template, which a conversation of "
             "several turns needs; give --tokenizer-name-or-path of one that has"
         )
@@ -46,12 +48,12 @@ def answer_tokens(
             continue
         behind = text.rpartition(_MARK)[2]
         if not behind.startswith(tokenizer.eos_token):
-            raise ValueError(
+            raise UsageError(
                 f"the chat template ends a turn with {behind[:20]!r} and not with the stop token "
                 f"{tokenizer.eos_token!r}; write an environment that knows the template"
             )
         text = behind.removeprefix(tokenizer.eos_token)
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    raise ValueError(
+    raise UsageError(
         f"the chat template refuses the roles of a tool's answer: {'; '.join(reasons)}"
     )

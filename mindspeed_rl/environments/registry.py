@@ -9,6 +9,7 @@ from typing import cast
 from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.reward_spec import check_name
 from mindspeed_rl.environments.types import EnvironmentFactory
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.user_file import load_from_file
 
 
@@ -16,7 +17,7 @@ def resolve_environment(name: str) -> EnvironmentFactory:
     """The factory of a built-in environment or of ``path/to/file.py:Name``.
 
     Raises:
-        ValueError: unknown name; missing file or name; something that cannot be called.
+        UsageError: unknown name; missing file or name; something that cannot be called.
     """
     path, separator, attribute = name.rpartition(":")
     if not separator:
@@ -26,5 +27,5 @@ def resolve_environment(name: str) -> EnvironmentFactory:
     where = f"--rl-environment {name}"
     factory = load_from_file(Path(path), attribute, where)
     if not callable(factory):
-        raise ValueError(f"{where}: is a {type(factory).__name__}, must be a class or function")
+        raise UsageError(f"{where}: is a {type(factory).__name__}, must be a class or function")
     return cast(EnvironmentFactory, factory)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_rl.environments.registry import resolve_environment
 from mindspeed_rl.environments.types import Environment, EnvironmentFactory, Observation
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class RayRunner:
         num_workers: actors, each takes one CPU of the cluster.
 
     Raises:
-        ValueError: the cluster has no room, or an environment cannot be loaded.
+        UsageError: the cluster has no room, or an environment cannot be loaded.
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, num_workers: int) -> None:
@@ -121,12 +122,12 @@ class RayRunner:
         try:
             ray.get([a.is_ready.remote() for a in self._actors], timeout=START_LIMIT_S)
         except ray.exceptions.GetTimeoutError as error:
-            raise ValueError(
+            raise UsageError(
                 f"{where}: not started after {START_LIMIT_S:.0f} s; the cluster has too few free "
                 "CPUs, one is needed for each"
             ) from error
         except ray.exceptions.RayError as error:
-            raise ValueError(f"{where}: an actor does not start: {error}") from error
+            raise UsageError(f"{where}: an actor does not start: {error}") from error
 
     def _start(self) -> Any:
         return self._ray.remote(num_cpus=1, max_restarts=0)(_Actor).remote(*self._arguments)

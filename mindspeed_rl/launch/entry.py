@@ -65,7 +65,7 @@ def run_entry(
         if not in_ray:
             bootstrap.require_launcher(prog, os.environ)
         checked = check_run(parsed, check, num_ranks)
-    except ValueError as error:  # UsageError, once all modules raise it
+    except UsageError as error:
         _usage_error(prog, error, world, limits or Limits())
     if in_ray:
         from mindspeed_rl.launch.ray import drive
@@ -102,7 +102,7 @@ def _check_world_size(
         )
 
 
-def _usage_error(prog: str, error: ValueError, world: bootstrap.World, limits: Limits) -> NoReturn:
+def _usage_error(prog: str, error: UsageError, world: bootstrap.World, limits: Limits) -> NoReturn:
     """Tell a mistake once per node: its first rank prints; others print only what it does not see.
 
     The first rank to end makes the launcher end the rest, so the others wait. Other nodes may not

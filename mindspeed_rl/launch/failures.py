@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dis
 import json
 import os
 import re
@@ -32,7 +31,6 @@ _LOST_CONNECTION = re.compile(
     r"|socket (is )?closed|remote process exited",
     re.IGNORECASE,
 )
-_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,22 +182,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def is_usage_error(error: BaseException) -> bool:
     """Whether an exception is the user's mistake, told without a traceback."""
-    return isinstance(error, UsageError) or _is_our_value_error(error)
-
-
-def _is_our_value_error(error: BaseException) -> bool:
-    """TEMPORARY: delete it once every ``raise ValueError`` for a user raises `UsageError`.
-
-    Whether a raise statement of this package raised a ``ValueError``.
-    """
-    trace = error.__traceback__
-    if not isinstance(error, ValueError) or trace is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    ours = Path(code.co_filename).is_relative_to(_PACKAGE)
-    return ours and code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return isinstance(error, UsageError)
 
 
 def report_usage_error(line: str) -> None:

@@ -32,7 +32,6 @@ from mindspeed_rl.launch.failures import (
     Failure,
     Limits,
     Member,
-    is_usage_error,
     lost_failure,
 )
 from mindspeed_rl.launch.job import Checked, check_run, run_job
@@ -139,7 +138,7 @@ class RankActor:
             parsed = parse(RLRunConfig, list(order.arguments), order.prog)
             world = bootstrap.World.from_environment()
             checked = check_run(parsed, check_rl, world.size)
-        except ValueError as error:
+        except UsageError as error:
             return str(error)
         module, _, function = order.main.partition(":")
         main = getattr(importlib.import_module(module), function)
@@ -186,9 +185,7 @@ def drive(
     except RunFailed as ended:
         print(f"{prog}: {ended}", file=sys.stderr, flush=True)
         return ended.failure.exit_code
-    except ValueError as error:
-        if not is_usage_error(error):
-            raise
+    except UsageError as error:
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     except KeyboardInterrupt:

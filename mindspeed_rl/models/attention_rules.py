@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.rules import Cut, Row, Share, Split, even_span, part_name
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import Box
@@ -47,7 +48,7 @@ class GroupedQKV(QKV):
         """Megatron's own rule: key/value heads divide or are divided; rows divide."""
         kv = spec.num_kv_heads
         if (kv % count and count % kv) or (spec.q_size + 2 * spec.kv_size) % count:
-            raise ValueError(
+            raise UsageError(
                 f"--tensor-model-parallel-size {count} does not fit the model's {kv} key/value "
                 "heads; allowed: their divisors, and multiples that divide the query heads and "
                 f"the {spec.q_size + 2 * spec.kv_size} rows of queries, keys and values"
@@ -88,7 +89,7 @@ class StackedQKV(QKV):
         """vLLM's own rule: query heads divide; kv heads divide or are divided."""
         kv = spec.num_kv_heads
         if spec.num_heads % count or (kv % count and count % kv):
-            raise ValueError(
+            raise UsageError(
                 f"--rollout-tp {count} does not fit the model's {spec.num_heads} attention heads "
                 f"and {kv} key/value heads; it must divide the first, and divide or be a multiple "
                 "of the second"
@@ -124,7 +125,7 @@ class HeadSplit(Split):
     def check(self, spec: ModelSpec, count: int) -> None:
         """Whole heads per rank."""
         if spec.num_heads % count:
-            raise ValueError(
+            raise UsageError(
                 f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
                 f"{spec.num_heads} attention heads; allowed: the divisors of {spec.num_heads}"
             )

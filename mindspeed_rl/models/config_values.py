@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
+
 WHOLE = (
     "hidden_size",
     "intermediate_size",
@@ -98,13 +100,13 @@ def checked_values(config: Mapping[str, Any], inside: str = "") -> dict[str, Any
         inside: key of that object.
 
     Raises:
-        ValueError: a value of another type than its key needs.
+        UsageError: a value of another type than its key needs.
     """
     values = {key: value for key, value in config.items() if value is not None}
     for keys, is_right, needed in _CHECKS:
         for key in keys:
             if key in values and not is_right(values[key]):
                 where = f"{inside}.{key}" if inside else key
-                raise ValueError(f"config.json: {where} {values[key]!r}: must be {needed}")
+                raise UsageError(f"config.json: {where} {values[key]!r}: must be {needed}")
     nested = {key: checked_values(values[key], key) for key in OBJECTS if key in values}
     return values | nested

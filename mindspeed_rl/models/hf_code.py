@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
+
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 # Keys of the auto_map of config.json that are about the tokenizer.
 _OF_TOKENIZER = frozenset({"AutoTokenizer", "AutoProcessor"})
@@ -25,7 +27,7 @@ def code_files(source: Path, tokenizer: Path) -> list[Path]:
             has the tokenizer's code.
 
     Raises:
-        ValueError: one is missing or no Python, or two have one name.
+        UsageError: one is missing or no Python, or two have one name.
     """
     own = _modules(source / _CONFIG)
     if tokenizer.resolve() != source.resolve():
@@ -39,7 +41,7 @@ def code_files(source: Path, tokenizer: Path) -> list[Path]:
             for path in _with_imports(config.parent / f"{name}.py", f"auto_map of {config}"):
                 other = found.setdefault(path.name, path)
                 if other.read_bytes() != path.read_bytes():
-                    raise ValueError(
+                    raise UsageError(
                         f"{other} and {path} would both become {path.name} of an export; rename "
                         "one of the two, and the modules that import it"
                     )
@@ -53,7 +55,7 @@ def _modules(config: Path) -> dict[str, list[str]]:
     try:
         auto_map: Any = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{config}: no JSON object: {error}") from error
+        raise UsageError(f"{config}: no JSON object: {error}") from error
     if not isinstance(auto_map, dict):  # tokenizers were saved so before transformers 4.27
         auto_map = {"AutoTokenizer": auto_map}
     return {key: [*_local_modules(value)] for key, value in auto_map.items()}
@@ -70,7 +72,7 @@ def _with_imports(first: Path, named_by: str) -> list[Path]:
     """A module and all that it needs of its folder.
 
     Raises:
-        ValueError: one is missing, or no Python; ``named_by`` says who needs the first.
+        UsageError: one is missing, or no Python; ``named_by`` says who needs the first.
     """
     found: dict[Path, str] = {}
     open_files = [(first, named_by)]
@@ -79,7 +81,7 @@ def _with_imports(first: Path, named_by: str) -> list[Path]:
         if path in found:
             continue
         if not path.is_file():
-            raise ValueError(
+            raise UsageError(
                 f"{path} is missing, which {wanted_by} names: the exported model could not be read "
                 "with it; copy it from where the checkpoint came from, or take the key auto_map "
                 "out if transformers knows the model by itself"
@@ -94,7 +96,7 @@ def _relative_imports(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} is no Python: {error}; copy it again") from error
+        raise UsageError(f"{path} is no Python: {error}; copy it again") from error
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             above = "." * (node.level - 1)

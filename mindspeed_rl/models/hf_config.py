@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.rope import rope_of
 from mindspeed_rl.models.spec import eos_ids_of
 
@@ -14,17 +15,17 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         KeyError: a key that the config lacks.
-        ValueError: a feature that is not computed.
+        UsageError: a feature that is not computed.
     """
     if config.get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window true is not supported; set it to false")
+        raise UsageError("config.json: use_sliding_window true is not supported; set it to false")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.json: hidden_act {config['hidden_act']!r}; allowed: 'silu'")
+        raise UsageError(f"config.json: hidden_act {config['hidden_act']!r}; allowed: 'silu'")
     for key in ("mlp_bias", "attention_bias"):
         if config.get(key):
-            raise ValueError(f"config.json: {key} true is not supported; allowed: false")
+            raise UsageError(f"config.json: {key} true is not supported; allowed: false")
     if config.get("quantization_config"):
-        raise ValueError(
+        raise UsageError(
             "config.json: quantization_config: the weights are quantised; convert the checkpoint "
             "to bfloat16 first: python tools/convert_checkpoint.py --load-model-type hf "
             "--save-model-type hf --load-dir DIR --save-dir NEW"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mindspeed_rl.errors import UsageError
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # A tokenizer's vocabulary is in one of these. Where none is there, transformers makes an empty
@@ -25,12 +27,12 @@ def read_index(index: Path) -> dict[str, str]:
     """HF tensor name -> file name, of an index of safetensors files.
 
     Raises:
-        ValueError: it is none.
+        UsageError: it is none.
     """
     try:
         mapping: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{index}: no index of safetensors files: {error!r}") from error
+        raise UsageError(f"{index}: no index of safetensors files: {error!r}") from error
     return mapping
 
 
@@ -45,7 +47,7 @@ def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[s
         HF tensor name -> file where there is an index; else the one file.
 
     Raises:
-        ValueError: no safetensors weights, a broken index, or a missing shard.
+        UsageError: no safetensors weights, a broken index, or a missing shard.
     """
     root = Path(directory)
     index, single = root / INDEX, root / SINGLE
@@ -54,13 +56,13 @@ def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[s
         missing = sorted({f for f in mapping.values() if not (root / f).is_file()})
         if missing:
             total = len(set(mapping.values()))
-            raise ValueError(
+            raise UsageError(
                 f"{flag} {root}: {len(missing)} of the {total} files that {INDEX} names "
                 f"are missing, first {missing[0]}; copy or download the checkpoint again"
             )
         return {name: root / file for name, file in mapping.items()}
     if not single.is_file():
-        raise ValueError(
+        raise UsageError(
             f"{flag} {root}: neither {INDEX} nor {SINGLE} is there; give a directory with "
             "safetensors weights"
         )
@@ -75,13 +77,13 @@ def check_tokenizer_files(directory: str | Path, flag: str) -> None:
         flag: that names it, for messages.
 
     Raises:
-        ValueError: there is none.
+        UsageError: there is none.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise ValueError(f"{flag} {directory}: no such directory; give one with a tokenizer")
+        raise UsageError(f"{flag} {directory}: no such directory; give one with a tokenizer")
     if not any((root / name).is_file() for name in VOCABULARY_FILES):
-        raise ValueError(
+        raise UsageError(
             f"{flag} {directory}: no tokenizer is there (none of {', '.join(VOCABULARY_FILES)}); "
             "copy the model's tokenizer files into it, or give their directory as "
             "--tokenizer-name-or-path"

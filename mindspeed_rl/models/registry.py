@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models import families
 from mindspeed_rl.models.config_values import checked_values
 from mindspeed_rl.models.rules import WeightTable
@@ -28,7 +29,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a parsed ``config.json`` of any known family.
 
     Raises:
-        ValueError: unknown architecture, a missing key, a value of a wrong type, or a feature that
+        UsageError: unknown architecture, a missing key, a value of a wrong type, or a feature that
             is not computed.
     """
     config = checked_values(config)
@@ -38,15 +39,15 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
             try:
                 spec = build(config)
             except KeyError as error:
-                raise ValueError(f"config.json lacks the key {error} of {names[0]}") from error
+                raise UsageError(f"config.json lacks the key {error} of {names[0]}") from error
             if spec.rope_dim % 2:
-                raise ValueError(
+                raise UsageError(
                     f"config.json: heads with {spec.rope_dim} rotated channels; rotary embeddings "
                     "turn pairs, so it must be even"
                 )
             return spec
     known = sorted(name for table, _ in _families() for name in table.architectures)
-    raise ValueError(f"config.json: architectures {names} are not supported; known: {known}")
+    raise UsageError(f"config.json: architectures {names} are not supported; known: {known}")
 
 
 def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -55,13 +56,13 @@ def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     A causal language model lends its body; of a sequence classifier the head is taken as well.
 
     Raises:
-        ValueError: as :func:`spec_from_hf_config`, or a classifier with several labels.
+        UsageError: as :func:`spec_from_hf_config`, or a classifier with several labels.
     """
     names = list(config.get("architectures") or [])
     is_classifier = any(name.endswith(CLASSIFIER) for name in names)
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
     if is_classifier and labels != 1:
-        raise ValueError(
+        raise UsageError(
             f"config.json: {names} with {labels} labels (id2label); a value is one number, so "
             "allowed: 1"
         )

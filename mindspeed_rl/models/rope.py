@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
+
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -93,7 +95,7 @@ def rope_of(config: Mapping[str, Any]) -> RopeSpec:
     """The rotary embedding of a config.
 
     Raises:
-        ValueError: a kind that is not computed, or a missing number.
+        UsageError: a kind that is not computed, or a missing number.
     """
     scaling: dict[str, Any] = {
         **(config.get("rope_scaling") or {}),
@@ -102,18 +104,18 @@ def rope_of(config: Mapping[str, Any]) -> RopeSpec:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ValueError("config.json: neither rope_theta nor rope_parameters.rope_theta is there")
+        raise UsageError("config.json: neither rope_theta nor rope_parameters.rope_theta is there")
     if kind not in KINDS:
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; allowed: {KINDS}")
+        raise UsageError(f"config.json: rope type {kind!r} is not supported; allowed: {KINDS}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if float(partial or 1.0) != 1.0:
-        raise ValueError(f"config.json: partial_rotary_factor {partial}; allowed: 1")
+        raise UsageError(f"config.json: partial_rotary_factor {partial}; allowed: 1")
     if kind == "default":
         return RopeSpec(float(theta))
     try:
         return _scaled(str(kind), float(theta), scaling, config)
     except KeyError as error:
-        raise ValueError(f"config.json: rope type {kind!r} lacks {error}") from error
+        raise UsageError(f"config.json: rope type {kind!r} lacks {error}") from error
 
 
 def _scaled(
@@ -121,7 +123,7 @@ def _scaled(
 ) -> RopeSpec:
     factor = float(scaling["factor"])
     if factor <= 0:
-        raise ValueError(f"config.json: rope factor {factor}; must be positive")
+        raise UsageError(f"config.json: rope factor {factor}; must be positive")
     if kind == "linear":
         return RopeSpec(theta, kind, factor)
     original = int(
@@ -130,7 +132,7 @@ def _scaled(
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         if high <= low:
-            raise ValueError(
+            raise UsageError(
                 f"config.json: high_freq_factor {high} must be above low_freq_factor {low}"
             )
         return RopeSpec(theta, kind, factor, original, low, high)

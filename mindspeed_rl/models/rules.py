@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
@@ -129,7 +130,7 @@ def _missing_to(multiple: int, size: int) -> int:
 def even_span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
     """Start and length of an even share."""
     if total % count:
-        raise ValueError(
+        raise UsageError(
             f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
             f"{what} = {total}; allowed: the divisors of {total}"
         )

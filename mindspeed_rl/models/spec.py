@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.rope import RopeSpec
 
 
@@ -44,17 +45,17 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.num_experts:
-            raise ValueError(
+            raise UsageError(
                 f"model config: num_experts_per_tok {self.top_k} is not between 1 and the "
                 f"{self.num_experts} experts"
             )
         if self.num_experts % self.num_groups:
-            raise ValueError(
+            raise UsageError(
                 f"model config: n_group {self.num_groups} does not divide the "
                 f"{self.num_experts} experts"
             )
         if not 0 < self.top_k_groups <= self.num_groups:
-            raise ValueError(
+            raise UsageError(
                 f"model config: topk_group {self.top_k_groups} is not between 1 and the "
                 f"{self.num_groups} groups of n_group"
             )
@@ -113,9 +114,9 @@ class ModelSpec:
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "vocab_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model config: {name} is {getattr(self, name)}, must be positive")
+                raise UsageError(f"model config: {name} is {getattr(self, name)}, must be positive")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UsageError(
                 f"model config: num_attention_heads {self.num_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
@@ -279,7 +280,7 @@ def read_hf_config(
         flag: whose value it is, for messages.
 
     Raises:
-        ValueError: no file is there, or it holds no JSON object.
+        UsageError: no file is there, or it holds no JSON object.
     """
     path = Path(checkpoint)
     if not or_file or path.suffix != ".json":
@@ -290,11 +291,11 @@ def read_hf_config(
             if or_file
             else "a directory that holds config.json, the tokenizer and safetensors weights"
         )
-        raise ValueError(f"{flag} {checkpoint}: {path} is missing; give {wanted}")
+        raise UsageError(f"{flag} {checkpoint}: {path} is missing; give {wanted}")
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {checkpoint}: {path} is no JSON: {error}") from error
+        raise UsageError(f"{flag} {checkpoint}: {path} is no JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{flag} {checkpoint}: {path} holds no JSON object")
+        raise UsageError(f"{flag} {checkpoint}: {path} holds no JSON object")
     return config

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.observability import names
 from mindspeed_rl.observability.files import atomic_path
 from mindspeed_rl.observability.jsonl import read_jsonl
@@ -76,11 +77,11 @@ def plot_run(metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[s
         out_png: the picture; replaced in one step.
 
     Raises:
-        ValueError: the file is missing, or a line of it is not a record.
+        UsageError: the file is missing, or a line of it is not a record.
     """
     metrics_jsonl = Path(metrics_jsonl)
     if not metrics_jsonl.exists():
-        raise ValueError(f"{metrics_jsonl} does not exist; give the metrics.jsonl of a run")
+        raise UsageError(f"{metrics_jsonl} does not exist; give the metrics.jsonl of a run")
     records = list(read_jsonl(metrics_jsonl))
     figure = draw_run(records, title=metrics_jsonl.resolve().parent.name)
     with atomic_path(out_png) as temporary:

@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.observability.files import atomic_path
 
 _TAIL_CHUNK_BYTES = 1 << 16
@@ -61,7 +62,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yields the complete records of a file, in order; a missing file has none.
 
     Raises:
-        ValueError: a complete line is not a JSON object with an integer ``"step"``.
+        UsageError: a complete line is not a JSON object with an integer ``"step"``.
     """
     for line_number, line in _complete_lines(Path(path)):
         yield _parse(line, Path(path), line_number)
@@ -128,11 +129,11 @@ def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             f"{path}, line {line_number}: not JSON ({error}); repair or remove the line"
         ) from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError(
+        raise UsageError(
             f'{path}, line {line_number}: expected a JSON object with an integer "step", '
             f"got {line[:80]!r}; repair or remove the line"
         )

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mindspeed_rl.config.outputs import EVENT_FILES, METRICS_FILE, TENSORBOARD_FOLDER
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.observability.jsonl import JsonlWriter, read_jsonl
 from mindspeed_rl.observability.names import is_evaluation
 
@@ -51,7 +52,7 @@ class RunLogger:
         others: further places, of :func:`mindspeed_rl.observability.trackers.make_trackers`.
 
     Raises:
-        ValueError: an unknown backend, or TensorBoard is asked for and not installed.
+        UsageError: an unknown backend, or TensorBoard is asked for and not installed.
     """
 
     def __init__(
@@ -113,12 +114,12 @@ class RunLogger:
         """Logs what an evaluation after ``step`` found, under that step; 0: before the first one.
 
         Raises:
-            ValueError: a name does not begin with ``eval/``.
+            UsageError: a name does not begin with ``eval/``.
         """
         assert step > self._last_evaluation and step >= self._last_step, "evaluations in order"
         wrong = [name for name in values if not is_evaluation(name)]
         if wrong:
-            raise ValueError(f"metrics {wrong} of an evaluation must begin with eval/")
+            raise UsageError(f"metrics {wrong} of an evaluation must begin with eval/")
         for backend in self._backends:
             backend.log(step, values)
         self._last_evaluation = step
@@ -179,7 +180,7 @@ class _TensorBoardBackend:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from torch.utils.tensorboard import FileWriter
         except ImportError as error:
-            raise ValueError(
+            raise UsageError(
                 f'log backend "tensorboard" needs the package tensorboard ({error}); '
                 "install it, or leave the backend out"
             ) from error

@@ -29,7 +29,7 @@ class RunProgress:
         clock: monotonic seconds.
 
     Raises:
-        ValueError: ``start`` or ``log_interval`` is out of range.
+        UsageError: ``start`` or ``log_interval`` is out of range.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.parallel.layout import Coords, ExpertCoords, ParallelLayout
 
 
@@ -39,7 +40,7 @@ def check_equal_nodes(local_size: int) -> None:
         local_size: ranks of this rank's node.
 
     Raises:
-        ValueError: on all ranks, with the sizes.
+        UsageError: on all ranks, with the sizes.
     """
     mine = torch.tensor([local_size])
     sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -49,7 +50,7 @@ def check_equal_nodes(local_size: int) -> None:
         per_rank = ", ".join(
             f"{found.count(size)} ranks on nodes of {size}" for size in sorted(set(found))
         )
-        raise ValueError(
+        raise UsageError(
             f"nodes run different numbers of ranks ({per_rank}): which ranks share a node decides "
             "who sends weights to whom; give torchrun the same --nproc-per-node on every node"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.parallel.stages import StageLayout
 
 
@@ -61,7 +62,7 @@ class ParallelLayout:
         """Check the sizes; ``etp`` is ``tp`` when not given.
 
         Raises:
-            ValueError: sizes that do not multiply into ``world``.
+            UsageError: sizes that do not multiply into ``world``.
         """
         etp = tp if etp is None else etp
         for flag, size in (
@@ -71,17 +72,17 @@ class ParallelLayout:
             ("--expert-tensor-parallel-size", etp),
         ):
             if size < 1:
-                raise ValueError(f"{flag} {size}: must be at least 1")
+                raise UsageError(f"{flag} {size}: must be at least 1")
         pp = stages.pp
         if world % (tp * pp * cp):
-            raise ValueError(
+            raise UsageError(
                 f"world size {world} is not a multiple of --tensor-model-parallel-size {tp} x "
                 f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = "
                 f"{tp * pp * cp}; start torchrun with a multiple of {tp * pp * cp} ranks or "
                 "lower a parallel size"
             )
         if world // pp % (ep * etp):
-            raise ValueError(
+            raise UsageError(
                 f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} = "
                 f"{ep * etp} does not divide the {world // pp} ranks of a pipeline stage; lower "
                 "one of the two"
@@ -179,16 +180,16 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.world % self.tp:
-            raise ValueError(
+            raise UsageError(
                 f"--rollout-tp {self.tp} does not divide the world size {self.world}; allowed: "
                 f"the divisors of {self.world}"
             )
         if self.pp < 1 or self.world % (self.tp * self.pp):
-            raise ValueError(
+            raise UsageError(
                 f"rollout tp {self.tp} x pp {self.pp} does not divide the world size {self.world}"
             )
         if self.dp < 1 or self.world % self.size:
-            raise ValueError(
+            raise UsageError(
                 f"--rollout-tp {self.tp} x --rollout-dp {self.dp} = {self.size} does not divide "
                 f"the world size {self.world}; allowed for --rollout-dp: the divisors of "
                 f"{self.world // (self.tp * self.pp)}"

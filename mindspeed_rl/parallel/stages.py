@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mindspeed_rl.errors import UsageError
+
 
 class Place(NamedTuple):
     """Where a layer lives: pipeline stage, chunk of that stage, number within the chunk."""
@@ -79,22 +81,22 @@ def even_stages(
         noop_layers: numbers of the empty slots among all ``num_layers + len(noop_layers)``.
 
     Raises:
-        ValueError: slots that do not divide, or numbers outside them.
+        UsageError: slots that do not divide, or numbers outside them.
     """
     slots = num_layers + len(noop_layers)
     if pp < 1 or vpp < 1:
-        raise ValueError(f"--pipeline-model-parallel-size {pp}: must be at least 1")
+        raise UsageError(f"--pipeline-model-parallel-size {pp}: must be at least 1")
     if slots % (pp * vpp):
         and_noop = f" and {len(noop_layers)} --noop-layers" if noop_layers else ""
         chunks = f" x {vpp} chunks per stage" if vpp > 1 else ""
-        raise ValueError(
+        raise UsageError(
             f"--pipeline-model-parallel-size {pp}{chunks} does not divide the model's "
             f"{num_layers} layers{and_noop}; allowed: the divisors of {slots}, or give the layers "
             "of each stage with --num-layer-list"
         )
     empty = set(noop_layers)
     if len(empty) != len(noop_layers) or not empty <= set(range(slots)):
-        raise ValueError(
+        raise UsageError(
             f"--noop-layers {','.join(map(str, noop_layers))}: must be different numbers below "
             f"{slots} = {num_layers} layers + {len(noop_layers)}"
         )
@@ -122,7 +124,7 @@ def accounted_stages(
         loss: ``--account-for-loss-in-pipeline-split``.
 
     Raises:
-        ValueError: layers that do not divide.
+        UsageError: layers that do not divide.
     """
     slots = num_layers + embedding + loss
     if slots % (pp * vpp) or slots < pp * vpp:
@@ -132,7 +134,7 @@ def accounted_stages(
             if given
         ]
         chunks = f" x {vpp} chunks per stage" if vpp > 1 else ""
-        raise ValueError(
+        raise UsageError(
             f"{' '.join(flags)}: --pipeline-model-parallel-size {pp}{chunks} does not divide "
             f"{slots} = {num_layers} layers + {slots - num_layers}; allowed: the divisors of "
             f"{slots}, or give the layers of each stage with --num-layer-list"
@@ -159,17 +161,17 @@ def listed_stages(num_layers: int, pp: int, counts: Sequence[int]) -> StageLayou
     """Stages with given numbers of layers, ``pp`` or a multiple of it, in the order of the model.
 
     Raises:
-        ValueError: counts that do not fit.
+        UsageError: counts that do not fit.
     """
     text = ",".join(map(str, counts))
     if not counts or len(counts) % pp:
-        raise ValueError(
+        raise UsageError(
             f"--num-layer-list {text}: {len(counts)} numbers; needed: "
             f"--pipeline-model-parallel-size {pp} of them, or a multiple of it (chunks of an "
             "interleaved schedule, in the order of the model)"
         )
     if sum(counts) != num_layers or min(counts) < 0:
-        raise ValueError(
+        raise UsageError(
             f"--num-layer-list {text} has {sum(counts)} layers, the model {num_layers}; the "
             "numbers must not be negative and must sum to the layers of the model"
         )

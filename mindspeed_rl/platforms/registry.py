@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 
 _CURRENT: list[Platform] = []
@@ -19,7 +20,7 @@ def select_platform(name: str = "auto") -> Platform:
             ``"npu"``.
 
     Raises:
-        ValueError: the device is not there.
+        UsageError: the device is not there.
         RuntimeError: another platform is already in use, or there is none of that name.
     """
     if name == "auto":
@@ -29,7 +30,7 @@ def select_platform(name: str = "auto") -> Platform:
             raise RuntimeError(f"platform {name}: this process already runs on {_CURRENT[0].name}")
         return _CURRENT[0]
     if name in ("cuda", "npu") and not _sees(name):
-        raise ValueError(f"--platform {name}: torch sees no such device; allowed here: cpu")
+        raise UsageError(f"--platform {name}: torch sees no such device; allowed here: cpu")
     _CURRENT.append(_make(name))
     return _CURRENT[0]
 

@@ -109,7 +109,7 @@ class Resharder:
 
     Raises:
         RuntimeError: the layouts speak of different tensors.
-        ValueError: the budget is too small.
+        UsageError: the budget is too small.
     """
 
     def __init__(

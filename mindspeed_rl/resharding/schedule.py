@@ -16,6 +16,7 @@ from math import ceil, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.resharding.garbage import without_collection
 from mindspeed_rl.resharding.layouts.base import ShardLayout, Unit, locate
 from mindspeed_rl.resharding.planner import overlaps
@@ -117,10 +118,10 @@ def plan_schedule(
         relay: as in the plans.
 
     Raises:
-        ValueError: the budget is too small for the narrowest slices.
+        UsageError: the budget is too small for the narrowest slices.
     """
     if bucket_bytes < 1:
-        raise ValueError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
+        raise UsageError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
     costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
     lanes_of: dict[str, dict[int, list[Batch]]] = {}
     for unit in sorted(source.units(), key=lambda unit: unit.layer):

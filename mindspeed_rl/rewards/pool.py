@@ -72,7 +72,7 @@ class RewardPool:
         batch_timeout_s: wall-clock limit of one `score` call or `Scoring.finish`.
 
     Raises:
-        ValueError: an unknown or unusable reward function.
+        UsageError: an unknown or unusable reward function.
         RewardError: a worker does not start.
     """
 
@@ -140,7 +140,7 @@ class RewardPool:
         Raises:
             RewardError: more than ``--reward-max-error-rate`` of the samples failed, of small calls
                 several together; a worker does not start.
-            ValueError: a reward can no longer be loaded.
+            UsageError: a reward can no longer be loaded.
             RuntimeError: the pool is closed.
         """
         with self.scoring() as scoring:

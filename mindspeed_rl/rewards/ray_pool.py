@@ -12,6 +12,7 @@ import os
 import time
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.pool import RewardPool, Worker
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
 from mindspeed_rl.rewards.worker_process import WorkerProcess, worker_environment
@@ -26,7 +27,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError(
+        raise UsageError(
             "--reward-pool ray needs the package ray: install the extra, "
             "pip install 'mindspeed-rl-megatron[ray]', or take --reward-pool process"
         ) from error
@@ -91,7 +92,7 @@ class RayWorker:
         """The result of the sample; ``None`` when there is none after ``wait_s``.
 
         Raises:
-            ValueError: a reward cannot be loaded.
+            UsageError: a reward cannot be loaded.
             RewardError: the actor does not start.
         """
         if not self._ray.wait([self._call], timeout=wait_s)[0]:
@@ -142,7 +143,7 @@ class RayRewardPool(RewardPool):
     Files of rewards must be where every node of the cluster can read them.
 
     Raises:
-        ValueError: ray is not installed, or a reward function is at fault.
+        UsageError: ray is not installed, or a reward function is at fault.
         RewardError: an actor does not start.
     """
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import cast
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS, RewardSpec, check_name
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardSettings
 from mindspeed_rl.rewards.user_file import load_from_file
 
@@ -23,7 +24,7 @@ def resolve_reward(
     may import its neighbours.
 
     Raises:
-        ValueError: unknown name; missing file or function; a file that fails to import; something
+        UsageError: unknown name; missing file or function; a file that fails to import; something
             that cannot be called with one `RewardRequest`.
     """
     name = RewardSpec.parse(spec).name if isinstance(spec, str) else spec.name
@@ -49,7 +50,7 @@ def _function_of_file(path: Path, function_name: str) -> RewardFunction:
     where = f"--reward-function {path}:{function_name}"
     function = load_from_file(path, function_name, where)
     if not callable(function):
-        raise ValueError(
+        raise UsageError(
             f"{where}: is a {type(function).__name__}, must be a function of one RewardRequest"
         )
     _check_signature(function, where)
@@ -58,12 +59,12 @@ def _function_of_file(path: Path, function_name: str) -> RewardFunction:
 
 def _check_signature(function: Callable[..., object], where: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ValueError(
+        raise UsageError(
             f"{where}: is async; rewards are plain functions, write 'def', not 'async'"
         )
     try:
         inspect.signature(function).bind(object())
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-        raise ValueError(
+        raise UsageError(
             f"{where}: must be callable with exactly one argument, the RewardRequest ({error})"
         ) from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.config.reward_spec import RewardSpec
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.registry import resolve_reward
 from mindspeed_rl.rewards.types import (
     RewardFunction,
@@ -40,13 +41,13 @@ def check_reward(label: str, value: object) -> float | None:
     """Accept a finite real number (bool, int, float, numpy scalar) or ``None``.
 
     Raises:
-        ValueError: anything else, with the function and the value named.
+        UsageError: anything else, with the function and the value named.
     """
     if value is None:
         return None
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ValueError(
+    raise UsageError(
         f"reward {label!r} returned {value!r:.200} ({type(value).__name__}); "
         "must be a finite number, or None to abstain"
     )
@@ -64,7 +65,7 @@ def row_weights(
         row_key: name of the field.
 
     Raises:
-        ValueError: the field is something else, or names a reward that the run does not have.
+        UsageError: the field is something else, or names a reward that the run does not have.
     """
     value = metadata.get(row_key)
     if value is None:
@@ -79,7 +80,7 @@ def row_weights(
     unknown = [name for name in chosen if name not in weights]
     good = all(isinstance(w, int | float) and math.isfinite(w) for w in chosen.values())
     if not chosen or unknown or not good:
-        raise ValueError(
+        raise UsageError(
             f"--reward-key {row_key!r} gives {value!r:.200}: must name one or several of the "
             f"rewards {', '.join(weights)}, or map them to finite weights; add the reward to "
             "--reward-function or fix the row"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mindspeed_rl.config.reward_spec import check_python_file
+from mindspeed_rl.errors import UsageError
 
 
 def load_from_file(path: Path, name: str, where: str) -> object:
@@ -24,14 +25,14 @@ def load_from_file(path: Path, name: str, where: str) -> object:
         where: flag and value, for messages.
 
     Raises:
-        ValueError: no such file or name, or the file fails to import.
+        UsageError: no such file or name, or the file fails to import.
     """
     check_python_file(path, where)
     module = _load(path.resolve(), where)
     value = getattr(module, name, None)
     if value is None:
         found = [key for key, own in vars(module).items() if _is_own(own, module)]
-        raise ValueError(
+        raise UsageError(
             f"{where}: the file defines no {name!r}; its functions: {', '.join(found) or 'none'}"
         )
     return value
@@ -57,7 +58,7 @@ def _load(path: Path, where: str) -> ModuleType:
         module_spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(
+        raise UsageError(
             f"{where}: the file fails to import: {type(error).__name__}: {error}"
         ) from error
     return module

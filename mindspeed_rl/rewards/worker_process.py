@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import (
     RewardError,
     RewardRequest,
@@ -144,7 +145,7 @@ class WorkerProcess:
         """The result of the oldest sample; ``None`` when there is none after ``wait_s``.
 
         Raises:
-            ValueError: a reward cannot be loaded.
+            UsageError: a reward cannot be loaded.
             RewardError: the worker does not start.
         """
         now_s = time.monotonic()
@@ -159,7 +160,7 @@ class WorkerProcess:
         except (EOFError, OSError):
             return self._ended()
         if isinstance(message, Unusable):
-            raise ValueError(message.reason)
+            raise UsageError(message.reason)
         if isinstance(message, Ready):
             self.ready, self.notices = True, message.notices
             self.concurrency = message.concurrency

@@ -16,6 +16,7 @@ from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.observability.loggers import RunLogger
@@ -241,18 +242,18 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
     """Ids that end a response: the config's and the tokenizer's.
 
     Raises:
-        ValueError: there is none, or one that the model has no row for.
+        UsageError: there is none, or one that the model has no row for.
     """
     ids = set(plan.spec.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     if not ids:
-        raise ValueError(
+        raise UsageError(
             "neither config.json (eos_token_id) nor the tokenizer (eos_token) names an "
             "end-of-sequence token, so no response would ever end; add one of them"
         )
     if max(ids) >= plan.spec.vocab_size:
-        raise ValueError(
+        raise UsageError(
             f"end-of-sequence id {max(ids)} (tokenizer: {tokenizer.eos_token!r}) is outside the "
             f"vocabulary of {plan.spec.vocab_size} in config.json; the tokenizer is another "
             "model's, or lacks eos_token in tokenizer_config.json and fell back to a default"
@@ -276,7 +277,7 @@ def load_data(
     """The prompts to train on and the held-out ones. Local.
 
     Raises:
-        ValueError: a file is broken, or prompts are in both.
+        UsageError: a file is broken, or prompts are in both.
     """
     load = partial(
         load_prompts,
@@ -299,12 +300,12 @@ def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset, flag: str) -
     """Held-out prompts must not be trained on.
 
     Raises:
-        ValueError: naming how many are in both, and one of them.
+        UsageError: naming how many are in both, and one of them.
     """
     known = {tuple(p.token_ids) for p in prompts}
     both = [p.text for p in held_out if p.token_ids in known]
     if both:
-        raise ValueError(
+        raise UsageError(
             f"{flag} {held_out.source}: {len(both)} of {len(held_out)} prompts are "
             f"also in --prompt-data {prompts.source}, e.g. {both[0]!r}; remove them from one file"
         )

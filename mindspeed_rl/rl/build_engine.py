@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.memory.owners import OffloadMode, Owner
 from mindspeed_rl.memory.prediction import MemoryPrediction, predict
@@ -174,7 +175,7 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
     """The job whose plan is as the installed engine keeps weights. Local.
 
     Raises:
-        ValueError: the flags ask for what the installed engine cannot do.
+        UsageError: the flags ask for what the installed engine cannot do.
     """
     check_capabilities(job.config, job.platform.name)
     check_option_names(job.config.vllm_options)
@@ -186,16 +187,16 @@ def check_capabilities(config: RLRunConfig, platform: str) -> None:
     """Refuse what the engine of a platform cannot do. Local; vLLM is not imported.
 
     Raises:
-        ValueError: naming the flag and what to use.
+        UsageError: naming the flag and what to use.
     """
     row = CAPABILITIES[platform]
     if config.balance.rollout_rebalance == "all" and not row.streams:
-        raise ValueError(
+        raise UsageError(
             f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
             "request go on in another engine; use waiting"
         )
     if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
-        raise ValueError(
+        raise UsageError(
             f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot be "
             "had from it; use trainer, or none"
         )

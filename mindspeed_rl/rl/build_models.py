@@ -12,6 +12,7 @@ from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.flops import sequence_flops
@@ -104,7 +105,7 @@ def load_weights(
     """Fill ``params`` from ``--hf-checkpoint``; ``tell`` on rank 0 what is left out. Local.
 
     Raises:
-        ValueError: weights that do not fit the model.
+        UsageError: weights that do not fit the model.
     """
     checkpoint = job.config.model.hf_checkpoint
     mtp = mtp_tensors(layout.spec, weight_files(checkpoint))
@@ -160,14 +161,14 @@ def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     """The reward model; ``None`` without one. Collective: the training grid.
 
     Raises:
-        ValueError: its checkpoint has no value head.
+        UsageError: its checkpoint has no value head.
     """
     layout, checkpoint = job.plan.reward_model, job.config.rewards.reward_model_hf_checkpoint
     if layout is None:
         return None
     engine = value_engine(job, "reward model", layout, job.config.train, 0)
     if not load_value_model(job, layout, engine, checkpoint, "--reward-model-hf-checkpoint"):
-        raise ValueError(
+        raise UsageError(
             f"--reward-model-hf-checkpoint {checkpoint}: no {VALUE_HEAD}, so it scores nothing; "
             "give a sequence classifier with one label"
         )
@@ -214,7 +215,7 @@ def load_value_model(
         Whether the checkpoint has a value head.
 
     Raises:
-        ValueError: weights that do not fit the model.
+        UsageError: weights that do not fit the model.
     """
     directory = checkpoint or job.config.model.hf_checkpoint
     files = weight_files(directory)

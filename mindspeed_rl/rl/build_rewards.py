@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards import RewardPool, RewardSettings, RewardSpec, row_weights
 
 
@@ -13,7 +14,7 @@ def make_reward_pool(config: RLRunConfig) -> RewardPool:
     """The reward processes or actors of this rank's engine.
 
     Raises:
-        ValueError: ``--reward-pool ray`` without ray.
+        UsageError: ``--reward-pool ray`` without ray.
     """
     pool = RewardPool
     if config.rewards_in_ray:
@@ -30,7 +31,7 @@ def check_row_rewards(
     """Every row that names its rewards must name rewards of the run. Local.
 
     Raises:
-        ValueError: naming the file, the prompt and the field.
+        UsageError: naming the file, the prompt and the field.
     """
     weights = {spec.label: spec.weight for spec in specs}
     for dataset in datasets:
@@ -38,6 +39,6 @@ def check_row_rewards(
             try:
                 row_weights(weights, question.metadata, config.rewards.reward_key)
             except ValueError as error:
-                raise ValueError(
+                raise UsageError(
                     f"{dataset.source}, prompt {question.text!r:.100}: {error}"
                 ) from None

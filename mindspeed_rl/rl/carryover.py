@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rl.dynamic_sampling import Group
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
@@ -58,7 +59,7 @@ def restored_carryover(
             since who trains on a sample depends on it; else they take turns.
 
     Raises:
-        ValueError: the checkpoint lacks a column that this run needs.
+        UsageError: the checkpoint lacks a column that this run needs.
     """
     groups: list[Group] = []
     responses: list[Response] = []
@@ -92,7 +93,7 @@ def restored_carryover(
 def _response(values: Mapping[str, Any], columns: Sequence[Column]) -> Response:
     for column in columns:
         if column.name not in values:
-            raise ValueError(
+            raise UsageError(
                 f"--load: the checkpoint carries responses over without their {column.name}, which "
                 f"this run needs (filled by {column.filled_by}); resume with the flags of the run "
                 "that saved it, or from a checkpoint without groups that are carried over"

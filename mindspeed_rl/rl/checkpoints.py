@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.resume import refuse_other_run
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.trainer.checkpoint import LoadedState, load_checkpoint, save_checkpoint
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -26,7 +27,7 @@ def load(
     """Where the run starts: ``--load``'s newest checkpoint, or step 0. Collective: the world.
 
     Raises:
-        ValueError: ``--load`` cannot be resumed from, or ``--save`` belongs to another run.
+        UsageError: ``--load`` cannot be resumed from, or ``--save`` belongs to another run.
     """
     options = job.config.checkpoint
     loaded = LoadedState(0, {})
@@ -36,7 +37,7 @@ def load(
     job.say(*loaded.notes)
     last = job.config.train.train_iters
     if loaded.step > last:
-        raise ValueError(
+        raise UsageError(
             f"--load {options.load} is at step {loaded.step}, past --train-iters {last}; raise "
             "--train-iters to train on"
         )

@@ -13,6 +13,7 @@ from mindspeed_rl.checkpoint.hf import read_tensor, weight_files
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.resharding.stream import TensorStream
@@ -77,7 +78,7 @@ def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
     """With ``--keep-mtp``: the tensors to copy unchanged into every export, and their files.
 
     Raises:
-        ValueError: the checkpoint has none.
+        UsageError: the checkpoint has none.
     """
     if not job.config.checkpoint.keep_mtp:
         return {}
@@ -85,7 +86,7 @@ def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
     files = weight_files(checkpoint)
     found = mtp_tensors(job.plan.spec, files)
     if not found:
-        raise ValueError(
+        raise UsageError(
             f"--keep-mtp: {checkpoint} has no multi-token-prediction layers; remove the flag, or "
             "give a checkpoint that has them (num_nextn_predict_layers in config.json, and "
             "weights behind the last layer)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
 from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rl import checkpoints
@@ -21,7 +22,7 @@ def start(run: Components) -> tuple[RunState, Report]:
     whatever their version.
 
     Raises:
-        ValueError: the prompts are not those of the checkpoint, or this run cannot take over the
+        UsageError: the prompts are not those of the checkpoint, or this run cannot take over the
             groups that it carries.
     """
     run.scheduler.require(Phase.TRAIN, "load")
@@ -49,7 +50,7 @@ def restore_carryover(
     """Take carried groups over, each rank the tokens that it is to hold. Local.
 
     Raises:
-        ValueError: there are groups that go on, but the run lets none go on.
+        UsageError: there are groups that go on, but the run lets none go on.
     """
     groups, responses = restored_carryover(
         extra["carryover"],
@@ -60,7 +61,7 @@ def restore_carryover(
     )
     num_partial = extra["num_partial"]
     if num_partial and not run.config.balance.partial_rollout_tokens:
-        raise ValueError(
+        raise UsageError(
             f"--load: {num_partial} groups of the checkpoint have responses that go on; give "
             "--partial-rollout-tokens as in the run that saved it"
         )

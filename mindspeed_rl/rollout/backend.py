@@ -88,7 +88,7 @@ class Backend(Protocol):
         """Arguments of ``vllm.LLM`` from the model, the platform and our flags, then the user's.
 
         Raises:
-            ValueError: the user set what has to have another value.
+            UsageError: the user set what has to have another value.
         """
         ...
 
@@ -119,7 +119,7 @@ def make_backend(
     """The backend of this process.
 
     Raises:
-        ValueError: a version or a model that is not proven, or a flag that this platform has
+        UsageError: a version or a model that is not proven, or a flag that this platform has
             nothing for.
     """
     if platform.name == "npu":

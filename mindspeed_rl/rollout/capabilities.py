@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.resharding.layouts.vllm import EXPERT_MODULE, VllmLayout
 from mindspeed_rl.versions import pins
@@ -76,14 +77,14 @@ def check_installed_engine(platform: str) -> None:
     wrong guess gives wrong rollouts.
 
     Raises:
-        ValueError: naming the version and the pinned one, or nothing is installed.
+        UsageError: naming the version and the pinned one, or nothing is installed.
     """
     for name, pinned in pins(platform).items():
         if not name.startswith("vllm"):
             continue
         installed = _installed_version(name)
         if installed.split(".")[:2] != pinned.split(".")[:2]:
-            raise ValueError(
+            raise UsageError(
                 f"{name} {installed} on {platform}: where it keeps its weights is known of "
                 f"{pinned} only; run pretrain_scripts/setup_env.sh"
             )
@@ -96,14 +97,14 @@ def _installed_version(name: str) -> str:
             return version(spelling)
         except PackageNotFoundError:
             continue
-    raise ValueError(f"{name} is not installed; see pretrain_scripts/setup_env.sh")
+    raise UsageError(f"{name} is not installed; see pretrain_scripts/setup_env.sh")
 
 
 def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
     """The layout as the installed engine keeps experts. Local; vLLM is not imported.
 
     Raises:
-        ValueError: see :func:`check_installed_engine`.
+        UsageError: see :func:`check_installed_engine`.
     """
     check_installed_engine(platform)
     if not layout.spec.moe:
@@ -122,14 +123,14 @@ def check_model_support(platform: str, spec: ModelSpec) -> None:
     """Refuse models that the engine has no kernels for.
 
     Raises:
-        ValueError: naming the size and those there are.
+        UsageError: naming the size and those there are.
     """
     row = CAPABILITIES[platform]
     size, known, keys = spec.head_dim, row.head_sizes, "head_dim"
     if spec.latent:
         size, known, keys = spec.kv_a_size, row.latent_sizes, "kv_lora_rank + qk_rope_head_dim"
     if known and size not in known:
-        raise ValueError(
+        raise UsageError(
             f"config.json: {keys} {size}: vLLM on {platform} has attention kernels for "
             f"{', '.join(map(str, known))} channels only; run it on another device"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mindspeed_rl.errors import UsageError
+
 
 def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
     """The expert in each physical slot, slots in order over the ranks that share a layer.
@@ -18,7 +20,7 @@ def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
         ep: ranks that share the experts of a layer.
 
     Raises:
-        ValueError: not such a file, layers that differ, or not for this model and ``ep``.
+        UsageError: not such a file, layers that differ, or not for this model and ``ep``.
     """
     name = f"--rollout-expert-map {path}"
     try:
@@ -28,12 +30,12 @@ def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
             for layer in layers
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{name}: not a map of experts ({type(error).__name__}: {error}); it needs "
             "layer_list, and device_list with device_expert in every layer"
         ) from error
     if len(placements) != 1:
-        raise ValueError(
+        raise UsageError(
             f"{name}: its layers place experts in {len(placements)} ways; allowed is one way for "
             "all layers, because a reshard has one layout of the experts"
         )
@@ -41,7 +43,7 @@ def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
     slots = tuple(expert for device in devices for expert in device)
     uneven = len({len(device) for device in devices}) > 1
     if len(devices) != ep or uneven or set(slots) != set(range(num_experts)):
-        raise ValueError(
+        raise UsageError(
             f"{name}: {len(devices)} devices with {len(slots)} experts; needed are --rollout-ep "
             f"{ep} devices with equally many, among them each of the model's {num_experts} experts"
         )

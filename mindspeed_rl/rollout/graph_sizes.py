@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
+from mindspeed_rl.errors import UsageError
+
 HISTORY_FILE = "decode_batches.json"
 _FORMAT = 1
 
@@ -85,14 +87,14 @@ def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1
         multiple: every size is a multiple of this (sequence parallelism shares the rows).
 
     Raises:
-        ValueError: an empty histogram or a count below 1.
+        UsageError: an empty histogram or a count below 1.
     """
     rounded: Counter[int] = Counter()
     for running, steps in histogram.items():
         rounded[-(-running // multiple) * multiple] += steps
     candidates = sorted(size for size, steps in rounded.items() if steps)
     if not candidates or count < 1:
-        raise ValueError("best_graph_sizes: needs a decode step and a count of at least 1")
+        raise UsageError("best_graph_sizes: needs a decode step and a count of at least 1")
     num = len(candidates)
     steps_below = [0]
     for size in candidates:
@@ -124,7 +126,7 @@ def read_history(output_dir: Path) -> Counter[int]:
     """The histogram of earlier steps of a run; empty when there is none.
 
     Raises:
-        ValueError: the file is not one of ours.
+        UsageError: the file is not one of ours.
     """
     path = output_dir / HISTORY_FILE
     if not path.is_file():
@@ -132,10 +134,10 @@ def read_history(output_dir: Path) -> Counter[int]:
     try:
         found = json.loads(path.read_text())
         if found["format"] != _FORMAT:
-            raise ValueError(f"format {found['format']}")
+            raise UsageError(f"format {found['format']}")
         return Counter({int(running): int(steps) for running, steps in found["steps"].items()})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{path} is not a histogram of decode steps ({error}); remove it and "
             "--rollout-graph-sizes auto starts anew"
         ) from error

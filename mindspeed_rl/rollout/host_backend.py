@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.backend import EngineParts
@@ -32,7 +33,7 @@ class HostBackend:
         tuning: flags of the engine's execution.
 
     Raises:
-        ValueError: a flag that needs vLLM-Ascend.
+        UsageError: a flag that needs vLLM-Ascend.
     """
 
     def __init__(self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig) -> None:
@@ -41,7 +42,7 @@ class HostBackend:
             value = getattr(tuning, field.name)
             foretold = field.name == "rollout_graph_sizes" and value == ("auto",)
             if value != field.default and field.name not in _EVERYWHERE and not foretold:
-                raise ValueError(
+                raise UsageError(
                     f"--{field.name.replace('_', '-')}: needs vLLM-Ascend, this is "
                     f"{platform.name}; remove the flag, or give vLLM's own option as --vllm-*"
                 )
@@ -50,12 +51,12 @@ class HostBackend:
         """Our values, then the user's; see :class:`~mindspeed_rl.rollout.backend.Backend`."""
         own = model_settings(self._layout, self._platform.name)
         if clash := sorted(set(own) & set(options)):
-            raise ValueError(
+            raise UsageError(
                 f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
                 f"own ({own[clash[0]]}); remove the flag"
             )
         if options.get("enforce_eager") is False and self._platform.name != "cpu":
-            raise ValueError(
+            raise UsageError(
                 "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
                 "which leave the device between the phases; remove the flag"
             )
@@ -87,7 +88,7 @@ class HostBackend:
             shared_memory_names.apply(nonce[0])
         asked = self._tuning.rollout_dp_sync
         if asked == "packed" and not packs:
-            raise ValueError(
+            raise UsageError(
                 f"--rollout-dp-sync packed: not with vLLM on {self._platform.name}; use engine"
             )
         packed = engine.dp > 1 and packs and asked != "engine"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.agreement import check_agreement
@@ -62,7 +63,7 @@ class VllmEngine:
         stats: what :meth:`generate` ran since the caller last took it.
 
     Raises:
-        ValueError: an unproven version.
+        UsageError: an unproven version.
         RuntimeError: the built model is not laid out as the layout says.
     """
 
@@ -137,7 +138,7 @@ class VllmEngine:
         except ValueError as error:
             if "KV cache" not in str(error):
                 raise
-            raise ValueError(f"--rollout-kv-cache-gb is too small: {error}") from error
+            raise UsageError(f"--rollout-kv-cache-gb is too small: {error}") from error
 
     def _check_layout(self) -> None:
         built = {name: tuple(p.shape) for name, p in self._views().items()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.vllm_options import as_flag, reserved_for
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.patches.sampling_stream import STREAM, stream_of
@@ -48,7 +49,7 @@ def check_option_names(options: Mapping[str, object]) -> None:
     """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
 
     Raises:
-        ValueError: naming the option and the nearest ones.
+        UsageError: naming the option and the nearest ones.
     """
     if not options:
         return
@@ -59,7 +60,7 @@ def check_option_names(options: Mapping[str, object]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, [n for n in known if not reserved_for(n)], n=3)
             hint = ", ".join(as_flag(other) for other in near)
-            raise ValueError(
+            raise UsageError(
                 f"{as_flag(name)}: vLLM has no such option; "
                 + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
             )

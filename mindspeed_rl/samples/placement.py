@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.samples.balance import SequenceCost, partition, rows_for_ranks
 
 
@@ -56,11 +57,11 @@ def plan_micro_batches(
         cost: of a sequence, what ranks get equal shares of; its tokens when not given.
 
     Raises:
-        ValueError: a sample is longer than ``max_tokens``.
+        UsageError: a sample is longer than ``max_tokens``.
     """
     cost = cost or SequenceCost()
     if max_tokens and max(lengths, default=0) > max_tokens:
-        raise ValueError(
+        raise UsageError(
             f"--max-tokens-per-micro-batch {max_tokens} is smaller than a sample of "
             f"{max(lengths)} tokens; raise it to at least the longest sequence"
         )

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from mindspeed_rl.checkpoint import resume
 from mindspeed_rl.checkpoint.resume import CheckpointRecord, CompanionRecord
 from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.patches import adamw_step, local_write_results
@@ -93,7 +94,7 @@ def save_checkpoint(
 
     Raises:
         OSError: too little space, or some rank does not see the folder.
-        ValueError: a complete checkpoint of this step exists.
+        UsageError: a complete checkpoint of this step exists.
     """
     local_write_results.apply()
     if dist.get_rank() == 0:
@@ -149,7 +150,7 @@ def load_checkpoint(
     checkpoint, and with one that Megatron or MindSpeed-LLM wrote.
 
     Raises:
-        ValueError: the folder does not exist, or the checkpoint is of another model, lacks what
+        UsageError: the folder does not exist, or the checkpoint is of another model, lacks what
             is asked for, or has optimizer states of another kind; the message names the flag that
             helps.
     """
@@ -169,7 +170,7 @@ def load_checkpoint(
     if with_optimizer:
         _check_optimizer(engine, record, found.path)
     if with_rng and not record.has_rng:
-        raise ValueError(f"{found.path} has no random states (--no-save-rng); add --no-load-rng")
+        raise UsageError(f"{found.path} has no random states (--no-save-rng); add --no-load-rng")
     layout = _layout(engine)
     if with_rng and record.layout != layout:
         with_rng = False
@@ -199,12 +200,12 @@ def _load_companion(
     """A model beside the policy; notes for the user. Collective: the world.
 
     Raises:
-        ValueError: a trained one is not in the checkpoint, is of another architecture, or lacks
+        UsageError: a trained one is not in the checkpoint, is of another architecture, or lacks
             its optimizer states.
     """
     kept, trained = record.companions.get(role), engine.optimizer is not None
     if kept is None and trained and not options.finetune:
-        raise ValueError(
+        raise UsageError(
             f"{path} has no {role}: it was saved by a run without one; add --finetune to take the "
             "policy's weights and start anew, or name a checkpoint of a run with one"
         )
@@ -294,7 +295,7 @@ def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
     """Rank 0's choice on all ranks, so that a slow file system cannot split them. Collective.
 
     Raises:
-        ValueError: on all ranks, what rank 0 found wrong.
+        UsageError: on all ranks, what rank 0 found wrong.
     """
     answer: list[resume.Found | ValueError | None] = [None]
     if dist.get_rank() == 0:
@@ -332,7 +333,7 @@ def _check_model(
     ]
     flag = "--critic-hf-checkpoint" if engine.role == "critic" else "--hf-checkpoint"
     if wrong:
-        raise ValueError(
+        raise UsageError(
             f"{path} is of another model than {flag}: {', '.join(wrong)}; name the {flag} that "
             "the run started from"
         )
@@ -342,10 +343,10 @@ def _check_optimizer(
     engine: TrainEngine, record: CheckpointRecord | CompanionRecord, path: Path
 ) -> None:
     if not record.optimizer:
-        raise ValueError(f"{path} has no optimizer states (--no-save-optim); add --no-load-optim")
+        raise UsageError(f"{path} has no optimizer states (--no-save-optim); add --no-load-optim")
     mine = _optimizer_kind(engine)
     if record.optimizer != mine:
-        raise ValueError(
+        raise UsageError(
             f"{path} has the states of another optimizer ({record.optimizer}; this run: {mine}); "
             "set --use-distributed-optimizer and --bf16 as in the saved run, or add --no-load-optim"
         )

@@ -12,6 +12,7 @@ from mindspeed_rl.conversion.classic_source import is_classic, iteration_folder
 from mindspeed_rl.conversion.distributed_source import is_distributed
 from mindspeed_rl.conversion.megatron_source import open_megatron
 from mindspeed_rl.conversion.source import Source
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.resharding.layouts.base import pieces_of
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -25,7 +26,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
         What was loaded, in words; empty where there is no such checkpoint, and nothing changed.
 
     Raises:
-        ValueError: on all ranks, when some rank cannot read it or it is of another model.
+        UsageError: on all ranks, when some rank cannot read it or it is of another model.
     """
     found: list[str] = [""]
     if dist.get_rank() == 0:
@@ -44,7 +45,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if told := next(filter(None, problems), ""):
-        raise ValueError(f"--load {directory}: {told}")
+        raise UsageError(f"--load {directory}: {told}")
     assert source is not None
     engine.weights_changed()
     return f"weights of {found[0]} ({source.kind})"

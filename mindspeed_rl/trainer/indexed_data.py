@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
 from mindspeed_rl.config.sft import IndexedDataConfig
 from mindspeed_rl.data.batches import StepSamples
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.samples.packing import TrainSample
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -54,7 +55,7 @@ class IndexedSamples:
         local_rank: the first rank of a node compiles what megatron-core needs.
 
     Raises:
-        ValueError: too little data, indices that a rank cannot see, or helpers that megatron-core
+        UsageError: too little data, indices that a rank cannot see, or helpers that megatron-core
             lacks.
     """
 
@@ -85,14 +86,14 @@ class IndexedSamples:
         """One row from disk.
 
         Raises:
-            ValueError: an id outside the vocabulary.
+            UsageError: an id outside the vocabulary.
         """
         row = self._dataset[index]
         tokens, after = row["tokens"], int(row["labels"][-1])
         low = min(int(tokens.min()), after)
         high = max(int(tokens.max()), after)
         if low < 0 or high >= self._vocab_size:
-            raise ValueError(
+            raise UsageError(
                 f"--data-path {' '.join(self._blend.prefixes)}: row {index} has ids from {low} to "
                 f"{high}, the model's go to {self._vocab_size - 1}; tokenise the data with the "
                 "tokenizer of --hf-checkpoint"
@@ -109,17 +110,17 @@ class IndexedSamples:
         """Continue behind the rows that are done.
 
         Raises:
-            ValueError: they are not the first ones of this run's order and that is not allowed.
+            UsageError: they are not the first ones of this run's order and that is not allowed.
         """
         if set(state) != _STATE_KEYS:
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint's data state has the keys {sorted(state)}, expected "
                 f"{sorted(_STATE_KEYS)}: it is of another --stage; resume with that one, or add "
                 "--finetune to start its data anew"
             )
         consumed = int(state["consumed_samples"])
         if not allow_changed_data and state["order"] != self._order(consumed):
-            raise ValueError(
+            raise UsageError(
                 f"--load: the first {consumed} rows of this run are not those that the checkpoint "
                 "was trained on: --data-path, --split, --seq-length or --seed changed, or "
                 "--train-iters x --global-batch-size did where the data is read more than once; "
@@ -211,13 +212,13 @@ def _build(
     try:
         dataset, _, _ = builder.build()
     except FileNotFoundError as error:
-        raise ValueError(
+        raise UsageError(
             f"--data-cache-path {config.data_cache_path or 'PREFIX/cache'}: rank {dist.get_rank()} "
             f"lacks {error.filename}, which rank 0 wrote; give a folder that all nodes see"
         ) from error
     if dataset is None or len(dataset) < num_samples:
         found = 0 if dataset is None else len(dataset)
-        raise ValueError(
+        raise UsageError(
             f"--data-path {' '.join(blend.prefixes)} with --split {config.split} gives {found} "
             f"rows of {seq_length} tokens, the run takes {num_samples} (--train-iters x "
             "--global-batch-size); lower one of them, or give weights or more data"
@@ -231,7 +232,7 @@ def _provide_helpers(local_rank: int) -> None:
     Collective: the world.
 
     Raises:
-        ValueError: they are missing and cannot be made.
+        UsageError: they are missing and cannot be made.
     """
     spec = importlib.util.find_spec("megatron.core.datasets")
     folder = Path(next(iter((spec and spec.submodule_search_locations) or ["."])))
@@ -243,7 +244,7 @@ def _provide_helpers(local_rank: int) -> None:
     importlib.invalidate_caches()
     told = next((text for text in problems if text), "")
     if told:
-        raise ValueError(
+        raise UsageError(
             f"--data-path: megatron-core's compiled helpers ({_HELPERS}) are missing and could "
             f"not be made: {told}; install megatron-core from a wheel, or g++, make and pybind11"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, LATENT_ATTENTION
 from mindspeed_rl.models.hf_config import decoder_fields, first_of
 from mindspeed_rl.models.rules import WeightTable
@@ -25,9 +26,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a DeepSeek-V3 ``config.json``; refuses what is not computed."""
     fields = decoder_fields(config)
     if fields["norm_eps"] != _LATENT_NORM_EPS:
-        raise ValueError(f"config.json: rms_norm_eps {fields['norm_eps']}; allowed: 1e-06")
+        raise UsageError(f"config.json: rms_norm_eps {fields['norm_eps']}; allowed: 1e-06")
     if config.get("rope_interleave") is False:
-        raise ValueError("config.json: rope_interleave false is not supported; allowed: true")
+        raise UsageError("config.json: rope_interleave false is not supported; allowed: true")
     _check_rope(config, fields["rope"].kind)
     latent = LatentAttentionSpec(
         q_lora_rank=int(config.get("q_lora_rank") or 0),
@@ -55,20 +56,20 @@ def _check_rope(config: Mapping[str, Any], kind: str) -> None:
     """
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if kind not in ("default", "yarn"):
-        raise ValueError(
+        raise UsageError(
             f"config.json: rope type {kind!r} with latent attention; allowed: default, yarn"
         )
     if scaling.get("attention_factor") is not None:
-        raise ValueError(
+        raise UsageError(
             f"config.json: attention_factor {scaling['attention_factor']} with latent attention is "
             "not supported; remove it (mscale and mscale_all_dim say the same)"
         )
     if kind == "yarn" and not scaling.get("truncate", True):
-        raise ValueError(
+        raise UsageError(
             "config.json: truncate false with latent attention is not supported; allowed: true"
         )
     if float(scaling.get("mscale") or 1.0) != 1.0 and not scaling.get("mscale_all_dim"):
-        raise ValueError(
+        raise UsageError(
             f"config.json: mscale {scaling['mscale']} without mscale_all_dim is not supported; "
             "allowed: 1, or both"
         )
@@ -76,14 +77,14 @@ def _check_rope(config: Mapping[str, Any], kind: str) -> None:
 
 def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
     if config.get("scoring_func", "sigmoid") != "sigmoid":
-        raise ValueError(f"config.json: scoring_func {config['scoring_func']!r}; allowed: sigmoid")
+        raise UsageError(f"config.json: scoring_func {config['scoring_func']!r}; allowed: sigmoid")
     if config.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ValueError(f"config.json: topk_method {config['topk_method']!r}; allowed: noaux_tc")
+        raise UsageError(f"config.json: topk_method {config['topk_method']!r}; allowed: noaux_tc")
     if not config.get("norm_topk_prob", True):
-        raise ValueError("config.json: norm_topk_prob false is not supported; allowed: true")
+        raise UsageError("config.json: norm_topk_prob false is not supported; allowed: true")
     if int(config.get("moe_layer_freq") or 1) != 1:
         # DeepSeek's own code and vLLM leave layers without experts, transformers does not
-        raise ValueError(f"config.json: moe_layer_freq {config['moe_layer_freq']}; allowed: 1")
+        raise UsageError(f"config.json: moe_layer_freq {config['moe_layer_freq']}; allowed: 1")
     dense = int(config.get("first_k_dense_replace") or 0)
     size = int(config["moe_intermediate_size"])
     moe = MoESpec(
@@ -100,11 +101,11 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
     )
     if moe.top_k == 1:
         # transformers normalises the weight of a single expert to 1, megatron-core does not
-        raise ValueError("config.json: num_experts_per_tok 1 is not supported; allowed: 2 or more")
+        raise UsageError("config.json: num_experts_per_tok 1 is not supported; allowed: 2 or more")
     if moe.num_groups > 1 and moe.top_k // moe.top_k_groups != 2:
         # transformers and vLLM rank groups by their two best experts, megatron-core by
         # top_k / top_k_groups
-        raise ValueError(
+        raise UsageError(
             f"config.json: num_experts_per_tok {moe.top_k} with topk_group {moe.top_k_groups}: "
             "groups are ranked by their best two experts, so allowed: 2 experts per chosen group"
         )

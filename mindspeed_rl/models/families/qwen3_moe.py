@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, GROUPED_ATTENTION, HEAD
 from mindspeed_rl.models.hf_config import decoder_fields, first_of
 from mindspeed_rl.models.rules import WeightTable
@@ -30,7 +31,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         normalize_top_k=bool(config.get("norm_topk_prob", False)),
     )
     if moe.top_k == 1 and moe.normalize_top_k:
-        raise ValueError(
+        raise UsageError(
             "config.json: num_experts_per_tok 1 with norm_topk_prob true is not supported; "
             "allowed: 2 or more experts, or norm_topk_prob false"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.file_names import FileNames
 from mindspeed_rl.models.rules import Row, Vocab
@@ -117,10 +118,10 @@ def classic_grid(
         extends_ep: whether tensor-parallel ranks extend expert parallelism.
 
     Raises:
-        ValueError: several ranks would share a file.
+        UsageError: several ranks would share a file.
     """
     if etp not in (1, tp):
-        raise ValueError(
+        raise UsageError(
             f"--expert-tensor-parallel-size {etp}: a classic checkpoint has one file per tensor- "
             f"and expert-parallel rank; allowed: 1 or --target-tensor-parallel-size {tp}, or "
             "--ckpt-format torch_dist, which every layout can load"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.parallel.stages import StageLayout, even_stages, listed_stages
@@ -21,12 +22,12 @@ def _values(flag: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in keys or not value:
-            raise ValueError(
+            raise UsageError(
                 f"{flag} {part}: give KEY=VALUE pairs with commas between them; allowed keys: "
                 f"{', '.join(keys)}"
             )
         if key in values:
-            raise ValueError(f"{flag} {part}: {key} is given twice; remove one")
+            raise UsageError(f"{flag} {part}: {key} is given twice; remove one")
         values[key] = value
     return values
 
@@ -37,14 +38,14 @@ def _sizes(flag: str, values: Mapping[str, str], keys: tuple[str, ...]) -> list[
     for key in keys:
         value = values.get(key, "1")
         if not value.isdecimal() or int(value) < 1:
-            raise ValueError(f"{flag} {key}={value}: allowed are whole numbers from 1 on")
+            raise UsageError(f"{flag} {key}={value}: allowed are whole numbers from 1 on")
         sizes.append(int(value))
     return sizes
 
 
 def _check_world(flag: str, keys: str, size: int, world: int) -> None:
     if world % size:
-        raise ValueError(
+        raise UsageError(
             f"{flag}: {keys} = {size} does not divide --world {world}; make --world a multiple of "
             f"{size}, or lower one of them"
         )
@@ -56,7 +57,7 @@ def _about(flag: str, text: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{flag} {text}: {error}") from error
+        raise UsageError(f"{flag} {text}: {error}") from error
 
 
 def training_from_text(spec: ModelSpec, text: str, world: int) -> MegatronLayout:
@@ -70,21 +71,21 @@ def training_from_text(spec: ModelSpec, text: str, world: int) -> MegatronLayout
         world: all ranks.
 
     Raises:
-        ValueError: an unknown key, a bad value, or sizes that do not fit each other or the model.
+        UsageError: an unknown key, a bad value, or sizes that do not fit each other or the model.
     """
     values = _values("--train", text, TRAIN_KEYS)
     tp, pp, vpp, cp, ep = _sizes("--train", values, TRAIN_KEYS[:5])
     etp = _sizes("--train", values, ("etp",))[0] if "etp" in values else tp
     extend = values.get("moe_tp_extend_ep", "0")
     if extend not in ("0", "1"):
-        raise ValueError(f"--train moe_tp_extend_ep={extend}: allowed are 0 and 1")
+        raise UsageError(f"--train moe_tp_extend_ep={extend}: allowed are 0 and 1")
     given = [key for key in ("ep", "etp", "moe_tp_extend_ep") if values.get(key, "1") != "1"]
     if not spec.moe and (given or extend == "1"):
         key = given[0] if given else "moe_tp_extend_ep"
-        raise ValueError(f"--train {key}={values[key]}: the model has no experts; remove it")
+        raise UsageError(f"--train {key}={values[key]}: the model has no experts; remove it")
     if extend == "1":
         if values.get("etp", "1") != "1":
-            raise ValueError(
+            raise UsageError(
                 f"--train etp={etp}: moe_tp_extend_ep=1 makes experts whole; allowed is 1: remove "
                 "etp or moe_tp_extend_ep"
             )
@@ -92,7 +93,7 @@ def training_from_text(spec: ModelSpec, text: str, world: int) -> MegatronLayout
     _check_world("--train", "tp x pp x cp", tp * pp * cp, world)
     etp = etp if spec.moe else 1
     if world // pp % (ep * etp):
-        raise ValueError(
+        raise UsageError(
             f"--train: {ep} expert-parallel x {etp} expert-tensor-parallel ranks (etp is tp when "
             f"not given) do not divide the {world // pp} ranks of a pipeline stage; lower ep, give "
             "etp=1, or raise --world"
@@ -109,12 +110,12 @@ def _stages(spec: ModelSpec, values: Mapping[str, str], pp: int, vpp: int) -> St
         return even_stages(spec.num_layers, pp, vpp)
     parts = text.split("-")
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(
+        raise UsageError(
             f"num_layer_list={text}: give the layers of each stage with dashes between them, e.g. "
             "7-8-8-7"
         )
     if "vpp" in values and len(parts) != pp * vpp:
-        raise ValueError(
+        raise UsageError(
             f"num_layer_list={text} has {len(parts)} numbers; with pp={pp},vpp={vpp} it needs "
             f"{pp * vpp}"
         )
@@ -130,13 +131,13 @@ def rollout_from_text(spec: ModelSpec, text: str, world: int) -> VllmLayout:
         world: all ranks.
 
     Raises:
-        ValueError: an unknown key, a bad value, or sizes that do not fit each other or the model.
+        UsageError: an unknown key, a bad value, or sizes that do not fit each other or the model.
     """
     values = _values("--rollout", text, ROLLOUT_KEYS)
     tp, pp, dp, ep = _sizes("--rollout", values, ROLLOUT_KEYS)
     _check_world("--rollout", "tp x pp x dp", tp * pp * dp, world)
     if ep not in (1, tp * dp):
-        raise ValueError(
+        raise UsageError(
             f"--rollout ep={ep}: vLLM spreads experts over all ranks of a stage of an engine or "
             f"over none; allowed are 1 and tp x dp = {tp * dp}"
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.module_names import LOCAL, ModuleNames
 from mindspeed_rl.models.registry import weight_table
@@ -45,7 +46,7 @@ class MegatronLayout(TableLayout):
         self.check_rows((r for r in rows if not isinstance(r, ExpertRow)), parallel.tp)
         self.check_rows((r for r in rows if isinstance(r, ExpertRow)), parallel.etp)
         if self.spec.num_experts % parallel.ep:
-            raise ValueError(
+            raise UsageError(
                 f"--expert-model-parallel-size {parallel.ep} does not divide the model's "
                 f"{self.spec.num_experts} experts; allowed: the divisors of "
                 f"{self.spec.num_experts}"

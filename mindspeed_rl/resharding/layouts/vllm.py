@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.models.expert_rules import ExpertRow, StackedExperts
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.rules import Row, Share
@@ -55,29 +56,29 @@ class VllmLayout(TableLayout):
         self.check_rows((r for r in rows if not isinstance(r, ExpertRow)), engine.tp)
         self.check_rows((r for r in rows if isinstance(r, ExpertRow)), engine.expert_tp)
         if not self.spec.moe and engine.expert_parallel:
-            raise ValueError(f"--rollout-ep {engine.ep}: the model has no experts; allowed is 1")
+            raise UsageError(f"--rollout-ep {engine.ep}: the model has no experts; allowed is 1")
         if not self.spec.moe and engine.dp > 1:
-            raise ValueError(
+            raise UsageError(
                 f"--rollout-dp {engine.dp}: a model without experts has nothing to share between "
                 "data-parallel ranks of an engine; allowed: 1 (every --rollout-tp ranks are an "
                 "engine of their own)"
             )
         if engine.pp > self.spec.num_layers:
-            raise ValueError(f"rollout pp {engine.pp}: the model has {self.spec.num_layers} layers")
+            raise UsageError(f"rollout pp {engine.pp}: the model has {self.spec.num_layers} layers")
         self._check_experts()
 
     def _check_experts(self) -> None:
         num_experts, ep, slots = self.spec.num_experts, self.engine.ep, self.physical_experts
         if slots:
             if not self.engine.expert_parallel:
-                raise ValueError("a map of physical experts needs expert parallelism (rollout ep)")
+                raise UsageError("a map of physical experts needs expert parallelism (rollout ep)")
             if set(slots) != set(range(num_experts)) or len(slots) % ep:
-                raise ValueError(
+                raise UsageError(
                     f"a map of {len(slots)} physical experts on {ep} ranks must hold each of the "
                     f"{num_experts} experts at least once, and equally many on every rank"
                 )
         elif num_experts % ep:
-            raise ValueError(
+            raise UsageError(
                 f"--rollout-ep {ep} does not divide the model's {num_experts} experts; allowed: "
                 f"the divisors of {num_experts}"
             )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from mindspeed_rl.config.rewards import RewardConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards import sandbox
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
@@ -64,7 +65,7 @@ def parse_tests(value: object) -> list[UnitTest]:
             of these is read as well.
 
     Raises:
-        ValueError: something else, or no test at all.
+        UsageError: something else, or no test at all.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(json.JSONDecodeError):  # a program that begins with a list
@@ -77,7 +78,7 @@ def parse_tests(value: object) -> list[UnitTest]:
             return [UnitTest(None, i, o) for i, o in zip(inputs, outputs, strict=True)]
     elif _is_texts(value) and value:
         return [UnitTest(program) for program in value]
-    raise ValueError(
+    raise UsageError(
         f"must be a text of assertions, a list of such, or "
         f'{{"inputs": [...], "outputs": [...]}} of equally many texts; got {value!r:.200}'
     )
@@ -112,7 +113,7 @@ class CodeReward:
         self._rights = sandbox.probe(self._limits)
         self.notice = f"reward 'code': {self._rights.describe()}"
         if flags.reward_code_network == "require" and not self._rights.namespaces:
-            raise ValueError(
+            raise UsageError(
                 "--reward-code-network require: this machine allows no network namespaces "
                 f"({self._rights.network}); allow user namespaces, or take auto"
             )
@@ -121,13 +122,13 @@ class CodeReward:
         """1.0 when all tests pass (or the share that passes, see ``--reward-code-score``).
 
         Raises:
-            ValueError: the row has no usable tests.
+            UsageError: the row has no usable tests.
             SandboxError: the sandbox does not work.
         """
         try:
             tests = parse_tests(request.metadata.get(TESTS_KEY))
         except ValueError as error:
-            raise ValueError(
+            raise UsageError(
                 f"reward 'code': metadata {TESTS_KEY!r} of sample {request.sample_id} {error}"
             ) from error
         program = extract_program(request.response)

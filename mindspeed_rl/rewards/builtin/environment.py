@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 ENVIRONMENT_REWARD = "environment_reward"
@@ -17,9 +18,9 @@ def environment_reward(request: RewardRequest) -> float | None:
     """What the environment of ``--rl-environment`` said at the end; ``None`` when it said nothing.
 
     Raises:
-        ValueError: the run has no environment.
+        UsageError: the run has no environment.
     """
     if ENVIRONMENT_REWARD not in request.metadata:
-        raise ValueError("reward 'environment': the run has no --rl-environment; add one")
+        raise UsageError("reward 'environment': the run has no --rl-environment; add one")
     reward: float | None = request.metadata[ENVIRONMENT_REWARD]  # checked like that of any function
     return reward

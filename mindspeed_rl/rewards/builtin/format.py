@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 FORMAT_REGEX_KEY = "format_regex"
@@ -14,13 +15,13 @@ def make(settings: RewardSettings) -> RewardFunction:
     """The reward with the pattern of ``--reward-format-regex``.
 
     Raises:
-        ValueError: it is not a regular expression.
+        UsageError: it is not a regular expression.
     """
     pattern = settings.flags.reward_format_regex
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(
+        raise UsageError(
             f"--reward-format-regex {pattern!r}: must be a regular expression of Python's re "
             f"({error})"
         ) from error
@@ -35,7 +36,7 @@ def format_reward(request: RewardRequest, default: str | None = None) -> float:
     response, and ``.`` matches newlines too. Without either every form will do.
 
     Raises:
-        ValueError: ``format_regex`` is not a regular expression.
+        UsageError: ``format_regex`` is not a regular expression.
     """
     if request.finish_reason != "stop":
         return 0.0
@@ -45,7 +46,7 @@ def format_reward(request: RewardRequest, default: str | None = None) -> float:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:
-        raise ValueError(
+        raise UsageError(
             f"reward 'format': metadata {FORMAT_REGEX_KEY!r} of sample {request.sample_id} is "
             f"{pattern!r:.200}, must be a regular expression of Python's re ({error})"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 
@@ -11,11 +12,11 @@ def make(settings: RewardSettings) -> RewardFunction:
     """The reward with the target of ``--reward-length-target``.
 
     Raises:
-        ValueError: the target is not below the limit of a response.
+        UsageError: the target is not below the limit of a response.
     """
     target, limit = settings.flags.reward_length_target, settings.max_response_tokens
     if not 0 <= target < limit:
-        raise ValueError(
+        raise UsageError(
             f"--reward-length-target {target}: the reward 'length' falls from there to "
             f"--rollout-max-response-length {limit}; give a smaller number"
         )

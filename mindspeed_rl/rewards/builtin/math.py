@@ -7,6 +7,7 @@ import logging
 import re
 from typing import Any
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 _HAS_MATH_DELIMITERS = re.compile(r"\\boxed|\\\(|\\\[|\$.+\$", re.DOTALL)
@@ -48,7 +49,7 @@ def math_reward(request: RewardRequest) -> float:
     thread and does not interrupt C code. `RewardPool` kills instead.
 
     Raises:
-        ValueError: the reference answer holds nothing math-verify can read.
+        UsageError: the reference answer holds nothing math-verify can read.
     """
     library = _math_verify()
     answer = request.answer.strip()
@@ -57,7 +58,7 @@ def math_reward(request: RewardRequest) -> float:
         answer = rf"\boxed{{{answer}}}"
     reference = library.parse(answer, parsing_timeout=None, raise_on_error=True)
     if not reference:
-        raise ValueError(
+        raise UsageError(
             f"reward 'math': cannot read the reference answer {request.answer!r:.200} of sample "
             f"{request.sample_id}; give a number or a LaTeX expression, or use 'exact_match'"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.answers import UNSIGNED_NUMBER
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
@@ -27,11 +28,11 @@ def numeric_match_reward(request: RewardRequest) -> float:
     ``tolerance``, or 1e-6. Thousands commas and exponents are read.
 
     Raises:
-        ValueError: the answer is not one number, or the tolerance is not a number of at least 0.
+        UsageError: the answer is not one number, or the tolerance is not a number of at least 0.
     """
     answer = _NUMBER.fullmatch(request.answer.strip())
     if answer is None:
-        raise ValueError(
+        raise UsageError(
             f"reward 'numeric_match': the reference answer {request.answer!r:.200} of sample "
             f"{request.sample_id} is not a number; fix the row, or use 'math' or 'exact_match'"
         )
@@ -52,7 +53,7 @@ def _value(text: str) -> float:
 def _tolerance(request: RewardRequest) -> float:
     value = request.metadata.get(TOLERANCE_KEY, DEFAULT_TOLERANCE)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(
+        raise UsageError(
             f"reward 'numeric_match': metadata {TOLERANCE_KEY!r} of sample {request.sample_id} is "
             f"{value!r:.200}, must be a number of at least 0"
         )

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mindspeed_rl.config.rewards import REMOTE_BACKOFF_S, RewardConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 # Worth another attempt: the server is busy, restarts, or is behind a proxy that lost it.
@@ -43,7 +44,7 @@ class RemoteReward:
     def __init__(self, flags: RewardConfig, backoff_s: float = REMOTE_BACKOFF_S) -> None:
         self._url = flags.reward_url
         if not self._url.startswith(("http://", "https://")):
-            raise ValueError(
+            raise UsageError(
                 f"--reward-url {self._url!r}: the reward 'remote' needs the http:// or "
                 "https:// address that samples are posted to"
             )

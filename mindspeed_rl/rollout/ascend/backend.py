@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.errors import UsageError
 from mindspeed_rl.offload.storages import as_bytes, storages_of
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
@@ -44,7 +45,7 @@ class AscendBackend:
         format_of: the memory format of a tensor on the device, as a number of CANN.
 
     Raises:
-        ValueError: a model that cannot be updated.
+        UsageError: a model that cannot be updated.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AscendBackend:
             "disable_custom_all_reduce": True,
         }
         if "enforce_eager" in options:
-            raise ValueError("--vllm-enforce-eager: use --rollout-graph-mode")
+            raise UsageError("--vllm-enforce-eager: use --rollout-graph-mode")
         _refuse_keys(options.get(_ADDITIONAL))
         return _merged(own, options, "--vllm")
 
@@ -189,7 +190,7 @@ def _refuse_keys(additional: object) -> None:
     """Keys of ``--vllm-additional-config`` that make rollouts wrong, at any depth."""
     for key, value in additional.items() if isinstance(additional, dict) else ():
         if value and key in _REFUSED_KEYS:
-            raise ValueError(
+            raise UsageError(
                 f"--vllm-additional-config {key}: {_REFUSED_KEYS[key]}; remove the key"
             )
         _refuse_keys(value)
@@ -205,7 +206,7 @@ def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> 
         elif isinstance(merged[name], dict) and isinstance(value, dict):
             merged[name] = _merged(merged[name], value, flag)
         elif merged[name] != value:
-            raise ValueError(
+            raise UsageError(
                 f"{flag}: training and updates need {merged[name]!r}, or a flag of ours sets it; "
                 "remove it"
             )
@@ -216,12 +217,12 @@ def check_updatable(model_dir: Path) -> None:
     """Refuse models whose attention vLLM-Ascend cannot be given new weights for.
 
     Raises:
-        ValueError: a model with sparse attention (SFA, DSA).
+        UsageError: a model with sparse attention (SFA, DSA).
     """
     config = json.loads((model_dir / "config.json").read_text())
     config = config.get("text_config", config)
     if found := [key for key in _SPARSE_KEYS if config.get(key)]:
-        raise ValueError(
+        raise UsageError(
             f"--hf-checkpoint {model_dir}: sparse attention ({found[0]} in config.json); "
             "vLLM-Ascend throws the key/value up projection away once it has derived "
             "its products, so that no update can be written; allowed: models with dense or latent "

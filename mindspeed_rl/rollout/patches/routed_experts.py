@@ -42,7 +42,7 @@ class ExpertRecorder:
         """Listen to the routers of a built engine.
 
         Raises:
-            ValueError: a router without a hook.
+            UsageError: a router without a hook.
         """
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
             RoutedExpertsCapturer,
