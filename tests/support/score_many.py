@@ -32,9 +32,9 @@ def main(commands: list[list[str]]) -> None:
     job = start_job(PROG, first, world)
     try:
         score.main(job)
-        from mindspeed_rl.rl import training
+        from mindspeed_rl.rl import build_models
 
-        with mock.patch.object(training, "initialize_parallel"):
+        with mock.patch.object(build_models, "initialize_parallel"):
             for checked in others:
                 assert checked.plan.parallel == first.plan.parallel, "one layout in a world"
                 score.main(replace(job, config=checked.parsed.config, plan=checked.plan))

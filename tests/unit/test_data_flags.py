@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from make_task_data import write_jsonl
 from make_tiny_model import TinySizes, write_tiny_model
-from mindspeed_rl.rl.training import load_tokenizer
+from mindspeed_rl.rl.build_models import load_tokenizer
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
