@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from support.training_layouts import LAYOUT_PARAMETERS
 from support.training_worlds import CaseResult, relative_errors
 
@@ -115,6 +116,22 @@ def test_three_updates_equal_those_of_one_rank(
     assert len(found.grad_norms) == 3
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
     assert worst(relative_errors(found.weights, expected.weights))[0] <= 1e-5
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2-pp2"])
+def test_recomputed_layers_change_no_bit(
+    layout: str, trained: Callable[[str], WorldResult]
+) -> None:
+    """--recompute-granularity full: gradients, their norms and three updates."""
+    cases = trained(layout).cases
+    found, expected = cases["grpo-recomputed"], cases["grpo-steps"]
+    assert found.grad_norms == expected.grad_norms
+    for kept, other in (
+        (expected.gradients, found.gradients),
+        (expected.weights, found.weights),
+    ):
+        assert kept.keys() == other.keys()
+        assert all(torch.equal(kept[name], other[name]) for name in kept)
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2"])

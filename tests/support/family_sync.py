@@ -50,7 +50,7 @@ def family_sync_world(
     job = replace(job, plan=replace(job.plan, vllm=vllm))
     initialize_parallel(job)
     both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
-    both.phases.to_rollout(0)
+    both.to_rollout(0)
     return [one_sync(both, version, work_dir) for version in (11, 12, 13)]
 
 

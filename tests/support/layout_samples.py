@@ -34,7 +34,7 @@ def sampling_world(world: World, model: str, engine_tp: int) -> list[tuple[int, 
     job = engine_job(world, model, 2, engine_tp)
     initialize_parallel(job)
     both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
-    both.phases.to_rollout(0)
+    both.to_rollout(0)
     engine = job.plan.engine
     mine = asked()[engine.replica_of(world.rank) :: engine.num_replicas]
     completions = list(both.engine.generate(mine, SAMPLING, 0).values())

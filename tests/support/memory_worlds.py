@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from support.handover import hand_over
 from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 from support.training_worlds import make_job
 
@@ -125,9 +126,10 @@ def walk_borders(
         sync = WeightSync(
             cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda table=table: table, 0
         )
-        phases = Phases(TableEngine(), sync, lambda name: nullcontext(), sharing)
+        engine = TableEngine()
+        phases = Phases(engine, lambda name: nullcontext(), sharing)
         phases.to_train()
-        phases.to_rollout(0)
+        hand_over(phases, sync, engine, 0)
         phases.to_train()
         for group in groups.values():
             group.restore()

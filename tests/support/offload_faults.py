@@ -6,6 +6,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import torch
+from support.handover import hand_over
 from support.line_faults import Planted, fault_before_line
 from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 
@@ -32,7 +33,7 @@ def fail_everywhere(sharing: Sharing) -> tuple[int, list[str]]:
         cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda: {"table": first_table()}, 0
     )
     sharing.leave_all()
-    phases = Phases(engine, sync, lambda name: nullcontext(), sharing)
+    phases = Phases(engine, lambda name: nullcontext(), sharing)
     phases.to_train()
     expected, _ = _look(sharing)
 
@@ -41,7 +42,7 @@ def fail_everywhere(sharing: Sharing) -> tuple[int, list[str]]:
             fault_before_line(number, FILES) as lines,
             nullcontext() if not number else suppress(Planted),
         ):
-            phases.to_rollout(number)
+            hand_over(phases, sync, engine, number)
             phases.to_train()
         return lines
 

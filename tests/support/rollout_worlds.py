@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.handover import hand_over
 from support.training_worlds import make_job
 
 from mindspeed_rl.bootstrap import World
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mindspeed_rl.phases.machine import Phases
+    from mindspeed_rl.phases.weight_sync import WeightSync
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -89,6 +91,11 @@ class Both:
     policy: TrainEngine
     engine: VllmEngine
     phases: Phases
+    sync: WeightSync
+
+    def to_rollout(self, version: int) -> None:
+        """Weights into the engine, and the devices to it. Collective: the world."""
+        hand_over(self.phases, self.sync, self.engine, version)
 
 
 def engine_world(
@@ -106,7 +113,7 @@ def engine_world(
     with noted_changes(facts.changed_by_build):
         both = build_both(job, policy)
     facts.refusals["asleep"] = refusal(both, version=0)
-    both.phases.to_rollout(0)
+    both.to_rollout(0)
     check_sampling(both, facts)
     facts.refusals["other version"] = refusal(both, version=1)
     facts.disagreement = disagreement(both)
@@ -118,7 +125,7 @@ def engine_world(
         before = resident_bytes()
         both.phases.to_train()
         facts.freed_bytes.append(before - resident_bytes())
-        both.phases.to_rollout(13)
+        both.to_rollout(13)
     both.engine.begin_update()
     facts.refusals["update begun"] = refusal(both, version=13)
     facts.unshimmed_modules = unshimmed_modules()
@@ -134,7 +141,7 @@ def killed_world(world: World, model: str, work_dir: str) -> None:
     job = engine_job(world, model, 1, world.size)
     initialize_parallel(job)
     both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
-    both.phases.to_rollout(0)
+    both.to_rollout(0)
     tokens = sum(
         len(c.token_ids) for c in both.engine.generate(requests()[:4], SAMPLED, 0).values()
     )
@@ -155,14 +162,16 @@ def engine_job(world: World, model: str, trainer_tp: int, engine_tp: int) -> Job
 
 def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     """The engine and the state machine, by the functions of the entry."""
-    from mindspeed_rl.rl.build_engine import build_phases, build_rollout_engine, share_memory
+    from mindspeed_rl.phases.machine import Phases
+    from mindspeed_rl.rl.build_engine import build_rollout_engine, build_weight_sync, share_memory
+    from mindspeed_rl.rl.components import Models
 
-    sharing = share_memory(job, policy, None)
+    sharing = share_memory(job, Models(policy))
     sharing.leave_all()
     engine = build_rollout_engine(job)
-    phases = build_phases(job, policy, engine, sharing, lambda _: nullcontext())
+    phases = Phases(engine, lambda _: nullcontext(), sharing)
     phases.to_train()
-    return Both(job, policy, engine, phases)
+    return Both(job, policy, engine, phases, build_weight_sync(job, policy))
 
 
 def requests() -> list[GenerationRequest]:
@@ -232,7 +241,7 @@ def check_prefix_cache(both: Both, facts: EngineFacts) -> None:
     for name, version in (("kept", 1), ("reset", 2)):
         scale_weights(both, 1.1)
         engine.begin_update()
-        both.phases._sync._path.move(both.policy.named_parameters(), engine)
+        both.sync._path.move(both.policy.named_parameters(), engine)
         if name == "kept":
             engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
         engine.finish_update(version)
@@ -251,7 +260,7 @@ def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     both.phases.to_train()
     scale_weights(both, 1.05)
     after = torch.cat(trainer_logprobs(both, probe, old, 1.0))
-    both.phases.to_rollout(version)
+    both.to_rollout(version)
     completions = list(both.engine.generate(probe, GREEDY, version).values())
     target = Path(work_dir) / f"export-{version}"
     export_policy(both.job, both.policy, str(target), 1)

@@ -35,6 +35,9 @@ STEPS = Case("grpo-steps", _flags(extra=RATE), num_steps=3)
 SHARDED_STEPS = Case(
     "grpo-sharded-steps", _flags(extra=(*RATE, "--use-distributed-optimizer")), num_steps=3
 )
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1")  # fmt: skip
+RECOMPUTED = Case("grpo-recomputed", _flags(extra=(*RATE, *FULL)), num_steps=3)
 SEQUENCE = ("--sequence-parallel",)
 SEQUENCE_PARALLEL = Case("grpo-sequence-parallel", _flags(extra=SEQUENCE))
 SEQUENCE_PARALLEL_TOKENS = Case("grpo-sequence-parallel-tokens", _flags(tokens=33, extra=SEQUENCE))
@@ -79,7 +82,7 @@ LAYOUTS = {
         (
             *REFERENCE.values(),
             *SMALL.values(),
-            *(BY_ONE, BY_EIGHT, BY_TOKENS, COLD, BF16, STEPS, LOCAL_DENOMINATOR),
+            *(BY_ONE, BY_EIGHT, BY_TOKENS, COLD, BF16, STEPS, RECOMPUTED, LOCAL_DENOMINATOR),
         ),
         tied=True,
     ),
@@ -103,7 +106,7 @@ LAYOUTS = {
     "tp2-pp2": Layout(
         4,
         _parallel(2, 2),
-        (*SMALL.values(), COLD, SEQUENCE_PARALLEL, BF16, STEPS, SHARDED_STEPS),
+        (*SMALL.values(), COLD, SEQUENCE_PARALLEL, BF16, STEPS, RECOMPUTED, SHARDED_STEPS),
     ),
 }
 

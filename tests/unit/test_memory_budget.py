@@ -24,9 +24,11 @@ from mindspeed_rl.observability.metrics import Max
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.platforms.npu import NpuPlatform
-from mindspeed_rl.rl import build_engine as rl_phases
+from mindspeed_rl.rl import build_engine
+from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState
-from mindspeed_rl.samples.device_cache import TOKENS, TensorCache
+from mindspeed_rl.samples.columns import TOKEN_IDS
+from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.rollout_info import SampleKey
 
 WORLD, GIB = 32, 2**30
@@ -53,7 +55,7 @@ def run_on(
     taken_gib: int = 0,
 ) -> Any:
     """What a run on a device of this size decides."""
-    monkeypatch.setattr(rl_phases, "_least", lambda number: number)
+    monkeypatch.setattr(build_engine, "_least", lambda number: number)
     total = int(total_gib * GIB)
     device = SimpleNamespace(
         name=platform,
@@ -62,7 +64,7 @@ def run_on(
         memory=lambda: DeviceMemory(0, total, total),
     )
     job = SimpleNamespace(config=config, plan=plan_of(config, WORLD), platform=device)
-    return rl_phases.predict_run(cast(Any, job))
+    return build_engine.predict_run(cast(Any, job))
 
 
 @pytest.mark.parametrize("memory_gb", slow_but([40, 55, 61, 66, 73, 128], [61]))
@@ -170,8 +172,8 @@ def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatc
     prediction, _ = run_on("npu", 64, config, monkeypatch)
     assert prediction.swap_parts == 16
     everything = dict.fromkeys(LEAVING)
-    monkeypatch.setattr(rl_phases, "trainer_memory", lambda *engines: dict(everything))
-    monkeypatch.setattr(rl_phases, "predict_run", lambda job: (prediction, ""))
+    monkeypatch.setattr(build_engine, "trainer_memory", lambda *engines: dict(everything))
+    monkeypatch.setattr(build_engine, "predict_run", lambda job: (prediction, ""))
     platform = SimpleNamespace(
         name="npu",
         shares_host_memory=False,
@@ -179,13 +181,13 @@ def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatc
         wait_for_copies=lambda: None,
     )
     job = SimpleNamespace(config=config, platform=platform, say=lambda *lines: None)
-    sharing = rl_phases.share_memory(cast(Any, job), cast(Any, None), None)
+    sharing = build_engine.share_memory(cast(Any, job), Models(cast(Any, None)))
     assert set(everything) - set(sharing.groups) == {Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER}
 
 
 def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are counted as they come and go, and no prediction is blamed for them."""
-    monkeypatch.setattr(rl_phases, "_least", lambda number: number)
+    monkeypatch.setattr(build_engine, "_least", lambda number: number)
     config = config_of("--platform", "cpu", "--rl-offload", "none")
     platform = SimpleNamespace(
         name="cpu",
@@ -200,14 +202,14 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
     parameters = SimpleNamespace(num_bytes=lambda: 700)
     engine = SimpleNamespace(state=EngineState.AWAKE, weight_bytes=50, cache_bytes=6)
     cache = TensorCache(torch.device("cpu"))
-    ledger = rl_phases.open_ledger(
+    ledger = build_engine.open_ledger(
         cast(Any, job),
         cast(Any, SimpleNamespace(groups={Owner.PARAMETERS: parameters})),
         cast(Any, engine),
         cache,
     )
     cache.begin_step(1)
-    cache.put(TOKENS, [SampleKey(1, 0)], torch.zeros(11, dtype=torch.int32), [11], [0])
+    cache.put(TOKEN_IDS, [SampleKey(1, 0)], torch.zeros(11, dtype=torch.int32), [11], [0])
     ledger.at_border("rollout")
     engine.state = EngineState.ASLEEP
     ledger.at_border("train")

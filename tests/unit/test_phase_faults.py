@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.engine_double import EngineDouble
+from support.handover import hand_over
 from support.line_faults import Planted, fault_before_line
 
 from mindspeed_rl.memory.owners import OffloadMode, Owner
@@ -36,7 +37,8 @@ FILES = (
     vllm_engine,
 )
 # Between two actions, or after the last: not inside one.
-AROUND = ("_go", "to_rollout", "to_train", "_onward", "_back", "resident", "_finish_release")
+AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "_onward", "_back", "resident",
+          "_finish_release")  # fmt: skip
 DROPPED = (Owner.GRAD_BUFFERS,)
 
 
@@ -84,16 +86,19 @@ class World:
             )
             for owner, tensors in self.tensors.items()
         }
-        sync = WeightSync(cast(Any, Fill()), cast(Any, NoProof()), self._read, 0)
+        self.sync = WeightSync(cast(Any, Fill()), cast(Any, NoProof()), self._read, 0)
         sharing = Sharing(groups, mode, free_weights, release_cached_memory=lambda: None)
         sharing.leave_all()
-        self.phases = Phases(self.engine, sync, lambda name: nullcontext(), sharing)
+        self.phases = Phases(self.engine, lambda name: nullcontext(), sharing)
 
     def _read(self) -> dict[str, torch.Tensor]:
         return {"w": self.tensors[Owner.PARAMETERS][0]}
 
+    def to_rollout(self, version: int) -> None:
+        hand_over(self.phases, self.sync, self.engine, version)
+
     def cycle(self, version: int) -> None:
-        self.phases.to_rollout(version)
+        self.to_rollout(version)
         self.phases.to_train()
         with self.phases.resident(Owner.REFERENCE):
             pass
@@ -135,7 +140,7 @@ def _fail(world: World, number: int, version: int) -> list[str]:
     world.check()
     world.tensors[Owner.PARAMETERS][0][0] = version
     world.expected[Owner.PARAMETERS][0][0] = version
-    world.phases.to_rollout(version + 1)
+    world.to_rollout(version + 1)
     world.check()
     weights = [p for _, p in world.engine.toy.model.named_parameters()]
     assert all(bool((w == version).all()) for w in weights), "stale weights would be sampled"

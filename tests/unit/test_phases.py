@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.handover import hand_over
 from support.queued_copies import QueuedCopies
 from support.table_engine import (
     CACHE_BYTES,
@@ -89,7 +90,7 @@ class Machine:
             )
             for owner, tensor in self.tensors.items()
         }
-        sync = WeightSync(
+        self.sync = WeightSync(
             cast(Any, CopyWeights()),
             cast(Any, self.proof),
             lambda: {"table": self.trainer},
@@ -105,7 +106,7 @@ class Machine:
             at_border=self.borders.append,
         )
         sharing.leave_all()
-        self.phases = Phases(cast(Any, self.engine), sync, self.phase, sharing)
+        self.phases = Phases(cast(Any, self.engine), self.phase, sharing)
         self.phases.to_train()
         self.named.clear()
         self.borders.clear()
@@ -123,8 +124,11 @@ class Machine:
         self.named.append(name)
         yield
 
+    def to_rollout(self, version: int) -> None:
+        hand_over(self.phases, self.sync, cast(Any, self.engine), version)
+
     def step(self, version: int) -> None:
-        self.phases.to_rollout(version)
+        self.to_rollout(version)
         self.phases.to_train()
 
     def check(self) -> None:
@@ -154,14 +158,14 @@ class Machine:
 
 def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
     machine = Machine()
-    machine.phases.to_rollout(5)
+    machine.to_rollout(5)
     assert machine.phases.state is Phase.ROLLOUT
     assert machine.engine.calls == ["begin", "finish", "wake kv_cache"]
     assert machine.engine.weights_version == 5
     machine.check()
     machine.phases.to_train()
     assert machine.phases.state is Phase.TRAIN and machine.engine.calls[-1] == "free cache"
-    assert machine.named == ["offload", "reshard", "offload", "wake", "sleep"]
+    assert machine.named == ["offload", "offload", "wake", "sleep"]
     assert machine.borders == ["idle", "sync", "rollout", "sync", "idle", "train"]
     assert machine.asked_for == [CACHE_BYTES]
 
@@ -169,13 +173,13 @@ def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
 def test_the_order_with_everything_offloaded() -> None:
     """Parameters stay until they are resharded, the cache comes when they have left."""
     machine = Machine(mode=OffloadMode.ALL, free_weights=True)
-    machine.phases.to_rollout(0)
+    machine.to_rollout(0)
     assert machine.engine.calls == ["wake weights", "begin", "finish", "wake kv_cache"]
-    assert machine.named == ["offload", "wake", "reshard", "offload", "wake"]
+    assert machine.named == ["offload", "wake", "offload", "wake"]
     machine.check()
     machine.phases.to_train()
     assert machine.engine.calls[4:] == ["free cache", "free weights"]
-    assert machine.named[5:] == ["sleep", "onload", "sleep", "onload"]
+    assert machine.named[4:] == ["sleep", "onload", "sleep", "onload"]
     machine.check()
 
 
@@ -186,7 +190,7 @@ def test_what_is_where_in_every_state(mode: OffloadMode) -> None:
     for version in range(3):
         machine.expected[Owner.PARAMETERS] -= version
         machine.trainer.sub_(version)
-        machine.phases.to_rollout(version)
+        machine.to_rollout(version)
         machine.check()
         machine.phases.to_train()
         machine.check()
@@ -197,7 +201,7 @@ def test_the_reference_comes_for_its_pass_only() -> None:
     with machine.phases.resident(Owner.REFERENCE):
         assert torch.equal(machine.tensors[Owner.REFERENCE], first_table() - 7)
     machine.check()
-    machine.phases.to_rollout(0)
+    machine.to_rollout(0)
     with (
         pytest.raises(RuntimeError, match="reference: allowed in train only, not in rollout"),
         machine.phases.resident(Owner.REFERENCE),
@@ -279,7 +283,7 @@ def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode
     for version in range(3):
         machine.expected[Owner.PARAMETERS] -= 1
         machine.trainer.sub_(1)
-        machine.phases.to_rollout(version)
+        machine.to_rollout(version)
         machine.check()
         machine.phases.to_train()
         assert torch.equal(machine.trainer, machine.expected[Owner.PARAMETERS])
@@ -318,28 +322,36 @@ def test_freed_weights_move_although_their_version_did_not_change() -> None:
     assert machine.engine.calls.count("begin") == 2
 
 
-@pytest.mark.parametrize("call", ["to_rollout twice", "to_train twice"])
-def test_illegal_moves_are_refused_and_change_nothing(call: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "move", "told"),
+    [
+        (Phase.ROLLOUT, Phases.to_sync, "from train or idle or sync only, not from rollout"),
+        (Phase.ROLLOUT, Phases.to_rollout, "to_rollout: allowed in sync only, not in rollout"),
+        (Phase.SYNC, Phases.to_rollout, "the engine has no complete weights"),
+        (Phase.TRAIN, Phases.to_rollout, "to_rollout: allowed in sync only, not in train"),
+        (Phase.TRAIN, Phases.to_train, "from rollout or sync or idle only, not from train"),
+    ],
+)
+def test_illegal_moves_are_refused_and_change_nothing(
+    before: Phase, move: Callable[[Phases], None], told: str
+) -> None:
     machine = Machine()
-    phases = machine.phases
-    phases.to_rollout(0)
-    if call == "to_train twice":
-        phases.to_train()
-    before, calls = phases.state, list(machine.engine.calls)
-    if call == "to_train twice":
-        with pytest.raises(RuntimeError, match="from rollout or sync or idle only, not from train"):
-            phases.to_train()
-    else:
-        with pytest.raises(RuntimeError, match="from train or idle or sync only, not from rollo"):
-            phases.to_rollout(1)
-    assert (phases.state, machine.engine.calls) == (before, calls)
+    if before is Phase.ROLLOUT:
+        machine.to_rollout(0)
+    elif before is Phase.SYNC:
+        machine.phases.to_sync()
+    calls = list(machine.engine.calls)
+    with pytest.raises(RuntimeError, match=told):
+        move(machine.phases)
+    assert (machine.phases.state, machine.engine.calls) == (before, calls)
+    machine.check()
 
 
 @given(
     st.sampled_from(MODES),
     st.booleans(),
     st.lists(
-        st.sampled_from(["rollout", "train", "generate", "reference", "critic", "update"]),
+        st.sampled_from(["sync", "rollout", "train", "generate", "reference", "critic", "update"]),
         max_size=20,
     ),
 )
@@ -358,13 +370,17 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
             machine.expected[Owner.PARAMETERS] -= 1
         elif call == "generate" and before is Phase.ROLLOUT:
             assert machine.engine.weights_version == version
-        elif call in ("rollout", "train"):
-            legal = before.value != call
-            with nullcontext() if legal else pytest.raises(RuntimeError, match=f"from {call}"):
-                if call == "rollout":
-                    phases.to_rollout(version)
-                else:
-                    phases.to_train()
+        elif call == "sync":
+            with nullcontext() if before is not Phase.ROLLOUT else pytest.raises(RuntimeError):
+                phases.to_sync()
+        elif call == "rollout":
+            with nullcontext() if before is Phase.SYNC else pytest.raises(RuntimeError):
+                phases.require(Phase.SYNC, "the weight sync")
+                machine.sync.run(cast(Any, machine.engine), version)
+                phases.to_rollout()
+        elif call == "train":
+            with nullcontext() if before is not Phase.TRAIN else pytest.raises(RuntimeError):
+                phases.to_train()
         elif call == "reference" and before is Phase.TRAIN:
             with phases.resident(Owner.REFERENCE):
                 assert machine.tensors[Owner.REFERENCE].untyped_storage().nbytes() > 0
@@ -376,22 +392,27 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Make the n-th action from now on raise before it does anything; the names so far."""
+    """Make the n-th action from now on raise before it does anything; the names so far.
+
+    The weight sync counts as two: all of it, and the move in its middle.
+    """
     seen: list[str] = []
 
+    def counted(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+        def perhaps(*args: Any) -> Any:
+            seen.append(name)
+            if len(seen) == number:
+                raise Fault(name)
+            return do(*args)
+
+        return perhaps
+
     def perform(actions: Any, phase: Any) -> None:
-        def counted(action: transition.Action) -> transition.Action:
-            def do() -> None:
-                seen.append(action.name)
-                if len(seen) == number:
-                    raise Fault(action.name)
-                action.do()
-
-            return transition.Action(action.name, action.phase, do, action.undo)
-
-        transition.perform([counted(a) for a in actions], phase)
+        transition.perform([replace(a, do=counted(a.name, a.do)) for a in actions], phase)
 
     monkeypatch.setattr("mindspeed_rl.phases.machine.perform", perform)
+    monkeypatch.setattr(WeightSync, "run", counted("sync", WeightSync.run))
+    monkeypatch.setattr(CopyWeights, "move", counted("move", CopyWeights.move))
     return seen
 
 
@@ -404,23 +425,29 @@ def test_a_fault_in_any_action_leaves_one_of_the_two_states(
     number, finished = 0, False
     while not finished:
         number += 1
+        in_sync = False
         machine = Machine(mode=mode, free_weights=free_weights)
         with monkeypatch.context() as patch:
             seen = fail_at(patch, number)
             try:
-                machine.phases.to_rollout(1)
+                machine.to_rollout(1)
                 machine.phases.to_train()
                 finished = True
-            except Fault:
+            except Fault as fault:
                 assert machine.phases.state in CHAIN
                 machine.check()
+                in_sync = str(fault) in ("sync", "move")
+        if in_sync:
+            assert machine.phases.state is Phase.SYNC and machine.engine.weights_version == -1
+            machine.to_rollout(1)
+            machine.check()
         if machine.phases.state is not Phase.TRAIN:
             machine.phases.to_train()
         machine.check()
         machine.step(2)
         machine.check()
-    assert len(seen) == number - 1 >= 5
-    assert seen.count("reshard") == 1
+    assert len(seen) == number - 1 >= 6
+    assert (seen.count("sync"), seen.count("move")) == (1, 1)
 
 
 def test_an_undo_that_fails_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,11 +464,11 @@ def test_an_undo_that_fails_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) 
     phases._sharing = replace(phases._sharing, require_free=refuse)
     told = r"offload parameters could not be taken back \(host memory is gone\)"
     with pytest.raises(transition.UndoFailed, match=told) as raised:
-        phases.to_rollout(0)
+        machine.to_rollout(0)
     assert isinstance(raised.value.__cause__, Fault) and str(raised.value.__cause__) == "no room"
     assert phases.state is Phase.BROKEN
-    for move in (lambda: phases.to_rollout(0), phases.to_train):
-        with pytest.raises(RuntimeError, match="not from broken"):
+    for move in (phases.to_sync, phases.to_rollout, phases.to_train):
+        with pytest.raises(RuntimeError, match=r"not (from|in) broken"):
             move()
 
 
@@ -457,7 +484,7 @@ def test_weights_that_differ_are_never_generated_from(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(CopyWeights, "move", broken)
         with pytest.raises(Fault):
-            machine.phases.to_rollout(1)
+            machine.to_rollout(1)
     assert (machine.phases.state, machine.engine.weights_version) == (Phase.SYNC, -1)
     move_all = CopyWeights.move
 
@@ -472,10 +499,10 @@ def test_weights_that_differ_are_never_generated_from(monkeypatch: pytest.Monkey
             r"differ from the trainer's in 1 tensors: table; table\[3.*\] on rank 0 \(the table\)"
         )
         with pytest.raises(RuntimeError, match=told):
-            machine.phases.to_rollout(1)
+            machine.to_rollout(1)
     assert (machine.phases.state, machine.engine.weights_version) == (Phase.SYNC, -1)
     assert machine.engine.calls[-1] != "wake kv_cache"
-    machine.phases.to_rollout(1)
+    machine.to_rollout(1)
     assert machine.proof.num_calls == 3
     machine.check()
 
