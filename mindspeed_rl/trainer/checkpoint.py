@@ -281,6 +281,7 @@ def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
+    _restore_step_of_0(state)
     engine.optimizer.load_state_dict(state)
     for optimizer, groups in zip(optimizers, flags, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -289,6 +290,20 @@ def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
             # megatron-core gives all parameters one tensor, which AdamW would advance once per
             # parameter
             param_state["step"] = param_state["step"].clone()
+
+
+def _restore_step_of_0(state: dict[Any, Any]) -> None:
+    """Give parameters their step where it is 0: megatron-core leaves that out of a checkpoint.
+
+    So it is before the first update; torch's AdamW refuses a state without.
+    """
+    chained = state.values() if all(isinstance(key, int) for key in state) else (state,)
+    for part in chained:
+        # fp32 has the state of torch's optimizer itself, the distributed optimizer has none
+        states = part.get("optimizer", part).get("state", {})
+        if "common_step" not in states:
+            for param_state in states.values():
+                param_state.setdefault("step", torch.tensor(0.0))
 
 
 def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:

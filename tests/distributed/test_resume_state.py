@@ -20,32 +20,49 @@ FLAGS = ("--context-parallel-size", "2", "--rl-advantage-estimator", "gae",
 
 
 def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
-    """Rank function: a save after so many updates, and a load by new engines."""
+    """Rank function: a save after so many updates, and a load by new engines.
+
+    The policy has no update yet, as in the warm-up of a critic; the critic has its moments.
+    """
     import torch
     from support.training_worlds import make_job
 
     from mindspeed_rl.config.training import CheckpointConfig
-    from mindspeed_rl.rl import training
-    from mindspeed_rl.rl.build_models import build_critic
+    from mindspeed_rl.rl.build_models import build_critic, build_engine, initialize_parallel
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer.optimizer import torch_optimizers
+
+    def moments(engine: Any) -> list[tuple[float, float]]:
+        """Step and sum of the first moments of every parameter."""
+        states = [s for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
+        return [(float(s["step"]), float(s["exp_avg"].sum())) for s in states]
 
     job = make_job(world, model, FLAGS)
-    training.initialize_parallel(job)
-    policy, critic = training.build_engine(job, "policy", 8), build_critic(job)
+    initialize_parallel(job)
+    policy, critic = build_engine(job, "policy", 8), build_critic(job)
     assert critic is not None
+    for optimizer in torch_optimizers(critic.optimizer):
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            ones = torch.ones_like(param)
+            optimizer.state[param] = {
+                "step": torch.tensor(2.0), "exp_avg": 0.5 * ones, "exp_avg_sq": ones
+            }  # fmt: skip
     found = {"sum": float(policy.sum_over_tokens(torch.tensor([1.0 + world.rank])))}
     policy.schedule.num_updates, critic.schedule.num_updates = 3, 2
     torch.manual_seed(100 + world.rank)
     drawn = torch.rand(5)
     torch.manual_seed(100 + world.rank)
     both = {"critic": critic}
-    save_checkpoint(folder, 1, policy, {}, with_optimizer=False, companions=both)
-    policy, critic = training.build_engine(job, "policy", 8), build_critic(job)
+    save_checkpoint(folder, 1, policy, {}, companions=both)
+    saved = (moments(policy), moments(critic))
+    policy, critic = build_engine(job, "policy", 8), build_critic(job)
     assert critic is not None
     torch.manual_seed(7)
-    load_checkpoint(folder, policy, CheckpointConfig(no_load_optim=True), {"critic": critic})
+    load_checkpoint(folder, policy, CheckpointConfig(), {"critic": critic})
     again = torch.rand(5)
     return found | {
+        "moments": (moments(policy), moments(critic)),
+        "saved_moments": saved,
         "same_numbers": torch.equal(drawn, again),
         "updates": (policy.schedule.num_updates, critic.schedule.num_updates),
     }
@@ -66,6 +83,15 @@ def test_sums_over_tokens_are_over_the_context_as_well(facts: list[dict[str, Any
 def test_both_schedules_go_on(facts: list[dict[str, Any]]) -> None:
     """That of the critic is its own: it makes updates while the policy waits, and the reverse."""
     assert [rank["updates"] for rank in facts] == [(3, 2), (3, 2)]
+
+
+def test_moments_go_on_from_any_update(facts: list[dict[str, Any]]) -> None:
+    """Also from before the first, whose step of 0 megatron-core does not write."""
+    for rank in facts:
+        policy, critic = rank["moments"]
+        assert (policy, critic) == rank["saved_moments"]
+        assert set(policy) == {(0.0, 0.0)}
+        assert {step for step, _ in critic} == {2.0} and all(total > 0 for _, total in critic)
 
 
 def test_random_numbers_go_on(facts: list[dict[str, Any]]) -> None:

@@ -158,7 +158,7 @@ def test_a_worker_that_dies_costs_the_sample_that_it_was_scoring(function: str) 
 
 def test_a_dead_worker_costs_the_sample_that_killed_it() -> None:
     """Wherever it stands among those that a worker was given: first, last or in between."""
-    with RewardPool([f"{USER_FILE}:dies_on_bad"], num_workers=2, max_error_rate=0.2) as pool:
+    with make_pool(":dies_on_bad", workers=2, max_error_rate=0.2) as pool:
         for bad in ([0], [3], [5, 7], [12, 13], [9, 20], [24]):
             responses = ["bad" if i in bad else "good" for i in range(25)]
             results = pool.score(make_requests(*responses))

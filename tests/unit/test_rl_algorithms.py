@@ -174,12 +174,11 @@ def test_the_kl_in_the_reward_is_of_the_trainers_logprobs(tmp_path: Path) -> Non
     found = []
     for off in (0.0, 0.125):
         run = make_run(tmp_path, flags, REWARDS)
-        cast(TablePolicy, run.reference).table = first_table() - 0.5
-        cast(TableEngine, run.engine).stale = off
+        cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5
+        run.engine.stale = off
         batches = step_of(run)
         for m in batches.micro_batches:
-            assert m.old_logprobs is not None
-            gaps = (m.batch.rollout_logprobs - m.old_logprobs).tolist()
+            gaps = (m.column("rollout_logprobs") - m.column("old_logprobs")).tolist()
             assert gaps == pytest.approx([off] * len(gaps), abs=1e-6)
         assert value(batches.metrics, "reward/kl") == pytest.approx(0.5)
         found.append(advantages(batches))

@@ -1,4 +1,4 @@
-"""What build_rl_job gives the parts of a run: temperatures, horizons, rates, the order of data.
+"""What build_components gives the parts of a run: temperatures, horizons, rates, order of data.
 
 Everything that needs megatron-core, vLLM or files is replaced; engines only note their arguments.
 """
@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from support.rl_run import NUM_PROMPTS, PROMPTS, Characters, make_run
+from support.table_engine import TableEngine
 
-from mindspeed_rl.rl import build as rl_job
-from mindspeed_rl.rl import build_models as value_models
-from mindspeed_rl.rl import training
-from mindspeed_rl.rl.build import RLJob, build_rl_job
+from mindspeed_rl.rl import build, build_models
+from mindspeed_rl.rl.components import Components
 
 FLAGS = (
     "--rl-advantage-estimator gae --grpo-kl-beta 0.05 --rl-default-temperature 0.7 --train-iters 5 "
@@ -24,8 +23,8 @@ FLAGS = (
 
 
 REPLACED = (
-    "check_row_rewards", "make_reward_pool", "build_rollout_engine", "open_ledger", "watched",
-    "check_rebalance", "check_expert_replay", "_settle_objects",
+    "initialize_parallel", "check_row_rewards", "make_reward_pool", "open_ledger", "watched",
+    "build_weight_sync", "open_logger", "_freeze_objects",
 )  # fmt: skip
 
 
@@ -55,25 +54,24 @@ def nothing(*_: Any, **__: Any) -> None:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     """Stand-ins for what a run is built of."""
     found = Engines()
-    for module in (training, value_models):
-        monkeypatch.setattr(module, "TrainEngine", found)
-    for name in ("initialize_parallel", "load_weights"):
-        monkeypatch.setattr(training, name, nothing)
-    monkeypatch.setattr(training, "load_tokenizer", lambda config: Characters())
-    monkeypatch.setattr(value_models, "load_value_model", lambda *_: False)
+    monkeypatch.setattr(build_models, "TrainEngine", found)
+    for name in ("kept_mtp", "load_weights", "load_value_model"):
+        monkeypatch.setattr(build_models, name, nothing)
     for name in REPLACED:
-        monkeypatch.setattr(rl_job, name, nothing)
-    monkeypatch.setattr(rl_job, "installed_layout", lambda layout, platform: layout)
-    monkeypatch.setattr(rl_job, "load_data", lambda *_, **__: (Prompts(PROMPTS), {}))
+        monkeypatch.setattr(build, name, nothing)
+    monkeypatch.setattr(build, "with_installed_engine", lambda job: job)
+    monkeypatch.setattr(build, "load_tokenizer", lambda config: Characters())
+    monkeypatch.setattr(build, "load_data", lambda *_, **__: (Prompts(PROMPTS), {}))
+    monkeypatch.setattr(build, "build_rollout_engine", lambda job: TableEngine())
     memory, phases = SimpleNamespace(leave_all=nothing), SimpleNamespace(to_train=nothing)
-    monkeypatch.setattr(rl_job, "share_memory", lambda *_: memory)
-    monkeypatch.setattr(rl_job, "build_phases", lambda *_: phases)
+    monkeypatch.setattr(build, "share_memory", lambda *_: memory)
+    monkeypatch.setattr(build, "Phases", lambda *_: phases)
     return found
 
 
-def built(folder: Path, flags: str = "") -> RLJob:
+def built(folder: Path, flags: str = "") -> Components:
     folder.mkdir(exist_ok=True)
-    return build_rl_job(make_run(folder, FLAGS + flags).job)
+    return build.build_components(make_run(folder, FLAGS + flags).parts.job)
 
 
 def test_policy_and_reference_are_of_the_temperature_of_the_rollouts(
@@ -81,7 +79,7 @@ def test_policy_and_reference_are_of_the_temperature_of_the_rollouts(
 ) -> None:
     """Ratios and the KL are between distributions at the temperature that sampled."""
     run = built(tmp_path)
-    assert run.sampling(run.config.rl.rl_default_temperature).temperature == 0.7
+    assert run.rollouts.settings(run.config.rl.rl_default_temperature).temperature == 0.7
     assert engines.built["policy"]["temperature"] == 0.7
     assert engines.built["reference"]["temperature"] == 0.7
 
@@ -105,9 +103,8 @@ def test_the_seed_decides_the_order_of_the_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(seed: int, folder: str) -> list[int]:
-        for module in (training, value_models):  # each run builds engines of its own
-            monkeypatch.setattr(module, "TrainEngine", Engines())
-        return built(tmp_path / folder, f"--seed {seed}").sampler.next(NUM_PROMPTS)
+        monkeypatch.setattr(build_models, "TrainEngine", Engines())  # each run builds its own
+        return built(tmp_path / folder, f"--seed {seed}").data.sampler.next(NUM_PROMPTS)
 
     first, again, other = order(1, "a"), order(1, "b"), order(2, "c")
     assert first == again != other
@@ -116,4 +113,4 @@ def test_the_seed_decides_the_order_of_the_prompts(
 
 def test_without_a_kl_there_is_no_reference(tmp_path: Path, engines: Engines) -> None:
     run = built(tmp_path, "--grpo-kl-beta 0")
-    assert run.reference is None and "reference" not in engines.built
+    assert run.models.reference is None and "reference" not in engines.built

@@ -23,6 +23,7 @@ from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import evaluate, is_right
 from mindspeed_rl.rl.report import Report, check_computation, check_mismatch, worse_mismatch
 from mindspeed_rl.rl.rollouts import generate_rollouts
+from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.samples.store import PlacedSamples
 
 
@@ -94,26 +95,27 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("alone")
-def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(tmp_path: Path) -> None:
+def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No sample of an evaluation draws the random numbers of a sample that was trained on."""
     flags = ["--rl-eval-samples", "2", "--rl-eval-temperature", "0.6"]
     run = make_run(tmp_path, ROWS, ["math"], flags)
-    settings, temperatures = run.sampling(1.0), list[float]()
+    engine, temperatures = cast(Answers, run.rollouts.engine), list[float]()
+    generate = engine.generate
 
-    def sampling(temperature: float) -> Any:
-        temperatures.append(temperature)
-        return settings
+    def noted(requests: Any, settings: SamplingSettings, *rest: Any) -> Any:
+        temperatures.append(settings.temperature)
+        return generate(requests, settings, *rest)
 
-    run.sampling = sampling  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "generate", noted)
     for step in (1, 2):
-        collect(run, step)
-    asked = cast(Answers, run.engine).asked
-    trained = {r.seed for requests in asked for r in requests}
-    temperatures.clear()
+        generate_rollouts(run, RunState(), step)
+    trained = {r.seed for requests in engine.asked for r in requests}
     for step in (1, 2):
-        evaluate(run, run.eval_sets[""], step)
-    evaluated = {r.seed for requests in asked[2:] for r in requests}
-    assert temperatures == [0.0, 0.6] * 2
+        evaluate(run, RunState(), run.data.held_out[""], step)
+    evaluated = {r.seed for requests in engine.asked[2:] for r in requests}
+    assert temperatures == [run.config.rl.rl_default_temperature] * 2 + [0.0, 0.6] * 2
     assert len(trained) == 2 * 4 and len(evaluated) >= 2 * 8
     assert not trained & evaluated
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.rl_run import TablePolicy, make_run
+from support.rl_run import TablePolicy, TableRun, make_run
 from support.table_engine import first_table, single_rank
 
-from mindspeed_rl.rl import advantages as rl_batch
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.rl import checkpoints
-from mindspeed_rl.rl import resume as rl_resume
-from mindspeed_rl.rl import update as rl_step
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.components import RunState
+from mindspeed_rl.rl.report import Report
+from mindspeed_rl.rl.resume import save_if_due, start
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
@@ -35,23 +34,22 @@ def world() -> Iterator[None]:
 def test_a_checkpoint_is_due_at_every_interval_and_at_the_end(
     tmp_path: Path, interval: int, due: list[int]
 ) -> None:
-    job = make_run(tmp_path, f"--train-iters 5 --save x --save-interval {interval}").job
-    assert [step for step in range(1, 6) if checkpoints.save_is_due(job, step)] == due
+    flags = make_run(tmp_path, f"--train-iters 5 --save x --save-interval {interval}").config
+    assert due_steps(flags) == due
 
 
 def test_without_a_folder_nothing_is_due(tmp_path: Path) -> None:
-    job = make_run(tmp_path, "--train-iters 5").job
-    assert not any(checkpoints.save_is_due(job, step) for step in range(1, 6))
+    assert due_steps(make_run(tmp_path, "--train-iters 5").config) == []
 
 
-def step_of(run: RLJob, step: int) -> None:
-    run.phases.to_rollout(run.version)
-    rollouts = rl_step.collect(run, step)
-    run.phases.to_train()
-    batches = rl_batch.build_batches(run, rollouts.samples)
-    batches = rl_batch.annotate(run, batches, rollouts.samples)
-    batches = rl_batch.with_advantages(run, batches, rollouts.samples, step)
-    rl_step.update(run, batches)
+def due_steps(flags: RLRunConfig) -> list[int]:
+    """The steps after which a run of five is saved."""
+    return [n for n in range(1, 6) if checkpoints.save_is_due(flags.checkpoint, 5, n)]
+
+
+def resumed(run: TableRun) -> Report:
+    run.state, report = start(run.parts)
+    return report
 
 
 def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
@@ -70,18 +68,18 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     monkeypatch.setattr(checkpoints, "load", load)
     flags = FLAGS + "--save x --save-interval 2 --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
-    cast(TablePolicy, run.reference).table = first_table() - 0.5  # a KL above its target
-    report = rl_resume.start(run)
+    cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5  # above its target
+    report = resumed(run)
     for step in (1, 2):
-        step_of(run, step)
-        rl_resume.save_if_due(run, report, step)
-    assert saved["step"] == 2 and run.kl_beta > 0.1 and run.version == 4
+        run.update(run.prepared(run.generate(step).samples, step), step)
+        save_if_due(run.parts, run.state, report, step)
+    assert saved["step"] == 2 and run.state.kl_beta > 0.1 and run.state.version == 4
     again = make_run(tmp_path, flags, REWARDS)
-    assert rl_resume.start(again).start == 2
-    assert (again.version, again.kl_beta) == (run.version, run.kl_beta)
-    lengths = again.lengths.state_dict()
-    assert lengths == run.lengths.state_dict() and lengths["relative"]
-    assert again.sampler.next(20) == run.sampler.next(20)
+    assert resumed(again).start == 2
+    assert (again.state.version, again.state.kl_beta) == (run.state.version, run.state.kl_beta)
+    lengths = again.state.lengths.state_dict()
+    assert lengths == run.state.lengths.state_dict() and lengths["relative"]
+    assert again.parts.data.sampler.next(20) == run.parts.data.sampler.next(20)
 
 
 def test_a_constant_coefficient_is_that_of_the_flags(
@@ -89,10 +87,16 @@ def test_a_constant_coefficient_is_that_of_the_flags(
 ) -> None:
     """A run without --rl-kl-target may be resumed with another --grpo-kl-beta."""
     run = make_run(tmp_path, "--grpo-kl-beta 0.2", REWARDS)
-    state = {"sampler": run.sampler.state_dict(), "version": 3, "kl_beta": 0.7, "surplus": [],
-             "num_pending": 0, "lengths": run.lengths.state_dict(), "report": {}}  # fmt: skip
-    report = rl_resume.Report(run).state_dict()
-    loaded = LoadedState(1, state | {"report": report})
-    monkeypatch.setattr(checkpoints, "load", lambda *_: replace(loaded))
-    assert rl_resume.start(run).start == 1
-    assert (run.version, run.kl_beta) == (3, 0.2)
+    extra = {
+        "sampler": run.parts.data.sampler.state_dict(),
+        "version": 3,
+        "kl_beta": 0.7,
+        "carryover": [],
+        "num_partial": 0,
+        "num_groups": 1,
+        "lengths": run.state.lengths.state_dict(),
+        "report": Report(run.parts, RunState()).state_dict(),
+    }
+    monkeypatch.setattr(checkpoints, "load", lambda *_: LoadedState(1, extra))
+    assert resumed(run).start == 1
+    assert (run.state.version, run.state.kl_beta) == (3, 0.2)

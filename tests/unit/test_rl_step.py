@@ -371,10 +371,10 @@ def test_each_clip_flag_bounds_its_own_side(tmp_path: Path, ratio: float, clippe
     """Ratios up to 1.25 and down to 0.9 are within the bounds."""
     flags = "--old-logprob rollout --grpo-clamp-eps-lower 0.1 --grpo-clamp-eps-upper 0.25"
     run = make_run(tmp_path, flags, REWARDS)
-    engine_of(run).stale = -math.log(ratio)
+    run.engine.stale = -math.log(ratio)
     metrics = whole_step(run)
     assert value(metrics["policy/clip_fraction"]) == clipped
-    (found,) = policy_of(run).gradients
+    (found,) = run.policy.gradients
     stopped = [(a > 0) == (ratio > 1) and bool(clipped) for a in ADVANTAGES]
     assert [float(found[4 + i]) == 0.0 for i in range(6)] == stopped
 
@@ -387,9 +387,9 @@ def test_the_p99_of_the_mismatch_is_of_all_tokens(tmp_path: Path) -> None:
     ids = [torch.tensor(response_of(i), dtype=torch.long) for i in range(400)]
     offsets = torch.arange(1, 1000).flip(0) / 1000
     parts = torch.split(offsets, [len(i) for i in ids])
-    said = [Response(i, first_table()[i] + off) for i, off in zip(ids, parts, strict=True)]
-    store_responses(run.cache, said, samples)
-    metrics = rl_step.update(run, prepared(run, samples))
+    pairs = zip(ids, parts, strict=True)
+    said = [response(i.tolist(), first_table()[i] + off) for i, off in pairs]
+    metrics = run.update(run.prepared(run.hold(samples, said)))
     assert value(metrics["mismatch/max_abs_logprob"]) == pytest.approx(0.999, abs=1e-5)
     assert value(metrics["mismatch/p99_abs_logprob"]) == pytest.approx(0.991, abs=1e-5)
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from support.rl_run import TablePolicy, make_run
+from support.rl_run import TablePolicy, TableRun, make_run
 from support.table_engine import single_rank
 
 from mindspeed_rl import train_rl
 from mindspeed_rl.rl import report as rl_report
-from mindspeed_rl.rl.build import RLJob
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
@@ -27,11 +27,10 @@ def world() -> Iterator[None]:
         yield
 
 
-def train(run: RLJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(run: TableRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps, without the export and the curves of the end."""
     monkeypatch.setattr(rl_report.Report, "finish", lambda self: None)
-    for _ in cast(Any, train_rl.train(run)) or ():
-        pass
+    train_rl.train(run.parts)
 
 
 def test_the_critic_alone_is_trained_in_the_warm_up(
@@ -41,8 +40,8 @@ def test_the_critic_alone_is_trained_in_the_warm_up(
     flags = "--rl-advantage-estimator gae --critic-warmup-steps 3 --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
     train(run, monkeypatch)
-    assert len(cast(TablePolicy, run.critic).gradients) == 4 * 2
-    assert len(cast(TablePolicy, run.policy).gradients) == 2 == run.version
+    assert len(cast(TablePolicy, run.parts.models.critic).gradients) == 4 * 2
+    assert len(run.policy.gradients) == 2 == run.engine.weights_version
 
 
 def test_an_evaluation_is_of_the_weights_after_its_step(
@@ -50,14 +49,14 @@ def test_an_evaluation_is_of_the_weights_after_its_step(
 ) -> None:
     """Before the first step and after every second; each step makes two updates."""
     run = make_run(tmp_path, "--train-iters 5 --eval-interval 2 --global-batch-size 3", REWARDS)
-    run.eval_sets = {"": run.prompts}
-    seen: list[tuple[int, int]] = []
+    run.parts.data.held_out[""] = run.parts.data.train
+    seen: list[tuple[int, int, int]] = []
 
-    def evaluate(run: RLJob, dataset: object, step: int) -> Evaluation:
-        seen.append((step, run.version))
+    def evaluate(parts: Components, state: RunState, dataset: object, step: int) -> Evaluation:
+        seen.append((step, state.version, run.engine.weights_version))
         return Evaluation(accuracy=0.5, accuracy_lenient=0.5, num_prompts=1)
 
     monkeypatch.setattr(rl_report, "evaluate", evaluate)
     train(run, monkeypatch)
-    assert seen == [(0, 0), (2, 4), (4, 8)]
-    assert run.version == 10
+    assert seen == [(0, 0, 0), (2, 4, 4), (4, 8, 8)]
+    assert len(run.policy.gradients) == 10 == run.engine.weights_version
