@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.samples.columns import TRAINING_COLUMNS
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TRAINING_COLUMNS
 from mindspeed_rl.samples.placement import padded
 
 
@@ -189,9 +189,14 @@ def _columns_of(
 ) -> dict[str, torch.Tensor]:
     """The columns of all samples, one sample after the other.
 
+    Without samples the engine's log-probs are there all the same, with no tokens: the passes over
+    a step compare with them in every micro-batch, and only samples say which columns there are.
+
     Raises:
         RuntimeError: a sample lacks a column that others have, or has another number of rows.
     """
+    if not samples:
+        return {ROLLOUT_LOGPROBS.name: ROLLOUT_LOGPROBS.empty()}
     names = {name: None for s in samples for name in s.columns}
     for name in names:
         rows = [s.columns[name].size(0) if name in s.columns else -1 for s in samples]
