@@ -14,10 +14,34 @@ from mindspeed_rl.resharding.checksums import WeightProof
 from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.sync_metrics import SyncTraffic, sync_metrics
-from mindspeed_rl.rollout.engine import InferenceEngine
 
 # The checksums differ, and yet the engine holds what the first source of every rectangle holds.
 NOT_LOCATED = "every rank holds what the first source has: a checksum itself went wrong"
+
+
+class Receiver(Protocol):
+    """What a sync asks of the engine that receives weights; see InferenceEngine."""
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that the engine holds."""
+        ...
+
+    def begin_update(self) -> None:
+        """From here on the weights are neither old nor new."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """The weights are whole, and of this version."""
+        ...
+
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
+        """The engine's live parameters."""
+        ...
+
+    def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
+        """Give one whole tensor to the engine's own loading code."""
+        ...
 
 
 class WeightPath(Protocol):
@@ -28,7 +52,7 @@ class WeightPath(Protocol):
         """In metrics."""
         ...
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: Receiver) -> SyncTraffic:
         """Write all weights, between begin and finish of an update. Collective: the world."""
         ...
 
@@ -40,7 +64,7 @@ class DirectPath:
     resharder: Resharder
     name: str = "direct"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: Receiver) -> SyncTraffic:
         """Each rank receives what it needs, and nothing else."""
         return self.resharder.run(read, engine.weight_views())
 
@@ -52,7 +76,7 @@ class StreamPath:
     stream: TensorStream
     name: str = "stream"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: Receiver) -> SyncTraffic:
         """Every rank receives every tensor, one after another."""
         return self.stream.run(read, engine.load_tensor)
 
@@ -88,7 +112,7 @@ class WeightSync:
         self._verify_interval = verify_interval
         self._num_syncs = 0
 
-    def run(self, engine: InferenceEngine, version: int) -> None:
+    def run(self, engine: Receiver, version: int) -> None:
         """Bring the engine to ``version``; no effect when it is there. Collective: the world.
 
         Raises:

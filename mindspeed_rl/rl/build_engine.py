@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
+from mindspeed_rl.config.check_engine import AUTO
 from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.errors import UsageError
@@ -25,9 +27,9 @@ from mindspeed_rl.resharding.executor import Resharder
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import make_transport
 from mindspeed_rl.rl.components import Models
-from mindspeed_rl.rl.engine_stats import graph_sizes
 from mindspeed_rl.rollout.capabilities import CAPABILITIES, installed_layout
 from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history
 from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.rollout.vllm_requests import check_option_names
@@ -169,6 +171,29 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
             graph_sizes=graph_sizes(job),
             experts=_recorder_of(job),
         )
+
+
+def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
+    """What ``--rollout-graph-sizes`` comes to; empty leaves the engine's own. Collective: world.
+
+    ``auto`` is decided by rank 0, whose disk has the history, and printed with its waste.
+    """
+    tuning, output = job.config.engine, Path(job.config.logging.output_dir)
+    if tuning.rollout_graph_sizes != AUTO:
+        return tuple(sorted({int(size) for size in tuning.rollout_graph_sizes}))
+    chosen: list[tuple[int, ...]] = [()]
+    if job.world.rank == 0:
+        if history := read_history(output):
+            found = best_graph_sizes(history, tuning.rollout_graph_count)
+            chosen = [found.sizes]
+            job.say(
+                f"graph sizes {' '.join(map(str, found.sizes))}: over the {history.total()} decode "
+                f"steps of {output}, {found.waste:.1%} of the rows would be padding"
+            )
+        else:
+            job.say(f"graph sizes: no earlier decode steps in {output}, the engine keeps its own")
+    dist.broadcast_object_list(chosen, 0)
+    return chosen[0]
 
 
 def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:

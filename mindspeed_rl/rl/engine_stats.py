@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
-from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.check_engine import AUTO
-from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.launch.job import Job
 from mindspeed_rl.observability.metrics import Mean, MetricSet
 from mindspeed_rl.rollout.engine import InferenceEngine
-from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history, write_history
+from mindspeed_rl.rollout.graph_sizes import read_history, write_history
 from mindspeed_rl.rollout.step_loop import StepStats
 
 
@@ -58,26 +52,3 @@ def record_history(folder: Path, stats: StepStats, data_parallel: int) -> None:
     if data_parallel > 1 and not stats.reductions:
         return
     write_history(folder, read_history(folder) + stats.running)
-
-
-def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
-    """What ``--rollout-graph-sizes`` comes to; empty leaves the engine's own. Collective: world.
-
-    ``auto`` is decided by rank 0, whose disk has the history, and printed with its waste.
-    """
-    tuning, output = job.config.engine, Path(job.config.logging.output_dir)
-    if tuning.rollout_graph_sizes != AUTO:
-        return tuple(sorted({int(size) for size in tuning.rollout_graph_sizes}))
-    chosen: list[tuple[int, ...]] = [()]
-    if job.world.rank == 0:
-        if history := read_history(output):
-            found = best_graph_sizes(history, tuning.rollout_graph_count)
-            chosen = [found.sizes]
-            job.say(
-                f"graph sizes {' '.join(map(str, found.sizes))}: over the {history.total()} decode "
-                f"steps of {output}, {found.waste:.1%} of the rows would be padding"
-            )
-        else:
-            job.say(f"graph sizes: no earlier decode steps in {output}, the engine keeps its own")
-    dist.broadcast_object_list(chosen, 0)
-    return chosen[0]

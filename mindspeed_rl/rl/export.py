@@ -18,12 +18,12 @@ from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.resharding.stream import TensorStream
 from mindspeed_rl.resharding.transports import AllToAllTransport
-from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.config.validate import RLPlan, RunPlan
     from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.trainer.train_engine import TrainEngine
 
 _EXPORT_BUCKET_BYTES = 512 << 20
 

@@ -15,7 +15,7 @@ from support.table_engine import single_rank
 
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.config.check_engine import AUTO
-from mindspeed_rl.rl.engine_stats import graph_sizes
+from mindspeed_rl.rl.build_engine import graph_sizes
 from mindspeed_rl.rollout.graph_sizes import (
     HISTORY_FILE,
     best_graph_sizes,
