@@ -21,6 +21,14 @@ def _negated(value: Any) -> Any:
     return -value
 
 
+def _advantages_negated(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, name: str, values: Any) -> Any:
+        turned = name == "advantages" and values is not None
+        return original(self, name, -values if turned else values)
+
+    return changed
+
+
 def _local(values: Any) -> Any:
     return values
 
@@ -52,11 +60,11 @@ def _turned_kl(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 LOSSES = (
-    Fault("advantage-negated", "mindspeed_rl.trainer.prepared:PreparedBatch.with_advantages",
-          takes(advantages=_negated), _STEP + "test_gradient_of_one_step_in_closed_form",
+    Fault("advantage-negated", "mindspeed_rl.samples.packing:MicroBatch.with_column",
+          _advantages_negated, _STEP + "test_gradient_of_one_step_in_closed_form",
           "The policy would learn what is punished."),
     Fault("advantages-over-the-batch-not-the-group",
-          "mindspeed_rl.rl.advantages:_group_rewards",
+          "mindspeed_rl.rl.advantages:group_rewards",
           gives(lambda g: replace(g, rewards=g.rewards.view(1, -1), lengths=g.lengths.view(1, -1))),
           _STEP + "test_advantages_are_relative_to_the_own_group",
           "Answers to hard questions would be punished for the question."),
@@ -93,7 +101,7 @@ LOSSES = (
           lambda original: lambda trainer, engine, *rest: original(engine, trainer, *rest),
           _ALGORITHMS + "test_importance_weights_compare_the_engine_with_the_weights_that_sampled",
           "The correction would double the mismatch that it corrects."),
-    Fault("kl-added-to-the-reward", "mindspeed_rl.rl.advantages:_sample_sums",
+    Fault("kl-added-to-the-reward", "mindspeed_rl.rl.advantages:_Tokens.sums_of_samples",
           gives(_negated),
           _ALGORITHMS + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample",
           "Samples would be rewarded for leaving the reference."),

@@ -38,14 +38,9 @@ def _rewards_in_order_of_ids(original: Callable[..., Any]) -> Callable[..., Any]
     return changed
 
 
-def _all_fresh(batch: Any) -> Any:
-    import torch
-
-    marked = [
-        m if m.fresh is None else replace(m, fresh=torch.ones_like(m.fresh))
-        for m in batch.micro_batches
-    ]
-    return replace(batch, micro_batches=marked)
+def _all_fresh(batches: Any) -> Any:
+    marks = [m.column("on_policy_mask") for m in batches.micro_batches]
+    return batches.with_column("on_policy_mask", [m | True for m in marks])
 
 
 def _own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,17 +65,17 @@ SAMPLES = (
     Fault("loss-mask-off-by-one", "mindspeed_rl.samples.packing:_row_of",
           gives_fields(loss_mask=lambda row: row.loss_mask.roll(1)), _ROW,
           "The first token of a response would not be trained on."),
-    Fault("tokens-of-the-environment-trained", "mindspeed_rl.rl.batches:store",
+    Fault("tokens-of-the-environment-trained", "mindspeed_rl.samples.store:keep_rollouts",
           takes(rollouts=_without_masks),
           _TALK + "test_turns_follow_each_other_and_only_the_models_tokens_are_trained",
           "The policy would learn to write the answers of its tools."),
     Fault("denominators-count-tokens-of-the-environment",
-          "mindspeed_rl.rl.batches:num_trained",
-          lambda original: lambda run, sample: sample.num_tokens,
+          "mindspeed_rl.samples.store:SampleStore.num_trained",
+          lambda original: lambda self, sample: sample.num_tokens,
           _TALK + "test_gradient_and_denominators_leave_the_environment_out",
           "Gradients of conversations would shrink with what the tools say."),
     Fault("cut-responses-are-trained-on-all-the-same",
-          "mindspeed_rl.rl.batches:as_train_samples",
+          "mindspeed_rl.samples.store:as_train_samples",
           takes(drop_truncated=lambda _: False),
           _SAMPLING + "test_truncated_responses_are_left_out_of_the_loss_alone",
           "--rl-overlong-filtering would do nothing but change the denominators."),
@@ -101,14 +96,14 @@ SAMPLES = (
           skipped, _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
           "A missing sample would be trained on as an empty one of prompt 0."),
     Fault("samples-of-other-weights-count-as-on-policy",
-          "mindspeed_rl.rl.advantages:check_on_policy",
+          "mindspeed_rl.rl.logprobs:check_on_policy",
           skipped, _STEP + "test_on_policy_samples_must_come_from_the_present_weights",
           "Their ratio would silently be 1."),
-    Fault("siblings-grouped-across-prompts", "mindspeed_rl.rl.update:rollouts_of",
+    Fault("siblings-grouped-across-prompts", "mindspeed_rl.rl.rollouts:_StepSampling.one_pass",
           takes(prompts=lambda prompts: [p for k in range(3) for p in prompts[k::3]]),
           _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
           "Advantages would compare answers to different questions."),
-    Fault("rewards-of-other-samples", "mindspeed_rl.rl.rollouts:Scorer.finish",
+    Fault("rewards-of-other-samples", "mindspeed_rl.rl.scoring:Scorer.finish",
           _rewards_in_order_of_ids,
           _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
           "Samples are scored in the order in which they end."),
@@ -117,21 +112,21 @@ SAMPLES = (
           _POOL + "test_raising_reward_is_counted_and_above_the_limit_raises",
           "A bug in a reward function would teach that all answers are wrong."),
     Fault("nan-reward-accepted", "mindspeed_rl.rewards.scoring:check_reward",
-          _nan_accepted, _POOL + "test_nonsense_values_are_errors",
+          _nan_accepted, "tests/unit/test_rewards_functions.py::test_refused_values",
           "One NaN spreads over its whole group."),
-    Fault("surplus-groups-dropped", "mindspeed_rl.rl.update:fill_step",
-          then(lambda run, draw: setattr(run, "surplus", [])),
+    Fault("surplus-groups-dropped", "mindspeed_rl.rl.rollouts:fill_step",
+          gives_fields(carried=lambda _: []),
           _SAMPLING + "test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in",
           "Groups that were generated and accepted would never be trained on."),
-    Fault("open-responses-forgotten", "mindspeed_rl.rl.update:draw_complete",
-          then(lambda run, *_: setattr(run, "pending", [])),
+    Fault("open-responses-forgotten", "mindspeed_rl.rl.rollouts:complete_groups",
+          gives_fields(partial=lambda _: []),
           _PARTIAL + "test_every_group_is_trained_on_once_and_whole",
           "Long responses would never be finished, and the policy becomes short."),
     Fault("one-version-for-all-tokens", "mindspeed_rl.samples.rollout_info:Sample.grown_from",
           lambda original: lambda self, before: self,
           _PARTIAL + "test_every_token_knows_the_weights_that_sampled_it",
           "Tokens of older weights would be taken for on-policy ones."),
-    Fault("older-tokens-taken-for-fresh", "mindspeed_rl.rl.advantages:_with_ages",
+    Fault("older-tokens-taken-for-fresh", "mindspeed_rl.rl.logprobs:with_on_policy_mask",
           gives(_all_fresh), _PARTIAL + "test_the_ratio_is_to_the_weights_that_sampled",
           "Learning would be reported as a mismatch of engine and trainer."),
     Fault("sampler-repeats-after-a-resume",

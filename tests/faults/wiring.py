@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from faults.planting import Fault, gives, keeps, takes, then
+from faults.planting import Fault, gives, takes, then
 
 _BUILDING = "tests/unit/test_rl_building.py::"
 _LOOP = "tests/unit/test_train_loop.py::"
@@ -46,25 +46,31 @@ def _in_steps(job: Any, num_updates: int) -> int:
     return num_updates // int(job.plan.batch.updates)
 
 
-def _one_step_short(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(run: Any, batches: Any, *, critic_only: bool = False) -> Any:
-        last = run.num_steps + 1 >= run.config.critic.critic_warmup_steps
-        return original(run, batches, critic_only=critic_only and not last)
+def _when_resumed(effect: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """An effect on the run and its state after it was resumed."""
 
-    return changed
+    def change(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(run: Any) -> Any:
+            state, report = original(run)
+            if report.start:
+                effect(run, state)
+            return state, report
+
+        return changed
+
+    return change
 
 
-def _skips_a_batch(run: Any) -> None:
-    if run.version:
-        run.sampler.next(run.plan.batch.prompts)
+def _skips_a_batch(run: Any, state: Any) -> None:
+    run.data.sampler.next(run.plan.batch.prompts)
 
 
-def _not_at_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(job: Any, step: int) -> Any:
-        interval = job.config.checkpoint.save_interval
-        return original(job, step) and interval > 0 and step % interval == 0
+def _kl_beta_of_the_flags(run: Any, state: Any) -> None:
+    state.kl_beta = run.config.rl.grpo_kl_beta
 
-    return changed
+
+def _version_0(run: Any, state: Any) -> None:
+    state.version = 0
 
 
 def _forgets_context(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,12 +85,20 @@ def _with_setting(**changes: Callable[[dict[str, Any]], Any]) -> Callable[..., A
 
 
 def _engines_logprobs(micro: Any) -> Any:
-    return replace(micro, old_logprobs=micro.batch.rollout_logprobs)
+    return micro.with_column("old_logprobs", micro.column("rollout_logprobs"))
 
 
 def _swapped_bounds(settings: Any) -> Any:
     s = settings.surrogate
     return replace(settings, surrogate=replace(s, eps_lower=s.eps_upper, eps_upper=s.eps_lower))
+
+
+def _as_in_training(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, *args: Any, **rest: Any) -> Any:
+        judged = rest.get("judge") is not None  # evaluations alone are
+        return original(self, *args, **(rest | {"attempt": 0} if judged else rest))
+
+    return changed
 
 
 def _blames_the_neighbour(results: list[Any]) -> list[Any]:
@@ -100,15 +114,15 @@ def _blames_the_neighbour(results: list[Any]) -> list[Any]:
 
 WIRING = (
     # --- building the run
-    Fault("policy-at-temperature-1", "mindspeed_rl.rl.training:build_engine",
+    Fault("policy-at-temperature-1", "mindspeed_rl.rl.build_models:build_engine",
           _built_with("policy", temperature=_at_one),
           _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
           "Ratios would compare another distribution than the one that sampled."),
-    Fault("reference-at-temperature-1", "mindspeed_rl.rl.training:build_engine",
+    Fault("reference-at-temperature-1", "mindspeed_rl.rl.build_models:build_engine",
           _built_with("reference", temperature=_at_one),
           _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
           "The KL would be to another distribution, and nothing else notices."),
-    Fault("horizon-in-steps-not-updates", "mindspeed_rl.rl.training:build_engine",
+    Fault("horizon-in-steps-not-updates", "mindspeed_rl.rl.build_models:build_engine",
           _built_with("policy", num_updates=_in_steps),
           _BUILDING + "test_schedules_end_with_the_updates_of_the_run",
           "With k updates a step the rate reaches --min-lr after 1/k of the run."),
@@ -124,10 +138,11 @@ WIRING = (
           "Three seeds would be less than three experiments."),
     # --- the loop and the step
     Fault("critic-warm-up-one-step-short", "mindspeed_rl.rl.update:update",
-          _one_step_short, _LOOP + "test_the_critic_alone_is_trained_in_the_warm_up",
+          takes(step=lambda step: step + 1),
+          _LOOP + "test_the_critic_alone_is_trained_in_the_warm_up",
           "The policy would move by a critic that was promised more time."),
     Fault("critic-trains-the-policy-along", "mindspeed_rl.rl.update:update",
-          takes(critic_only=lambda _: False), _PPO + "test_a_critic_alone",
+          takes(step=lambda _: 1 << 30), _PPO + "test_a_critic_alone",
           "--critic-warmup-steps would do nothing."),
     Fault("evaluated-a-step-early", "mindspeed_rl.rl.report:Report.evaluate_if_due",
           takes(step=lambda step: step + 1),
@@ -198,16 +213,17 @@ WIRING = (
           "--weight-decay would do nothing."),
     # --- checkpoints and resuming
     Fault("no-checkpoint-at-the-end", "mindspeed_rl.rl.checkpoints:save_is_due",
-          _not_at_the_end, _RESUME + "test_a_checkpoint_is_due_at_every_interval_and_at_the_end",
+          takes(train_iters=lambda _: 0),
+          _RESUME + "test_a_checkpoint_is_due_at_every_interval_and_at_the_end",
           "The last steps of a run would be lost."),
     Fault("resume-skips-one-batch", "mindspeed_rl.rl.resume:start",
-          then(_skips_a_batch), _CONTINUES,
+          _when_resumed(_skips_a_batch), _CONTINUES,
           "Prompts would be left out of the epoch."),
     Fault("kl-coefficient-not-restored", "mindspeed_rl.rl.resume:start",
-          keeps("kl_beta"), _CONTINUES,
+          _when_resumed(_kl_beta_of_the_flags), _CONTINUES,
           "An adapted coefficient would start anew at every restart."),
     Fault("version-not-restored", "mindspeed_rl.rl.resume:start",
-          keeps("version"), _CONTINUES,
+          _when_resumed(_version_0), _CONTINUES,
           "Carried samples would be taken for those of other weights."),
     Fault("schedule-of-the-policy-not-restored", "mindspeed_rl.trainer.checkpoint:load_checkpoint",
           then(lambda _, engine, *__: setattr(engine.schedule, "num_updates", 0)),
@@ -223,8 +239,8 @@ WIRING = (
           "Dropout of a resumed run would draw other numbers."),
     # --- evaluation and rewards
     Fault("evaluation-with-the-seeds-of-training",
-          "mindspeed_rl.rl.evaluate:rollouts_of",
-          takes(attempt=lambda _: 0),
+          "mindspeed_rl.rl.rollout_worker:RolloutWorker.run",
+          _as_in_training,
           _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
           "Sampled evaluations would not be independent of what was trained on."),
     Fault("evaluation-at-another-temperature", "mindspeed_rl.rl.evaluate:_answers",
