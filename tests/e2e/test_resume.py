@@ -126,11 +126,11 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert before["eval_prompts"] == 4 and before["steps"] == 4
     states = [(world / run / "save/iter_0000004/checkpoint.json") for run in ("rl", "rl-cut")]
     first, second = (json.loads(path.read_text())["extra"] for path in states)
-    kept = ("sampler", "kl_beta", "surplus", "num_pending", "lengths", "version")
+    kept = ("sampler", "kl_beta", "carryover", "num_partial", "lengths", "version")
     assert {n: first[n] for n in kept} == {n: second[n] for n in kept}
     assert first["sampler"]["fingerprint"] and first["kl_beta"] != 0.01
     middle = json.loads((world / "rl/save/iter_0000002/checkpoint.json").read_text())["extra"]
-    assert middle["surplus"], "the resumed run must have had groups to take over"
+    assert middle["carryover"], "the resumed run must have had groups to take over"
 
 
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:

@@ -260,11 +260,11 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
         ({"prompts": {"eval_prompt_data": "/no/ev"}}, r"--eval-prompt-data /no/ev: no such file"),
         (
             {"rewards": {"reward_function": ("nosuch",)}},
-            r"--reward-function nosuch: unknown reward; known: code, .*, remote; for your own",
+            r"--reward-function nosuch: unknown; known: code, .*, remote; for your own",
         ),
         (
             {"rewards": {"reward_function": ("mat=0.5", "format")}},
-            r"--reward-function mat: unknown reward; did you mean 'math'\? known",
+            r"--reward-function mat: unknown; did you mean 'math'\? known",
         ),
         (
             {"rewards": {"reward_function": ("/no/file.py:x=0.5",)}},

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from make_task_data import write_jsonl
 from make_tiny_model import TinySizes, write_tiny_model
-from mindspeed_rl.rl.build_models import load_tokenizer
 
 from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -19,6 +18,7 @@ from mindspeed_rl.pretrain import load_examples
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl import resume as rl_resume
 from mindspeed_rl.rl.build import load_data
+from mindspeed_rl.rl.build_models import load_tokenizer
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)
@@ -66,21 +66,21 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
     saved.next(3)
     extra = {"sampler": saved.state_dict(), "version": 2, "report": {}}
     monkeypatch.setattr(checkpoints, "load", lambda job, engine, more: LoadedState(4, extra))
-    monkeypatch.setattr(rl_resume, "Report", lambda run, step, state: (step, state))
+    monkeypatch.setattr(rl_resume, "Report", lambda run, state, step, told: (step, told))
+    sampler = PromptSampler(8, seed=1, fingerprint="new")
     run: Any = SimpleNamespace(
         config=parse(RLRunConfig, argv, "test").config,
         job=None,
-        policy=None,
-        phases=SimpleNamespace(
+        models=SimpleNamespace(policy=None, critic=None, reference=None),
+        scheduler=SimpleNamespace(
             require=lambda phase, what: None, resident=lambda *owners: nullcontext()
         ),
-        critic=None,
-        reference=None,
-        sampler=PromptSampler(8, seed=1, fingerprint="new"),
+        data=SimpleNamespace(sampler=sampler),
     )
     if not allowed:
         with pytest.raises(ValueError, match=r"fingerprint .*add --allow-changed-data"):
             rl_resume.start(run)
         return
-    assert rl_resume.start(run) == (4, {})
-    assert run.state.version == 2 and run.parts.data.sampler.epoch == 1
+    state, report = rl_resume.start(run)
+    assert report == (4, {}) and state.version == 2
+    assert not state.carried_groups and sampler.epoch == 1

@@ -261,8 +261,9 @@ def test_code_of_two_directories_with_one_name_is_refused(tmp_path: Path, with_c
 
 def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_path: Path) -> None:
     """Beside a tokenizer.json alone nothing says its class, which adds tokens: config.json does."""
-    from mindspeed_rl.rl.build_models import load_tokenizer
     from transformers import AutoTokenizer
+
+    from mindspeed_rl.rl.build_models import load_tokenizer
 
     source, bare, target = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "hf"
     write_tiny_model(source)

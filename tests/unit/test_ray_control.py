@@ -180,7 +180,7 @@ def test_settings_of_libraries_go_along_and_visible_devices_do_not() -> None:
 
 
 def test_a_local_ray_has_a_place_for_every_actor(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "--reward-num-workers 3")
+    run = make_run(tmp_path, "--reward-num-workers 3").parts
     config = replace(run.config, launch=replace(LAUNCH, ray_num_nodes=1))
     assert local_cpus(config, run.plan) == 2 + 3
     environment = replace(config.environment, rl_environment_ray_workers=2)
