@@ -1,4 +1,4 @@
-"""Predicted memory of the trainer against what real engines hold ."""
+"""Predicted memory of the trainer against what real engines hold."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
+from support.memory_worlds import (
+    SHARE_TOLERANCE,
+    Measured,
+    MemoryCase,
+    as_predicted,
+    measure_world,
+)
 from support.spawn import run_ranks
-
-if TYPE_CHECKING:
-    from support.memory_worlds import Measured
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-# Shares of the optimizer are predicted as even; buckets differ by their padding.
-TOLERANCE = 0.03
 _DIST = ("--use-distributed-optimizer",)
 _TP2 = ("--tensor-model-parallel-size", "2")
 _PP2 = ("--pipeline-model-parallel-size", "2")
@@ -84,7 +85,6 @@ def measured(
     models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[dict[str, Measured]]]:
     """Layout name -> for every rank the measured cases, run once."""
-    from support.memory_worlds import MemoryCase, measure_world
 
     @cache
     def run(name: str) -> list[dict[str, Measured]]:
@@ -111,8 +111,8 @@ def test_owners_are_predicted(
 ) -> None:
     for rank, cases in enumerate(measured(layout)):
         for name, case in cases.items():
-            assert case.owners == pytest.approx(case.predicted, rel=TOLERANCE), (rank, name)
-            at_start = pytest.approx(case.predicted_at_start, rel=TOLERANCE)
+            assert case.owners == as_predicted(case.predicted), (rank, name)
+            at_start = pytest.approx(case.predicted_at_start, rel=SHARE_TOLERANCE)
             assert case.optimizer_at_start == at_start, (rank, name)
             assert min(case.owners.values()) > 0
 
@@ -128,7 +128,7 @@ def test_every_border_in_every_offload_mode_is_predicted(
         for name, borders in ((name, case.borders) for name, case in cases.items()):
             assert borders.keys() == {f"{mode}/{state}" for mode in leave for state in STATES}
             for border, (found, predicted) in borders.items():
-                assert found == pytest.approx(predicted, rel=TOLERANCE), (rank, name, border)
+                assert found == as_predicted(predicted), (rank, name, border)
             for mode, owners in leave.items():
                 in_rollout, _ = borders[f"{mode}/rollout"]
                 assert {o for o, size in in_rollout.items() if not size} == owners, (rank, name)

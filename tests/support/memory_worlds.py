@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 import torch
 from support.handover import hand_over
 from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 NUM_SAMPLES, LENGTH = 4, 48
+# Shares of a sharded optimizer are predicted as even, but they end where buckets and their padding
+# do. Measured on these small models: 0.35 %, less than 1 KiB.
+SHARE_TOLERANCE = 0.005
+
+
+def as_predicted(num_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """What measured bytes must equal: to the byte, but for the optimizers."""
+    return {
+        owner: pytest.approx(n, rel=SHARE_TOLERANCE) if "optimizer" in owner else n
+        for owner, n in num_bytes.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
