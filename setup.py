@@ -10,7 +10,9 @@ ROOT = Path(__file__).resolve().parent
 
 def load_versions():
     """Read versions.py without importing the package."""
-    spec = importlib.util.spec_from_file_location("versions", ROOT / "mindspeed_rl" / "versions.py")
+    spec = importlib.util.spec_from_file_location(
+        "versions", ROOT / "mindspeed_rl" / "core" / "versions.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

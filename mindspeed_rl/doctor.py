@@ -15,18 +15,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rl import bootstrap, versions
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core import versions
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import Row, Status, as_json, lines, note, red, verdict
-from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.memory.run_groups import groups_of_run
+from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.planning.run_groups import groups_of_run
+from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.planning.suggestions import plan_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

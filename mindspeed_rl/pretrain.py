@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.modules import modules_note
-from mindspeed_rl.config.validate import RunPlan, check_pretrain
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.batches import SampleSource, StepSamples
     from mindspeed_rl.data.supervised import SupervisedDataset
-    from mindspeed_rl.observability.timers import PhaseTimer
+    from mindspeed_rl.metrics.timers import PhaseTimer
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 SftJob = Job[PretrainRunConfig, RunPlan]
@@ -32,15 +32,15 @@ OTHER_DATA = (
 
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
-    from mindspeed_rl.observability.loggers import RunLogger
-    from mindspeed_rl.observability.output_dir import take_output_dir
-    from mindspeed_rl.observability.profiler import StepProfiler
-    from mindspeed_rl.observability.progress import RunProgress
-    from mindspeed_rl.observability.timers import PhaseTimer
-    from mindspeed_rl.observability.trackers import make_trackers
+    from mindspeed_rl.metrics.loggers import RunLogger
+    from mindspeed_rl.metrics.output_dir import take_output_dir
+    from mindspeed_rl.metrics.profiler import StepProfiler
+    from mindspeed_rl.metrics.progress import RunProgress
+    from mindspeed_rl.metrics.timers import PhaseTimer
+    from mindspeed_rl.metrics.trackers import make_trackers
     from mindspeed_rl.rl import checkpoints
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rl.export import export_policy
+    from mindspeed_rl.trainer.export import export_policy
 
     train, logs = job.config.train, job.config.logging
     if job.config.sft.stage == "pretrain":
@@ -94,7 +94,7 @@ def train_step(
     from functools import partial
 
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
+    from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.rl.build_models import batch_rules
 
     with timer("train"), job.watchdog.phase("train"):

@@ -6,14 +6,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.validate import ScorePlan, check_score
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.planning.run_plan import ScorePlan, check_score
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import Scores, Sequences
-    from mindspeed_rl.rollout.vllm_engine import VllmEngine
+    from mindspeed_rl.rollout.vllm.engine import VllmEngine
 
 ScoreJob = Job[ScoreRunConfig, ScorePlan]
 # vLLM destroys the default process group when its engine is freed, and the job needs it to its end
@@ -74,9 +74,9 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
     from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.capabilities import installed_layout
-    from mindspeed_rl.rollout.vllm_engine import VllmEngine
-    from mindspeed_rl.rollout.vllm_requests import check_option_names
+    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
+    from mindspeed_rl.rollout.vllm.engine import VllmEngine
+    from mindspeed_rl.rollout.vllm.requests import check_option_names
 
     config, rank = job.config, job.world.rank
     check_option_names(config.vllm_options)
@@ -145,7 +145,7 @@ def gather(job: ScoreJob, sequences: Sequences, mine: list[TokenScore]) -> Score
 
 def compare_files(argv: list[str]) -> int:
     """``--compare A B`` needs no torchrun: print the table; the exit status."""
-    from mindspeed_rl.arguments import parse
+    from mindspeed_rl.config.arguments import parse
     from mindspeed_rl.data.scores import compare, read_scores
 
     try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan, check_rl
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
 if TYPE_CHECKING:
     from mindspeed_rl.rl.components import Components
@@ -57,9 +57,9 @@ def train(run: Components) -> None:
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
     """Build the run, train, evaluate, write the results."""
-    from mindspeed_rl.rl import selftest
     from mindspeed_rl.rl.build import build_components
     from mindspeed_rl.rl.report import describe
+    from mindspeed_rl.selftest import loss as selftest
 
     if job.config.rl.rl_selftest == "loss":
         selftest.check(job)

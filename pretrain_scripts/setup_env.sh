@@ -59,7 +59,7 @@ PIP=("$VENV/bin/python" -m pip --disable-pip-version-check -qq)
 requirements() { # sections -> requirement lines
     (cd "$ROOT" && "$VENV/bin/python" -c '
 import sys
-from mindspeed_rl import versions
+from mindspeed_rl.core import versions
 matrix = versions.read_matrix()
 print("\n".join(r for s in sys.argv[1:] for r in versions.requirements(s, matrix)))' "$@")
 }

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from support.score_cases import BACKENDS, VARIANTS, ScoreLayout, layouts_of
 from support.score_runs import LAUNCHERS, TOLERANCE, ScoreWorld
 
-from mindspeed_rl.observability.progress import RunProgress
+from mindspeed_rl.metrics.progress import RunProgress
 
 # backend, variant, layout
 Run = tuple[str, str, ScoreLayout]

@@ -12,12 +12,12 @@ from collections import Counter
 from typing import Any
 
 from mindspeed_rl.checkpoint.mapping import check_checkpoint, check_layout, summary
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages, listed_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages, listed_stages
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 _TRAIN, _ROLLOUT = ("tp", "pp", "cp", "dp", "vpp", "ep", "etp"), ("tp", "dp", "ep", "pad-experts")
 

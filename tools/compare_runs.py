@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_rl.observability.names import measures_machine
+from mindspeed_rl.metrics.names import measures_machine
 
 MOST_TOLD = 20
 

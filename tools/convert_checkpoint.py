@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from mindspeed_rl.conversion.command import run_conversion
-from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.convert.command import run_conversion
+from mindspeed_rl.convert.options import parse_options
 
 
 def main() -> int:

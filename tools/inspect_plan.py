@@ -16,22 +16,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.observability.progress import RunProgress
-from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
-from mindspeed_rl.resharding.layouts.from_text import (
+from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
+from mindspeed_rl.weights.layouts.from_text import (
     ROLLOUT_KEYS,
     TRAIN_KEYS,
     rollout_from_text,
     training_from_text,
 )
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.resharding.planner import plan_reshard
-from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
-from mindspeed_rl.resharding.traffic import (
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.planner import plan_reshard
+from mindspeed_rl.weights.schedule import Schedule, plan_schedule
+from mindspeed_rl.weights.traffic import (
     RankTraffic,
     RoundTraffic,
     Spread,

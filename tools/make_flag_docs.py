@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_rl.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
+from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.config.vllm_options import RESERVED, as_flag
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "flags.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mindspeed_rl.observability.curves import plot_run
+from mindspeed_rl.metrics.curves import plot_run
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.data.rows import Row, read_rows
-from mindspeed_rl.observability.files import write_text_atomic
+from mindspeed_rl.metrics.files import write_text_atomic
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Asks for what the reward ``math`` looks for first."""

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: read just the slices that a rank needs (layer 1)."""
+"""Hugging Face checkpoints: read just the slices that a rank needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, find_weights
-from mindspeed_rl.resharding.layouts.base import Piece, ShardLayout, pieces_of
+from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
 
 # Element types, as safetensors spells them, whose numbers are the weights.
 _PLAIN_TYPES = ("BF16", "F16", "F32", "F64")

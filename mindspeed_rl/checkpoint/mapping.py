@@ -14,7 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, read_index
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.models.tensors import (
@@ -24,8 +25,7 @@ from mindspeed_rl.models.tensors import (
     pattern_of,
     tensor_groups,
 )
-from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import Piece, Shard, TableLayout
+from mindspeed_rl.weights.layouts.base import Piece, Shard, TableLayout
 
 Shape = tuple[int, ...]
 

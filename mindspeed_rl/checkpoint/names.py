@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 
 # Buffers that old versions of transformers wrote; every model computes them.

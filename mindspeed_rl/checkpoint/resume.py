@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.observability.files import write_text_atomic
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.metrics.files import write_text_atomic
 
 RECORD = "checkpoint.json"
 TRACKER = "latest_checkpointed_iteration.txt"

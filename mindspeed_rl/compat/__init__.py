@@ -1,4 +1,4 @@
-"""The flags of existing pretraining scripts and what they mean in an RL run (layer 0)."""
+"""The flags of existing pretraining scripts and what they mean in an RL run."""
 
 from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify, nearest
 from mindspeed_rl.compat.foreign_flags import Comparison, Disposition, ForeignFlag, foreign_flags

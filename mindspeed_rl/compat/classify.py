@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag, foreign_flags
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:

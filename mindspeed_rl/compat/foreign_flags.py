@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 ARITIES = ("0", "1", "?", "+", "*")
 """A switch, one value, at most one, one or more, any number."""

@@ -1,4 +1,4 @@
-"""Run configuration: frozen dataclasses, one field per flag (layer 0)."""
+"""Run configuration: frozen dataclasses, one field per flag."""
 
 from __future__ import annotations
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.config import ModelConfig, RLRunConfig
-from mindspeed_rl.config.layouts import layer_numbers, training_layout
-from mindspeed_rl.config.modules import module_names
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.models.hf_files import find_weights
-from mindspeed_rl.models.registry import value_spec_from_hf_config
+from mindspeed_rl.config import ModelConfig
+from mindspeed_rl.config.layouts import layer_numbers
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 
 
 def model_config(checkpoint: str, flag: str, *, files: bool) -> dict[str, Any]:
@@ -23,40 +19,6 @@ def model_config(checkpoint: str, flag: str, *, files: bool) -> dict[str, Any]:
     """
     config = read_hf_config(checkpoint, or_file=not files, flag=flag)
     return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
-
-
-def value_layout(
-    config: RLRunConfig, policy: ModelSpec, world: int, source: tuple[str, str], *, files: bool
-) -> MegatronLayout:
-    """The layout of a critic or reward model: the parallel sizes of the policy.
-
-    Args:
-        config: of the run.
-        policy: its spec.
-        world: ranks.
-        source: directory of the checkpoint (empty: the policy's), and the flag that names it.
-        files: whether weights are read later.
-
-    Raises:
-        UsageError: the model cannot be cut like the policy, has another vocabulary, or lacks
-            its weights.
-    """
-    checkpoint, flag = source
-    model = config.model
-    spec = value_spec_from_hf_config(
-        model_config(checkpoint or model.hf_checkpoint, flag, files=files)
-    )
-    if files and checkpoint:
-        find_weights(checkpoint, flag)
-    if spec.vocab_size < policy.vocab_size:
-        raise UsageError(
-            f"{flag} {checkpoint}: a vocabulary of {spec.vocab_size}, the policy has "
-            f"{policy.vocab_size} and its token ids are read by both; give a model with the "
-            "tokenizer of the policy"
-        )
-    parallel = training_layout(model, config.parallel, spec, world)
-    modules = module_names(model, config.parallel.platform)
-    return MegatronLayout(spec, parallel, model.make_vocab_size_divisible_by, modules)
 
 
 def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.critic import WITH_CRITIC
 from mindspeed_rl.config.flag import flag_names
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 # Without a group there is no baseline.
 _WITHOUT_GROUP = ("reinforce_plus_plus", "remax", "gae")

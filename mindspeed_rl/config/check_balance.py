@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 def check_balance(config: RLRunConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")

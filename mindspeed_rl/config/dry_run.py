@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.memory.machine import MACHINES
+from mindspeed_rl.config.machines import MACHINES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What ``--data-path`` names, checked from the headers of the files alone (layer 0).
+"""What ``--data-path`` names, checked from the headers of the files alone.
 
 Format of an index (.idx), little-endian: magic, version u64, code of the element type u8, number of
 sequences u64, number of documents u64, lengths i32 each in tokens, byte offsets i64 each.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.sft import IndexedDataConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.flag import flag, flag_names
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rl import RolloutConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import StageLayout, accounted_stages, even_stages, listed_stages
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import (
-    StageLayout,
-    accounted_stages,
-    even_stages,
-    listed_stages,
-)
 
 
 def training_layout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.memory.owners import OffloadMode
+from mindspeed_rl.core.memory import OffloadMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.core.installed import has_transformer_engine, resolve_platform
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ModuleNames
-from mindspeed_rl.platforms.installed import has_transformer_engine, resolve_platform
 
 
 def module_names(model: ModelConfig, platform: str) -> ModuleNames:

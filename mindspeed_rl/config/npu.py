@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
-from mindspeed_rl.platforms.installed import has_mindspeed
-from mindspeed_rl.versions import mindspeed_branch
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.groups import MEGATRON_GROUPS
+from mindspeed_rl.core.installed import has_mindspeed
+from mindspeed_rl.core.versions import mindspeed_branch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import LoggingConfig, PretrainRunConfig, RLRunConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_code import code_files
 
 METRICS_FILE = "metrics.jsonl"

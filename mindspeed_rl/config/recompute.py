@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.config.training import TrainConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 

@@ -14,7 +14,7 @@ from mindspeed_rl.config.reward_spec import (
     check_python_name,
     check_specs,
 )
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 REMOTE_BACKOFF_S = 0.2  # the first pause before --reward-url is asked again; it doubles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.config.flag import flag
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Engine options on the command line: ``--vllm-max-num-seqs 512`` (layer 0)."""
+"""Engine options on the command line: ``--vllm-max-num-seqs 512``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 PREFIX = "--vllm-"
 

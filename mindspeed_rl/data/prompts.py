@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

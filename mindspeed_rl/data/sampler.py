@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids, encode_texts
 from mindspeed_rl.data.rows import Row, in_chunks, read_rows
-from mindspeed_rl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

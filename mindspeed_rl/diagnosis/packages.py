@@ -23,7 +23,7 @@ def package_rows(
     Args:
         facts: of this machine.
         platform: ``cpu``, ``cuda`` or ``npu``.
-        matrix: of :func:`mindspeed_rl.versions.read_matrix`.
+        matrix: of :func:`mindspeed_rl.core.versions.read_matrix`.
     """
     minimum = tuple(int(part) for part in matrix["python"]["minimum"].split("."))
     version = ".".join(map(str, facts.python))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.environments.registry import resolve_environment
 from mindspeed_rl.environments.types import Environment, EnvironmentFactory, Observation
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from mindspeed_rl.types import Prompt
+from mindspeed_rl.core.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,1 +1,1 @@
-"""Starts the ranks of a job, watches them and tells why a job failed."""
+"""Starts ranks, watches them, and tells failures."""

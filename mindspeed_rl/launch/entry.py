@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from mindspeed_rl import bootstrap
-from mindspeed_rl.arguments import ParsedArguments, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.architecture import model_config
+from mindspeed_rl.config.arguments import ParsedArguments, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, Limits, report_usage_error
 from mindspeed_rl.launch.job import Job, Plan_co, Run, check_run, check_script, run_job
 
@@ -83,7 +83,7 @@ def _dry_run(
     """Predict the run; under torchrun, which knows the ranks, the first one speaks for all."""
     if world.rank != 0:
         return 0
-    from mindspeed_rl.dryrun.command import dry_run
+    from mindspeed_rl.planning.dry_run import dry_run
 
     hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
     check_script(parsed, hf_config)

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failures import Failure, Heartbeat, Limits, Member
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 USAGE_ERROR = 2  # exit code of a user's mistake, as argparse has it
 JOIN = "join"

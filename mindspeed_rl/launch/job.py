@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mindspeed_rl import bootstrap
-from mindspeed_rl.arguments import ParsedArguments
+from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.config.arguments import ParsedArguments
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.installed import resolve_platform
+from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import JOIN, Limits
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
-from mindspeed_rl.platforms.installed import resolve_platform
 
 if TYPE_CHECKING:
     from mindspeed_rl.launch.watchdog import Watchdog

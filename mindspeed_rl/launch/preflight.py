@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.diagnosis.rows import Row, green, red
-from mindspeed_rl.memory.run_groups import all_groups_of_run
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.planning.run_groups import all_groups_of_run
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.base import Platform
 
 AREA = "collectives"

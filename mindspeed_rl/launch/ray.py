@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl import bootstrap
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.launch import LaunchConfig
-from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.installed import resolve_platform
+from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import (
     USAGE_ERROR,
     Failure,
@@ -35,7 +35,7 @@ from mindspeed_rl.launch.failures import (
     lost_failure,
 )
 from mindspeed_rl.launch.job import Checked, check_run, run_job
-from mindspeed_rl.platforms.installed import resolve_platform
+from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 if TYPE_CHECKING:

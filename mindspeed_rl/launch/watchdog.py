@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
     answer_within,

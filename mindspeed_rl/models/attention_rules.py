@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.rules import Cut, Row, Share, Split, even_span, part_name
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mindspeed_rl.core.boxes import ParamView
 from mindspeed_rl.models.rules import Cut, Row, Share
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.boxes import ParamView
 
 
 @dataclass(frozen=True, slots=True)

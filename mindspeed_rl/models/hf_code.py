@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 # Keys of the auto_map of config.json that are about the tokenizer.

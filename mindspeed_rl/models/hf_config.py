@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.rope import rope_of
 from mindspeed_rl.models.spec import eos_ids_of
 

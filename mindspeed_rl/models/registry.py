@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models import families
 from mindspeed_rl.models.config_values import checked_values
 from mindspeed_rl.models.rules import WeightTable

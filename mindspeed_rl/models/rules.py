@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.boxes import PLAIN, Box, ParamView
 
 # "layer": every layer; "dense" and "moe": layers of that kind of MLP only; "mtp": layers of
 # multi-token prediction, which follow the layers of the model and live on its last stage.

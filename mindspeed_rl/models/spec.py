@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.rope import RopeSpec
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.parallel.layout import Coords, ExpertCoords, ParallelLayout
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import Coords, ExpertCoords, ParallelLayout
 
 
 def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:

@@ -1,6 +1,6 @@
 """Allocator settings of the environment against memory pools that cannot live with them.
 
-Layer 0: read before torch is imported, in no time. An engine that gives memory away through a pool
+Read before torch is imported, in no time. An engine that gives memory away through a pool
 of its own (vLLM's sleep mode, vLLM-Ascend's camem) frees nothing, or fails after minutes, when the
 caching allocator grows its segments in place.
 """

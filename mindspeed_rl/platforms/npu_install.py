@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.patching import Patch, apply_patch
-from mindspeed_rl.platforms.installed import has_mindspeed
+from mindspeed_rl.core.installed import has_mindspeed
+from mindspeed_rl.core.patching import Patch, apply_patch
 
 # Made up by the adaptor and looked for by vLLM or transformers; megatron-core needs the others.
 PURGED = ("flash_attn", "fla", "fast_hadamard_transform")

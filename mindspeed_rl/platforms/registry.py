@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 
 _CURRENT: list[Platform] = []

@@ -12,7 +12,7 @@ import os
 import time
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.pool import RewardPool, Worker
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
 from mindspeed_rl.rewards.worker_process import WorkerProcess, worker_environment

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import cast
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS, RewardSpec, check_name
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardSettings
 from mindspeed_rl.rewards.user_file import load_from_file
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.config.reward_spec import RewardSpec
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.registry import resolve_reward
 from mindspeed_rl.rewards.types import (
     RewardFunction,

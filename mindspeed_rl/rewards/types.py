@@ -33,7 +33,7 @@ class RewardRequest:
     """One sample to score.
 
     Attributes:
-        sample_id: as in `mindspeed_rl.types.Rollout`; scores are matched and logged by it.
+        sample_id: as in `mindspeed_rl.core.types.Rollout`; scores are matched and logged by it.
         prompt: the last user message.
         response: the decoded response, special tokens removed.
         answer: the reference answer.

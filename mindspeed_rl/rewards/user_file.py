@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mindspeed_rl.config.reward_spec import check_python_file
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 def load_from_file(path: Path, name: str, where: str) -> object:

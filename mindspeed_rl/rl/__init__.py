@@ -1,1 +1,1 @@
-"""."""
+"""One file for each verb of the RL step, and one that builds the parts."""

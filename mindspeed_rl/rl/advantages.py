@@ -16,14 +16,14 @@ import torch
 from mindspeed_rl.algorithms.advantages import GroupRewards
 from mindspeed_rl.algorithms.kl import kl_estimate
 from mindspeed_rl.algorithms.overlong import overlong_penalty
-from mindspeed_rl.algorithms.settings import advantage_estimator
 from mindspeed_rl.algorithms.token_advantages import (
     discounted_sums,
     rewards_to_tokens,
     whitened,
 )
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Mean, MetricSet
+from mindspeed_rl.rl.algorithm_settings import advantage_estimator
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.critic import value_targets

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.observability.metrics import Max, MetricSet, Total
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.samples.lengths import LengthHistory, deal_samples
 from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

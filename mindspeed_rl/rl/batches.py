@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.observability.metrics import MetricSet
+from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.components import Components
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import Sample

@@ -10,22 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.colocation.scheduler import Phases
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
-from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
-from mindspeed_rl.errors import UsageError
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.profiler import StepProfiler
+from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.timers import PhaseTimer
+from mindspeed_rl.metrics.trackers import make_trackers
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.profiler import StepProfiler
-from mindspeed_rl.observability.rollout_dump import RolloutDump
-from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.phases.machine import Phases
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
+from mindspeed_rl.rewards.build import check_row_rewards, make_reward_pool
 from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import (
     build_rollout_engine,
@@ -42,7 +43,6 @@ from mindspeed_rl.rl.build_models import (
     initialize_parallel,
     load_tokenizer,
 )
-from mindspeed_rl.rl.build_rewards import check_row_rewards, make_reward_pool
 from mindspeed_rl.rl.components import Components, PromptData, Telemetry
 from mindspeed_rl.rl.multi_turn import Environments
 from mindspeed_rl.rl.rollout_worker import PhaseContext, RolloutWorker

@@ -10,33 +10,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.colocation.memory_ledger import MemoryLedger
+from mindspeed_rl.colocation.scheduler import CHAIN, Sharing
+from mindspeed_rl.colocation.transition import nothing
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
-from mindspeed_rl.config.check_engine import AUTO
-from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.dryrun.budget import device_bytes, machine_on, resolve_offload, usable_bytes
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.memory import OffloadMode, Owner
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryPrediction, predict
-from mindspeed_rl.observability.memory_ledger import MemoryLedger
-from mindspeed_rl.phases.machine import CHAIN, Sharing
-from mindspeed_rl.phases.transition import nothing
-from mindspeed_rl.phases.weight_sync import DirectPath, StreamPath, WeightPath, WeightSync
-from mindspeed_rl.resharding.checksums import WeightProof
-from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.stream import TensorStream
-from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.check_engine import AUTO
+from mindspeed_rl.planning.prediction import MemoryPrediction, predict
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.components import Models
-from mindspeed_rl.rollout.capabilities import CAPABILITIES, installed_layout
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history
-from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_requests import check_option_names
+from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, installed_layout
+from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.rollout.vllm.requests import check_option_names
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weights.checksums import WeightProof
+from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.stream import TensorStream
+from mindspeed_rl.weights.sync import DirectPath, StreamPath, WeightPath, WeightSync
+from mindspeed_rl.weights.transports import make_transport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 2**30

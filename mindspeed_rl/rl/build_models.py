@@ -11,26 +11,26 @@ import torch
 from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.config import RLRunConfig, TrainConfig
-from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.parallel.groups import check_equal_nodes
-from mindspeed_rl.resharding.layouts.base import TableLayout
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.components import Models
-from mindspeed_rl.rl.export import kept_mtp
 from mindspeed_rl.samples.balance import SequenceCost
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.trainer import parallel_state
+from mindspeed_rl.trainer.export import kept_mtp
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weights.layouts.base import TableLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mindspeed_rl.config import PretrainRunConfig
-    from mindspeed_rl.config.validate import RunPlan
+    from mindspeed_rl.planning.run_plan import RunPlan
 
 
 def build_models(job: Job[RLRunConfig, RLPlan]) -> Models:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rl.dynamic_sampling import Group
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey

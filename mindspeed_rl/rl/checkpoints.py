@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.resume import refuse_other_run
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.trainer.checkpoint import LoadedState, load_checkpoint, save_checkpoint
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.training import CheckpointConfig
-    from mindspeed_rl.config.validate import RunPlan
     from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.planning.run_plan import RunPlan
 
 
 def load(

@@ -7,23 +7,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.colocation.memory_ledger import MemoryLedger
+from mindspeed_rl.colocation.scheduler import Phases
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.memory_ledger import MemoryLedger
-from mindspeed_rl.observability.profiler import StepProfiler
-from mindspeed_rl.observability.rollout_dump import RolloutDump
-from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.profiler import StepProfiler
+from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.timers import PhaseTimer
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.samples.store import SampleStore
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ import torch
 from mindspeed_rl.algorithms.token_advantages import ValueTargets, generalized_advantages
 from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.batches import OptimizerBatch
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine, ValueLossFunction

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mindspeed_rl.algorithms.advantages import teaches
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.samples.rollout_info import Sample
 
 Group = Sequence[Sample]

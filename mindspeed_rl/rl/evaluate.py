@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
+from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.observability import names
-from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
-from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.metrics import names
+from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.rewards import lenient_match
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.types import Prompt, Rollout
 
 # Rewards whose verdict on a response is taken over, the first that scored it.
 VERDICTS = ("math", "code", "environment", "numeric_match", "exact_match")

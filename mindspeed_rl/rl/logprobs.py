@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_rl.memory.owners import Owner
-from mindspeed_rl.observability.metrics import Max, MetricSet
+from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.metrics.metric_set import Max, MetricSet
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.samples.rollout_info import Sample

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.environments import EnvironmentRunner, Failed, Observation
-from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl.scoring import Scorer
 from mindspeed_rl.rollout.engine import GenerationRequest, InferenceEngine, SamplingSettings
-from mindspeed_rl.types import Completion, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

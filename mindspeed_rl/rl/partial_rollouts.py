@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.types import Prompt
 
 Pass = Callable[[Sequence[Prompt], Sequence[Sample | None]], list[Sample]]
 """(prompts, what there is of each response) -> all of each after one more pass, in order."""

@@ -21,27 +21,27 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
-from mindspeed_rl.dryrun.budget import machine_on
-from mindspeed_rl.memory.owners import Owner
-from mindspeed_rl.memory.prediction import predict
-from mindspeed_rl.observability.constant_rewards import ConstantRewards
-from mindspeed_rl.observability.metrics import MetricSet, reduce_metrics
-from mindspeed_rl.observability.names import MISMATCH_MAX, MISMATCH_MEAN, headline
-from mindspeed_rl.observability.output_dir import take_output_dir
-from mindspeed_rl.observability.progress import RunProgress
-from mindspeed_rl.observability.rollout_dump import RolloutRow, evenly_spread
-from mindspeed_rl.observability.summary import write_summary
+from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.metrics.constant_rewards import ConstantRewards
+from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
+from mindspeed_rl.metrics.names import MISMATCH_MAX, MISMATCH_MEAN, headline
+from mindspeed_rl.metrics.output_dir import take_output_dir
+from mindspeed_rl.metrics.progress import RunProgress
+from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
+from mindspeed_rl.metrics.summary import write_summary
+from mindspeed_rl.planning.budget import machine_on
+from mindspeed_rl.planning.prediction import predict
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
-from mindspeed_rl.rl.export import export_critic, export_policy
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import Sample
 from mindspeed_rl.samples.store import PlacedSamples, Response
+from mindspeed_rl.trainer.export import export_critic, export_policy
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.types import Prompt
 
 
 def describe(run: Components) -> None:
@@ -281,7 +281,7 @@ class Report:
             "control": config.rl.rl_control,
             "hf_checkpoint": export,
         }
-        from mindspeed_rl.observability.curves import plot_run  # imports matplotlib
+        from mindspeed_rl.metrics.curves import plot_run
 
         run.telemetry.logger.close()
         write_summary(output / SUMMARY_FILE, summary)

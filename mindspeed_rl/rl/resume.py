@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
-from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.memory import CRITIC_OWNERS, Owner
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.components import Components, RunState

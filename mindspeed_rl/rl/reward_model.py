@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.memory.owners import Owner
+from mindspeed_rl.core.memory import Owner
 from mindspeed_rl.rl.components import Components
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.packing import MicroBatch

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.observability.metrics import MetricSet
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
+from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.assignment import Assignment
-from mindspeed_rl.rl.engine_stats import record_history, step_metrics, take_stats
 from mindspeed_rl.rl.multi_turn import Environments, run_conversations
 from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
 from mindspeed_rl.rollout.engine import (
@@ -21,11 +21,11 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
     request_seed,
 )
+from mindspeed_rl.rollout.stats import record_history, step_metrics, take_stats
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import UNCACHED, Sample, SampleKey, exchange_table
-from mindspeed_rl.types import Completion, Prompt, Rollout
 
 #: numbers that a judge of samples gives
 NUM_VERDICTS = 2

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.algorithms.settings import advantage_estimator
-from mindspeed_rl.observability.metrics import MetricSet
+from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import length_penalty
+from mindspeed_rl.rl.algorithm_settings import advantage_estimator
 from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
 from mindspeed_rl.rl.partial_rollouts import complete_groups
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
-from mindspeed_rl.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.observability.metrics import Mean, MetricSet
+from mindspeed_rl.core.types import Completion, Rollout
+from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.rewards import RewardPool, RewardRequest, Scoring
 from mindspeed_rl.rewards.builtin.environment import ENVIRONMENT_REWARD, TRANSCRIPT
-from mindspeed_rl.types import Completion, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
-from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.rollout_info import UNCACHED, exchange_table

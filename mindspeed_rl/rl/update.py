@@ -20,16 +20,16 @@ from mindspeed_rl.algorithms.selection import (
     select_by_covariance,
     upper_quantile,
 )
-from mindspeed_rl.algorithms.settings import (
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, Sequences
+from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.memory import CRITIC_OWNERS, Owner
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
+from mindspeed_rl.rl.algorithm_settings import (
     covariance_settings,
     loss_settings,
     value_loss_settings,
 )
-from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, Sequences
-from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.memory.owners import CRITIC_OWNERS, Owner
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.phases.machine import Phase
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.critic import update_critic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
 
 
 def check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from mindspeed_rl.types import Completion
+from mindspeed_rl.core.types import Completion
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.rebalance import Rebalancer

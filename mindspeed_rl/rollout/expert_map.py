@@ -1,11 +1,11 @@
-"""The file that says which expert is where, as vLLM-Ascend reads it (layer 0)."""
+"""The file that says which expert is where, as vLLM-Ascend reads it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 
 def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which batch sizes to capture decode graphs for (layer 0).
+"""Which batch sizes to capture decode graphs for.
 
 A decode step with ``r`` running sequences is padded to the next captured size. What was run is a
 histogram: running sequences -> decode steps. Steps above the largest size run without a graph, so
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 
 HISTORY_FILE = "decode_batches.json"
 _FORMAT = 1

@@ -16,7 +16,6 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, Progress
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
@@ -27,6 +26,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
     plan_moves,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, Parcel, Progress
 
 T = TypeVar("T")
 

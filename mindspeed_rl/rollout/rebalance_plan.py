@@ -1,4 +1,4 @@
-"""Which requests move between replicas of the engine while a rollout goes on (layer 0).
+"""Which requests move between replicas of the engine while a rollout goes on.
 
 Pure functions of what all ranks know, so every rank computes the same moves for itself. A request
 moves as its tokens: the replica that takes it over reads the prompt and what was generated so far

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.types import Completion
+from mindspeed_rl.core.types import Completion
 
 WORD_BYTES = 4
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from mindspeed_rl.core.types import Rollout
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
-from mindspeed_rl.types import Rollout
 
 # prompt index, tokens, trained tokens, stopped, weights version, group of ranks, times seen,
 # checksum, sum of the checksums of all copies

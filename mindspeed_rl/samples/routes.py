@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.core.layout import ParallelLayout
 
 #: axes of legs, in order; ``dp-cp`` are the ranks of a stage that hold the same dense weights
 AXES = ("dp-cp", "pp", "cp", "tp")

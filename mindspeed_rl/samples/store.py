@@ -14,8 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.observability.metrics import Max, MetricSet, Total
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.types import Prompt, Rollout
+from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -24,7 +25,6 @@ from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 from mindspeed_rl.samples.placement import MicroBatchPlan
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 from mindspeed_rl.samples.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
-from mindspeed_rl.types import Prompt, Rollout
 
 Response = Mapping[str, torch.Tensor]
 """The tokens of one response, [n] or [n, width] by the name of a column; token ids are int64."""

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from mindspeed_rl.checkpoint import resume
 from mindspeed_rl.checkpoint.resume import CheckpointRecord, CompanionRecord
 from mindspeed_rl.config.training import CheckpointConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.patches import adamw_step, local_write_results

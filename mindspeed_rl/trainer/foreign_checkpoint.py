@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.conversion.classic_source import is_classic, iteration_folder
-from mindspeed_rl.conversion.distributed_source import is_distributed
-from mindspeed_rl.conversion.megatron_source import open_megatron
-from mindspeed_rl.conversion.source import Source
-from mindspeed_rl.errors import UsageError
-from mindspeed_rl.resharding.layouts.base import pieces_of
+from mindspeed_rl.convert.classic_source import is_classic, iteration_folder
+from mindspeed_rl.convert.distributed_source import is_distributed
+from mindspeed_rl.convert.megatron_source import open_megatron
+from mindspeed_rl.convert.source import Source
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weights.layouts.base import pieces_of
 
 
 def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
 from mindspeed_rl.config.sft import IndexedDataConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.batches import StepSamples
-from mindspeed_rl.errors import UsageError
 from mindspeed_rl.samples.packing import TrainSample
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"

@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mindspeed_rl.models.module_names import ModuleNames
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
 from mindspeed_rl.trainer.built_check import check_built
 from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
 from mindspeed_rl.trainer.norm import RMSNorm
@@ -35,6 +34,7 @@ from mindspeed_rl.trainer.patches import (
     without_transformer_engine,
 )
 from mindspeed_rl.trainer.rotary import PackedRotaryEmbedding
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 # megatron-core's class of a replicated linear layer of Transformer Engine; those that cut are
 # classes derived from it

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mindspeed_rl.config import ModelConfig, TrainConfig
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import StageLayout
 from mindspeed_rl.models.module_names import LOCAL, ModuleNames
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.parallel.layout import ParallelLayout
-from mindspeed_rl.parallel.stages import StageLayout
 
 
 def build_transformer_config(

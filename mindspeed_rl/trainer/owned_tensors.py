@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.offload.storages import not_among
+from mindspeed_rl.platforms.storages import not_among
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 
 

@@ -10,8 +10,8 @@ from types import ModuleType
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.parallel.groups import check_group
-from mindspeed_rl.parallel.layout import ParallelLayout
 
 
 def forget() -> None:

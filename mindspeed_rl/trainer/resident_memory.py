@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mindspeed_rl.memory.owners import Owner
-from mindspeed_rl.offload.group import StorageGroup
-from mindspeed_rl.offload.host_pool import HostPool
+from mindspeed_rl.colocation.host_pool import HostPool
+from mindspeed_rl.colocation.storage_group import StorageGroup
+from mindspeed_rl.core.memory import Owner
 from mindspeed_rl.trainer.owned_tensors import (
     gradient_tensors,
     optimizer_tensors,

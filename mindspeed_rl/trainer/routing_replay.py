@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.observability.metrics import Mean, MetricSet
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.samples.packing import MicroBatch
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 AGREEMENT = "routing/agreement"
 ENGINE_AGREEMENT = "routing/engine_agreement"

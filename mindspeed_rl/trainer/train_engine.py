@@ -24,9 +24,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
-from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout, chunk_prefix
 from mindspeed_rl.samples.packing import MicroBatch, split_context
 from mindspeed_rl.trainer.built_check import check_weights
 from mindspeed_rl.trainer.heads import Outputs, make_head
@@ -36,6 +35,7 @@ from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
 
 ROUTER_BIAS = "router.expert_bias"
 LossFunction = Callable[[LossInputs], LossOutputs]

@@ -130,7 +130,7 @@ def _story(folder: Path, rank: int) -> str:
 
 def _run_task(folder: Path) -> None:
     """Body of a rank; the order is that of an entry."""
-    from mindspeed_rl import bootstrap
+    from mindspeed_rl.launch import bootstrap
 
     platform = os.environ[TEST_PLATFORM]
     module, name, features = pickle.loads((folder / "task.pkl").read_bytes())
@@ -173,8 +173,8 @@ def _setup(features: dict[str, Any]) -> Any:
 
     if "flags" not in features:
         return NpuSetup(features)
-    from mindspeed_rl.arguments import parse
     from mindspeed_rl.config import RLRunConfig
+    from mindspeed_rl.config.arguments import parse
     from mindspeed_rl.config.modules import module_names
 
     argv = ["--hf-checkpoint", "x", "--prompt-data", "y", *features["flags"]]
@@ -185,7 +185,7 @@ def _setup(features: dict[str, Any]) -> Any:
 
 def serve(platform: str) -> None:
     """Install a platform, then fork ranks on it."""
-    from mindspeed_rl import bootstrap
+    from mindspeed_rl.launch import bootstrap
 
     channel = os.dup(1)
     os.dup2(2, 1)  # libraries print, and what is read there are process ids

@@ -94,7 +94,7 @@ class Watch:
 sys.meta_path.insert(0, Watch)
 sys.argv = ["entry", *{argv!r}]
 {before}
-from mindspeed_rl import bootstrap
+from mindspeed_rl.launch import bootstrap
 told = bootstrap.prepare_environment(
     {platform!r}, os.environ, deterministic="True)" in {setup!r}
 )

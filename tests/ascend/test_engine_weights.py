@@ -21,11 +21,11 @@ import torch
 from support.fake_ascend import GARBAGE, FakeExperts, submodule
 from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
 
-from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.ascend.backend import AscendBackend
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.rollout.engine import EngineState
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 pytestmark = pytest.mark.ascend_emul
 
@@ -303,7 +303,7 @@ def test_the_packed_reduction_says_what_its_own_says(
     from vllm.distributed import parallel_state
     from vllm_ascend.worker import model_runner_v1
 
-    from mindspeed_rl.rollout.patches import step_sync
+    from mindspeed_rl.rollout.vllm.patches import step_sync
 
     def add_the_other_rank(vector: torch.Tensor, group: object) -> None:
         flat = vector.view(-1)

@@ -19,7 +19,7 @@ from support.training_worlds import (
     run_case,
 )
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.samples.packing import TrainSample
 
@@ -119,8 +119,8 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     """The same steps with everything resident, and with everything away in between."""
     from support.batches import local_batches
 
-    from mindspeed_rl.memory.owners import OffloadMode
-    from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.colocation.scheduler import Sharing
+    from mindspeed_rl.core.memory import OffloadMode
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
@@ -172,8 +172,8 @@ def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int
 
     from support.batches import local_batches
 
-    from mindspeed_rl.observability.profiler import StepProfiler
-    from mindspeed_rl.observability.timers import PhaseTimer
+    from mindspeed_rl.metrics.profiler import StepProfiler
+    from mindspeed_rl.metrics.timers import PhaseTimer
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*SMALL, *flags])
@@ -209,16 +209,16 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     """Ragged rollouts of every rank on its device; each goes to the next rank and is read there."""
     import torch
 
-    from mindspeed_rl.parallel.layout import ParallelLayout
-    from mindspeed_rl.parallel.stages import even_stages
+    from mindspeed_rl.core.layout import ParallelLayout
+    from mindspeed_rl.core.stages import even_stages
+    from mindspeed_rl.core.types import Completion, Prompt
+    from mindspeed_rl.core.types import Rollout as Finished
     from mindspeed_rl.samples.columns import experts_column, response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
     from mindspeed_rl.samples.routes import Holders, plan_legs
     from mindspeed_rl.samples.store import keep_rollouts, responses_in
-    from mindspeed_rl.types import Completion, Prompt
-    from mindspeed_rl.types import Rollout as Finished
 
     mine = []
     for i in range(world.rank, num_samples, world.size):

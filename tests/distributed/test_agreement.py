@@ -9,8 +9,8 @@ import numpy
 import pytest
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
-from mindspeed_rl.types import Completion, Prompt, Rollout
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
+from mindspeed_rl.launch.bootstrap import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -56,9 +56,9 @@ def agreement_world(world: World) -> Facts:
     import torch
 
     from mindspeed_rl.parallel.groups import check_equal_nodes
-    from mindspeed_rl.resharding.transports import AllToAllTransport
     from mindspeed_rl.rl.build_engine import agreed_cache_bytes
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
+    from mindspeed_rl.weights.transports import AllToAllTransport
 
     facts, first, key = Facts(), world.rank == 0, SampleKey(2, 4)
     mine = [rollout(i) for i in ((3, 0) if first else (4, 1, 2))]

@@ -15,14 +15,14 @@ import pytest
 import torch
 from support.spawn import RankError, run_ranks
 
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.checkpoint.resume import TRACKER, find_latest, read_record
 from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
-    from mindspeed_rl.config.validate import RLPlan
     from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.planning.run_plan import RLPlan
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 pytestmark = pytest.mark.distributed
@@ -73,7 +73,7 @@ def build(
     """A job and its policy, with all random states as at the start of a run."""
     from support.training_worlds import make_job
 
-    from mindspeed_rl.bootstrap import seed_everything
+    from mindspeed_rl.launch.bootstrap import seed_everything
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*FLAGS, *flags])
@@ -86,7 +86,7 @@ def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
     """Another policy in the same world, with random states as at the start of a run."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mindspeed_rl.bootstrap import seed_everything
+    from mindspeed_rl.launch.bootstrap import seed_everything
     from mindspeed_rl.rl.build_models import build_engine
 
     model_parallel_cuda_manual_seed(job.config.train.seed)
@@ -107,7 +107,7 @@ def train(
     from support.training_worlds import in_hf_coordinates, make_samples
 
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
+    from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.trainer.optimizer import torch_optimizers
 
     steps = []

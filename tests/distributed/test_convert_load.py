@@ -19,8 +19,8 @@ from support.conversions import (
 )
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.launch.bootstrap import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

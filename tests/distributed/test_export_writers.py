@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

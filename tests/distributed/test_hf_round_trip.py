@@ -13,7 +13,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.spawn import run_ranks
 from support.training_worlds import make_job, make_samples
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ LAYOUT = (
 def export_world(world: World, model: str, exports: Sequence[tuple[str, list[str]]]) -> None:
     """Rank function: load the model and export it, once for each (directory, flags)."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rl.export import export_policy
+    from mindspeed_rl.trainer.export import export_policy
 
     for number, (target, flags) in enumerate(exports):
         job = make_job(world, model, [*LAYOUT, *flags])

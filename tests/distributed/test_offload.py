@@ -12,7 +12,7 @@ from support.offload_world import MODES, OffloadFacts, offload_world
 from support.spawn import run_ranks
 from support.tiers import slow_but
 
-from mindspeed_rl.memory.owners import OffloadMode
+from mindspeed_rl.core.memory import OffloadMode
 
 pytestmark = pytest.mark.distributed
 

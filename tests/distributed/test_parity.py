@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.spawn import run_ranks
 from support.training_layouts import LAYOUT_PARAMETERS
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
     from mindspeed_rl.samples.store import PlacedSamples, Response, SampleStore
@@ -50,18 +50,18 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.observability.metrics import Max
-    from mindspeed_rl.parallel.layout import EngineLayout
-    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.core.layout import EngineLayout
+    from mindspeed_rl.core.types import Prompt
+    from mindspeed_rl.metrics.metric_set import Max
     from mindspeed_rl.rl.build_models import batch_rules
-    from mindspeed_rl.rl.selftest import Case, Layout, relative_errors
     from mindspeed_rl.samples.columns import response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.packing import pack
     from mindspeed_rl.samples.rollout_info import Sample, SampleKey
     from mindspeed_rl.samples.store import SampleStore, as_train_samples
+    from mindspeed_rl.selftest import loss as selftest
+    from mindspeed_rl.selftest.loss import Case, Layout, relative_errors
     from mindspeed_rl.trainer import parallel_state
-    from mindspeed_rl.types import Prompt
 
     generator = torch.Generator().manual_seed(0)
     said: list[Response] = [
@@ -158,7 +158,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 def test_they_are_those_of_one_rank_without_packing(tmp_path: Path) -> None:
     from make_tiny_model import write_tiny_model
 
-    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.selftest import loss as selftest
 
     model = write_tiny_model(
         tmp_path / "model" / "any",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.spawn import RankError, run_ranks
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ import pytest
 from support.rebalance_world import COUNTS, MODES, Run, rebalance_world
 from support.spawn import run_ranks
 
-from mindspeed_rl.types import Completion
+from mindspeed_rl.core.types import Completion
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

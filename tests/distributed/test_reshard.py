@@ -21,10 +21,10 @@ from support.layout_oracle import vllm_params
 from support.spawn import run_ranks
 from support.training_worlds import make_job
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.resharding.transports import Transport
+    from mindspeed_rl.weights.transports import Transport
 
 pytestmark = pytest.mark.distributed
 
@@ -78,7 +78,7 @@ class Report:
 def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, Report]:
     """Reshard both models to every engine size, then export the first, doubled."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rl.export import export_policy
+    from mindspeed_rl.trainer.export import export_policy
 
     reports: dict[str, Report] = {}
     for model, folder in models.items():
@@ -107,10 +107,10 @@ def reshard_and_prove(
     from support.tensor_tracker import TensorTracker
 
     from mindspeed_rl.launch.job import Job
-    from mindspeed_rl.resharding.checksums import WeightProof
-    from mindspeed_rl.resharding.executor import Resharder
-    from mindspeed_rl.resharding.stream import TensorStream
-    from mindspeed_rl.resharding.transports import make_transport
+    from mindspeed_rl.weights.checksums import WeightProof
+    from mindspeed_rl.weights.executor import Resharder
+    from mindspeed_rl.weights.stream import TensorStream
+    from mindspeed_rl.weights.transports import make_transport
 
     assert isinstance(job, Job)
     source, target, rank = job.plan.megatron, job.plan.vllm, job.world.rank

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 pytestmark = pytest.mark.distributed
 

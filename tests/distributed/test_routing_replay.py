@@ -11,7 +11,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.spawn import run_ranks
 from support.training_worlds import in_hf_coordinates, make_job, make_samples, relative_errors
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -42,7 +42,7 @@ def replayed(
     from support.batches import local_batches
 
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.observability.metrics import Mean, MetricSet, reduce_metrics
+    from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.routing_replay import AGREEMENT
 

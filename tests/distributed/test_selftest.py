@@ -16,10 +16,10 @@ import pytest
 from support.covering import covering_array
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.rl.selftest import Case, Cut, Finding, Layout
+    from mindspeed_rl.selftest.loss import Case, Cut, Finding, Layout
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +31,7 @@ def findings(world: World, model: str) -> list[Finding]:
     """Rank function: a covering array of layouts, cuts, losses and aggregations."""
     from support.training_worlds import make_job
 
-    from mindspeed_rl.rl import selftest
+    from mindspeed_rl.selftest import loss as selftest
 
     return selftest.run(make_job(world, model, ()), chosen_rows(world.size))
 
@@ -43,7 +43,7 @@ def sizes(at: Layout, world: int) -> tuple[int | bool, ...]:
 
 def chosen_rows(world: int) -> list[tuple[Layout, Cut, Case]]:
     """Every pair of tp, pp, cp, dp, sequence parallelism, cut, loss and aggregation."""
-    from mindspeed_rl.rl.selftest import CASES, CUTS, layouts_of
+    from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
 
     rows = {
         (*sizes(at, world), cut.name, case.loss, case.aggregation): (at, cut, case)
@@ -58,8 +58,8 @@ def faulty(world: World, model: str) -> dict[str, list[Finding]]:
     """Rank function: one case, with our own code broken in a way that it must show."""
     from support.training_worlds import make_job
 
-    from mindspeed_rl.rl import selftest
-    from mindspeed_rl.rl.selftest import CUTS, Case, Layout
+    from mindspeed_rl.selftest import loss as selftest
+    from mindspeed_rl.selftest.loss import CUTS, Case, Layout
 
     job = make_job(world, model, ())
     result = {}
@@ -134,7 +134,7 @@ def test_no_layout_shows(tmp_path: Path) -> None:
 
 def test_the_array_covers_every_pair() -> None:
     """Against all pairs of all allowed rows, counted apart."""
-    from mindspeed_rl.rl.selftest import CASES, CUTS, layouts_of
+    from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
 
     def values(at: Layout, cut: Cut, case: Case) -> tuple[Any, ...]:
         return (*sizes(at, 4), cut, case.loss, case.aggregation)

@@ -28,7 +28,7 @@ from support.training_layouts import LAYOUT_PARAMETERS
 if TYPE_CHECKING:
     from support.training_worlds import WorldResult
 
-    from mindspeed_rl.types import Completion
+    from mindspeed_rl.core.types import Completion
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.spawn import run_ranks
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.samples.rollout_info import Sample
 
@@ -50,11 +50,11 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
     from support.training_worlds import make_job
 
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.rl import selftest
     from mindspeed_rl.rl.advantages import compute_advantages
     from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches
     from mindspeed_rl.rl.components import RunState
-    from mindspeed_rl.rl.selftest import Layout
+    from mindspeed_rl.selftest import loss as selftest
+    from mindspeed_rl.selftest.loss import Layout
 
     samples, rows = make_samples()
     result: dict[str, dict[str, Advantages]] = {}

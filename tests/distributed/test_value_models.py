@@ -15,7 +15,7 @@ from support.spawn import run_ranks
 from support.tiers import slow_but
 from support.training_worlds import make_job, make_samples
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
     from mindspeed_rl.samples.packing import MicroBatch, TrainSample
@@ -67,9 +67,9 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     """Rank function."""
     from support.batches import local_batches
 
-    from mindspeed_rl.memory.owners import MemoryPhase, OffloadMode, Owner
-    from mindspeed_rl.memory.prediction import predict
-    from mindspeed_rl.phases.machine import Sharing
+    from mindspeed_rl.colocation.scheduler import Sharing
+    from mindspeed_rl.core.memory import MemoryPhase, OffloadMode, Owner
+    from mindspeed_rl.planning.prediction import predict
     from mindspeed_rl.rl import checkpoints
     from mindspeed_rl.rl.build_models import (
         build_critic,

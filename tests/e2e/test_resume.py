@@ -18,7 +18,7 @@ from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
 from support.jobs import DRIVER, ROOT, run_to_end
 
-from mindspeed_rl.observability.names import measures_machine
+from mindspeed_rl.metrics.names import measures_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -13,8 +13,8 @@ from support.layout_arrays import PADDING, Array, Case, hf_arrays
 from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 
-from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.checksums import box_checksum, copies_held, local_checksums
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.weights.checksums import box_checksum, copies_held, local_checksums
 
 Params = dict[str, torch.Tensor]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

@@ -14,13 +14,13 @@ import pytest
 from support.published import PUBLISHED
 from support.recipes import recipe_flags
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.dryrun.command import DOES_NOT_FIT, FITS, dry_run
-from mindspeed_rl.dryrun.findings import Findings, find_out, world_size
-from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.memory.owners import MemoryPhase
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.models.flops import active_parameters, attention_flops, forward_flops
+from mindspeed_rl.planning.dry_run import DOES_NOT_FIT, FITS, dry_run
+from mindspeed_rl.planning.findings import Findings, find_out, world_size
+from mindspeed_rl.planning.suggestions import plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -25,17 +25,17 @@ from support.floor_cases import (
 from support.floor_oracle import Rollout, Training
 from support.tiers import slow_but
 
+from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import Row
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.executor import round_bytes
-from mindspeed_rl.resharding.layouts.base import ShardLayout
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.resharding.planner import overlaps, plan_reshard
-from mindspeed_rl.resharding.schedule import plan_schedule
-from mindspeed_rl.resharding.traffic import (
+from mindspeed_rl.weights.executor import round_bytes
+from mindspeed_rl.weights.layouts.base import ShardLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.planner import overlaps, plan_reshard
+from mindspeed_rl.weights.schedule import plan_schedule
+from mindspeed_rl.weights.traffic import (
     critical_bytes,
     element_bytes_of,
     missing_elements,

@@ -10,7 +10,7 @@ import torch
 from support.layout_cases import GQA, layouts_of
 from support.local_transport import LocalTransport, LocalWorld
 
-from mindspeed_rl.resharding.executor import Resharder
+from mindspeed_rl.weights.executor import Resharder
 
 CASE = replace(GQA, tp=1, pp=2, dp=2, engine_tp=2)
 USUAL: dict[str, Any] = {"ranks_per_node": 4, "dtype": torch.float32, "bucket_bytes": 1 << 20}

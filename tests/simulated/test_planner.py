@@ -31,14 +31,14 @@ from support.layout_cases import (
 from support.layout_oracle import megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
 
-from mindspeed_rl.resharding import exchange
-from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.layouts.base import ShardLayout
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
-from mindspeed_rl.resharding.planner import ReshardPlan, check_same_tensors, plan_reshard
-from mindspeed_rl.resharding.schedule import plan_schedule
-from mindspeed_rl.resharding.sync_metrics import SyncTraffic
-from mindspeed_rl.resharding.traffic import element_bytes_of, rank_floor, rank_traffic
+from mindspeed_rl.weights import exchange
+from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.layouts.base import ShardLayout
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.planner import ReshardPlan, check_same_tensors, plan_reshard
+from mindspeed_rl.weights.schedule import plan_schedule
+from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_floor, rank_traffic
 
 UNTOUCHED = -7
 ITEM_BYTES = 4

@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel, Progress
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
@@ -25,7 +25,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
     run_segment,
 )
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
-from mindspeed_rl.types import Completion
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, Parcel, Progress
 
 VERSION = 3
 COST = StepCost(ridge_tokens=64)

@@ -15,17 +15,17 @@ from support.published import PUBLISHED
 from support.recipes import GRADES, RECIPES, SCRIPTS, recipe_flags
 from support.tiers import slow_but
 
-from mindspeed_rl.arguments import parse
+from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import model_config
-from mindspeed_rl.config.foreign_architecture import check_foreign_architecture
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.npu import check_npu
-from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import Facts
 from mindspeed_rl.diagnosis.rows import Status
-from mindspeed_rl.dryrun.command import FITS, dry_run
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
+from mindspeed_rl.planning.dry_run import FITS, dry_run
 
 EXIT_CODE = 7
 # A python that tells how it was called; what it is asked about the package it answers.

@@ -23,12 +23,12 @@ from support.layout_cases import (
 )
 from support.local_transport import LocalTransport, LocalWorld
 
-from mindspeed_rl.resharding.executor import ROUNDS_IN_FLIGHT, Resharder
-from mindspeed_rl.resharding.layouts.base import ShardLayout
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
-from mindspeed_rl.resharding.planner import plan_reshard
-from mindspeed_rl.resharding.schedule import Schedule, plan_schedule
-from mindspeed_rl.resharding.traffic import (
+from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, Resharder
+from mindspeed_rl.weights.layouts.base import ShardLayout
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.planner import plan_reshard
+from mindspeed_rl.weights.schedule import Schedule, plan_schedule
+from mindspeed_rl.weights.traffic import (
     critical_bytes,
     element_bytes_of,
     rank_traffic,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.resharding.sources import Wanted, assign_sources, share_out
+from mindspeed_rl.weights.sources import Wanted, assign_sources, share_out
 
 
 @st.composite

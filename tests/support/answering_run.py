@@ -11,15 +11,16 @@ from typing import Any, cast
 import torch
 from support.scoring import InlinePool
 
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.metrics import MetricSet
-from mindspeed_rl.observability.rollout_dump import RolloutDump
-from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.core.types import Completion, Prompt
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.metric_set import MetricSet
+from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.rl.assignment import Assignment
 from mindspeed_rl.rl.components import Components, PromptData, RunState, Telemetry
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
@@ -30,7 +31,6 @@ from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.store import SampleStore
-from mindspeed_rl.types import Completion, Prompt
 
 END = 0
 

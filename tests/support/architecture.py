@@ -1,6 +1,6 @@
 """Who may import what in mindspeed_rl, and the walkers that find what breaks it.
 
-The rules are the table of the architecture; ``tests/test_import_rules.py`` applies them.
+:data:`ROOMS` is the architecture; ``tests/test_import_rules.py`` applies it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,115 +19,110 @@ HEAVY = frozenset({"torch", "megatron", "mindspeed", "vllm"})
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What the modules of some packages may import.
+class Room:
+    """What the modules of a room may import.
 
     Attributes:
-        modules: dotted prefixes within mindspeed_rl.
-        ours: prefixes within mindspeed_rl that they may import, besides their own.
-        heavy: which of torch, torch.distributed, megatron, mindspeed, vllm they may import.
+        rooms: other rooms; each stands earlier in the table.
+        heavy: which of torch, torch.distributed, megatron, mindspeed, vllm.
     """
 
-    modules: tuple[str, ...]
-    ours: tuple[str, ...]
+    rooms: tuple[str, ...] = ()
     heavy: frozenset[str] = frozenset()
 
 
-LAYER_0 = (
-    "types",
-    "errors",
-    "config",
+TORCH = frozenset({"torch"})
+TORCH_DISTRIBUTED = TORCH | {"torch.distributed"}
+MEGATRON = TORCH_DISTRIBUTED | {"megatron", "mindspeed"}
+
+# From the bottom to the top. A room imports only rooms above it in this table.
+ROOMS: Mapping[str, Room] = {
+    "core": Room(),
+    "compat": Room(("core",)),
+    "models": Room(("core",)),
+    "config": Room(("core", "compat", "models")),
+    "parallel": Room(("core",), TORCH_DISTRIBUTED),
+    "platforms": Room(("core", "config"), MEGATRON),
+    "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
+    "weights": Room(("core", "models", "parallel", "metrics"), TORCH_DISTRIBUTED),
+    "rollout": Room(
+        ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+        TORCH_DISTRIBUTED | {"vllm"},
+    ),
+    "planning": Room(("core", "config", "models", "rollout", "weights")),
+    "algorithms": Room(("core",), TORCH),
+    "samples": Room(("core", "metrics", "parallel"), TORCH_DISTRIBUTED),
+    "data": Room(("core", "samples"), TORCH),
+    "rewards": Room(("core", "config", "data"), TORCH),
+    "environments": Room(("core", "config", "rewards"), TORCH),
+    "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
+    "checkpoint": Room(("core", "config", "metrics", "models", "weights"), TORCH_DISTRIBUTED),
+    "convert": Room(("core", "config", "models", "weights", "checkpoint"), TORCH_DISTRIBUTED),
+    "trainer": Room(
+        (
+            *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+            *("algorithms", "samples", "data", "colocation", "checkpoint", "convert"),
+        ),
+        MEGATRON,
+    ),
+    "diagnosis": Room(("core", "platforms")),
+    "launch": Room(
+        ("core", "compat", "config", "models", "platforms", "planning", "rewards", "diagnosis"),
+        MEGATRON,
+    ),
+    "rl": Room(
+        (
+            *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+            *("rollout", "planning", "algorithms", "samples", "data", "rewards"),
+            *("environments", "colocation", "checkpoint", "trainer", "launch"),
+        ),
+        TORCH_DISTRIBUTED,
+    ),
+    "selftest": Room(
+        (
+            *("core", "config", "models", "metrics", "weights", "planning", "algorithms"),
+            *("samples", "trainer", "launch", "rl"),
+        ),
+        TORCH_DISTRIBUTED,
+    ),
+}
+# Entries: nothing imports them, and they import torch inside functions only.
+ENTRIES = ("train_rl", "pretrain", "score", "doctor")
+ENTRY = Room(tuple(ROOMS), TORCH_DISTRIBUTED)
+
+# Modules that a dry run and an error about a flag go through: neither torch nor numpy.
+LIGHT = (
+    "core",
     "compat",
-    "arguments",
-    "patching",
-    "versions",
-    "memory",
     "models",
-    "parallel.layout",
-    "parallel.stages",
-    "resharding.boxes",
-    "resharding.garbage",
-    "resharding.layouts",
-    "rollout.capabilities",
+    "config",
+    *(
+        f"planning.{name}"
+        for name in ("activations", "budget", "check_engine", "communicators", "prediction")
+    ),
+    "planning.run_plan",
+    "weights.garbage",
+    "weights.layouts",
     "rollout.expert_map",
     "rollout.graph_sizes",
     "rollout.rebalance_plan",
+    "rollout.vllm.capabilities",
+    "rollout.vllm_ascend.arguments",
     "platforms.allocator_settings",
-    "platforms.installed",
+    "launch.failures",
+    "metrics.files",
+    "metrics.jsonl",
+    "metrics.names",
+    "metrics.summary",
 )
-# Plans of reshards: arithmetic with numpy.
-PLANNING = tuple(f"resharding.{name}" for name in ("planner", "schedule", "sources", "traffic"))
-# Files and text only, so that rewards and data may write logs without torch.
-PLAIN_OBSERVABILITY = tuple(
-    f"observability.{name}" for name in ("files", "jsonl", "names", "summary")
-)
-LAYER_1 = ("data", "rewards", "environments", "algorithms")
-LAYER_2 = (
-    "checkpoint",
-    "conversion",
-    "platforms",
-    "parallel",
-    "resharding",
-    "experience",
-    "observability",
-    "offload",
-)
-ENGINE_SIDE = ("rollout.engine", "rollout.process_state")
-TORCH = frozenset({"torch"})
-TORCH_DISTRIBUTED = TORCH | {"torch.distributed"}
-
-# The first rule whose prefix fits applies, so exceptions come before their package.
-RULES = (
-    Rule(LAYER_0, LAYER_0),
-    Rule(PLANNING, (*LAYER_0, *PLANNING)),
-    Rule(("dryrun",), (*LAYER_0, *PLANNING, "dryrun")),
-    Rule(("diagnosis",), (*LAYER_0, "diagnosis")),
-    Rule(PLAIN_OBSERVABILITY, PLAIN_OBSERVABILITY),
-    Rule(LAYER_1, (*LAYER_0, *LAYER_1, *PLAIN_OBSERVABILITY), TORCH),
-    Rule(
-        ("platforms.cpu_install", "platforms.npu_install", "bootstrap"),
-        (*LAYER_0, *LAYER_1, *LAYER_2),
-        TORCH_DISTRIBUTED | {"megatron", "mindspeed"},
-    ),
-    Rule(ENGINE_SIDE, (*LAYER_0, *LAYER_1, "platforms"), TORCH),
-    Rule(LAYER_2, (*LAYER_0, *LAYER_1, *LAYER_2), TORCH_DISTRIBUTED),
-    Rule(
-        ("rollout",),
-        (*LAYER_0, *LAYER_1, *LAYER_2, "rollout"),
-        TORCH_DISTRIBUTED | {"vllm"},
-    ),
-    Rule(
-        ("trainer",),
-        (*LAYER_0, *LAYER_1, *LAYER_2),
-        TORCH_DISTRIBUTED | {"megatron", "mindspeed"},
-    ),
-    Rule(("phases",), (*LAYER_0, *LAYER_2, "rollout.engine", "phases"), TORCH),
-    Rule(
-        ("launch.failures",),  # a user's mistake is told before torch is imported
-        (*LAYER_0, "launch.failures"),
-    ),
-    Rule(
-        ("launch",),
-        (*LAYER_0, *LAYER_2, "bootstrap", "rewards", "dryrun", "diagnosis", "launch"),
-        TORCH_DISTRIBUTED,
-    ),
-    Rule(
-        ("orchestration", "train_rl", "pretrain", "score", "doctor"),
-        ("",),
-        TORCH_DISTRIBUTED,
-    ),
-)
-# Entries and drivers are at the top: nothing below imports them.
-TOP = ("launch", "orchestration", "train_rl", "pretrain", "score", "doctor", "phases")
 
 DEVICE_CODE = ("platforms",)
+# Names that a library keeps to itself break with every release: each lives where it is checked.
 PRIVATE_ACCESS = (
-    "conversion.torch_files",  # nor for tensors without data and parts of a file
-    "conversion.distributed_target",  # nor for the entries of a distributed checkpoint's index
-    "rollout.vllm_engine",
-    "rollout.ascend",
-    "offload.storages",
-    "rollout.patches",
+    "convert.torch_files",  # tensors without data, and their places in a file
+    "convert.distributed_target",  # entries of a distributed checkpoint's index
+    "rollout.vllm",
+    "rollout.vllm_ascend",
     "trainer.patches",
     "platforms",
 )
@@ -192,8 +187,16 @@ def imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
                 yield node, f"{node.module}.{alias.name}"
 
 
-def rule_of(module: Module) -> Rule | None:
-    return next((rule for rule in RULES if within(module.name, rule.modules)), None)
+def room_of(module: Module) -> Room:
+    """What a module may import; the package itself imports nothing.
+
+    Raises:
+        KeyError: a room that is not in :data:`ROOMS`.
+    """
+    name = module.name.partition(".")[0]
+    if not name:
+        return Room()
+    return ENTRY if name in ENTRIES else ROOMS[name]
 
 
 def heavy_name(imported: str) -> str | None:
@@ -204,18 +207,59 @@ def heavy_name(imported: str) -> str | None:
     return top if top in HEAVY else None
 
 
-def import_violations(module: Module, rule: Rule) -> Iterator[str]:
+def import_violations(module: Module) -> Iterator[str]:
+    """Imports that the room of the module does not have in its table."""
+    room, home = room_of(module), module.name.partition(".")[0]
     for node, imported in imports(module):
         heavy = heavy_name(imported)
-        if heavy and heavy not in rule.heavy:
-            allowed = ", ".join(sorted(rule.heavy)) or "none"
+        if heavy and heavy not in room.heavy:
+            allowed = ", ".join(sorted(room.heavy)) or "none"
             yield module.at(node, f"{module.name} imports {heavy}; allowed of these: {allowed}")
-        if not within(imported, ("mindspeed_rl",)):
-            continue
-        ours = imported.removeprefix("mindspeed_rl").removeprefix(".")
-        own = within(ours, rule.modules) and not within(ours, TOP)
-        if not own and not within(ours, rule.ours):
-            yield module.at(node, f"{module.name} imports {ours}, which is not below it")
+        if within(imported, ("mindspeed_rl",)):
+            other = imported.split(".")[1]
+            if other != home and other not in room.rooms:
+                yield module.at(node, f"{module.name} imports {other}, which is not below it")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules of ours that each module imports, wherever in it."""
+    names = {module.name for module in modules()}
+    graph: dict[str, set[str]] = {}
+    for module in modules():
+        found = set()
+        for _, imported in imports(module):
+            ours = imported.removeprefix("mindspeed_rl.")
+            if ours != imported:
+                found.add(ours if ours in names else ours.rpartition(".")[0])
+        graph[module.name] = found - {module.name}
+    return graph
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of modules that import each other: the strongly connected components (Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in graph.get(name, ()):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
 
 
 def device_uses(module: Module) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from support.training_worlds import make_job
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.trainer.built_check import check_built
 
 # an attribute of the model, by its path, and another value for it

@@ -14,7 +14,7 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from mindspeed_rl import bootstrap
+from mindspeed_rl.launch import bootstrap
 
 
 def _prepare(

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.family_models import FAMILY_CASES, write_family_model
 
-from mindspeed_rl.conversion.command import run_conversion
-from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.convert.command import run_conversion
+from mindspeed_rl.convert.options import parse_options
 
 FP8_BLOCK = 16
 

@@ -19,8 +19,8 @@ from support.pages import Block
 
 from mindspeed_rl import doctor, train_rl
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import check_rl
 from mindspeed_rl.launch.entry import run_entry
+from mindspeed_rl.planning.run_plan import check_rl
 
 # They need the network, root, a cluster or a device, and would change the machine.
 OTHERS = ("pip", "git", "docker", "ray", "python3.11")

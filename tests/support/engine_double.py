@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from support.layout_cases import GQA, spec_of
 
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.backend import EngineParts
 from mindspeed_rl.rollout.engine import SamplingSettings
-from mindspeed_rl.rollout.host_backend import parts_by_storage
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm.backend import EngineParts
+from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.host_backend import parts_by_storage
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 CACHE_BYTES = 4096
 

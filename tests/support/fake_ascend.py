@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.ascend.backend import AscendBackend
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 GARBAGE = 0xC7
 

@@ -19,7 +19,7 @@ from support.layout_arrays import Case, Latent
 from support.layout_oracle import vllm_params
 from support.training_worlds import make_job
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 BUCKET_BYTES = 24 << 10
 NUM_SYNCS = 3
@@ -93,10 +93,10 @@ def three_syncs(
     """Collective: the world. The trainer's weights double between syncs, and are put back."""
     from support.tensor_tracker import TensorTracker
 
-    from mindspeed_rl.parallel.layout import EngineLayout
-    from mindspeed_rl.resharding.executor import Resharder
-    from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-    from mindspeed_rl.resharding.transports import make_transport
+    from mindspeed_rl.core.layout import EngineLayout
+    from mindspeed_rl.weights.executor import Resharder
+    from mindspeed_rl.weights.layouts.vllm import VllmLayout
+    from mindspeed_rl.weights.transports import make_transport
 
     grid = EngineLayout(world.size, rollout.tp, rollout.dp, rollout.whole_experts)
     target = VllmLayout(

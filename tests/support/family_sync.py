@@ -10,9 +10,9 @@ import torch
 from support.rollout_worlds import TEMPERATURE, Both, SyncFacts, build_both, sync_and_compare
 from support.training_worlds import make_job
 
-from mindspeed_rl.bootstrap import World
-from mindspeed_rl.memory.prediction import predict
-from mindspeed_rl.resharding.layouts.base import Piece, pieces_of
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.weights.layouts.base import Piece, pieces_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def family_sync_world(
 ) -> list[FamilySync]:
     """Rank function: build trainer and engine, update three times."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rollout.capabilities import installed_layout
+    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
 
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
     common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from support.floor_oracle import Elements, Rect, Rollout, Training
 from support.published import published_config
 
+from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import ShardLayout, pieces_of
-from mindspeed_rl.resharding.layouts.from_text import rollout_from_text, training_from_text
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.resharding.planner import Transfer
+from mindspeed_rl.weights.layouts.base import ShardLayout, pieces_of
+from mindspeed_rl.weights.layouts.from_text import rollout_from_text, training_from_text
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.planner import Transfer
 
 
 @dataclass(frozen=True)

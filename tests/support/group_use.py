@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 
 
 class _Watch(TorchDispatchMode):
@@ -48,8 +48,8 @@ def used_groups_world(
     """Groups that this rank uses in an RL update, and those that are predicted."""
     from support.training_worlds import Case, make_job, make_samples, run_case
 
-    from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
-    from mindspeed_rl.memory.prediction import predict
+    from mindspeed_rl.core.groups import MEGATRON_GROUPS
+    from mindspeed_rl.planning.prediction import predict
     from mindspeed_rl.platforms.process_groups import existing_groups
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 

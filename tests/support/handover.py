@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.colocation.scheduler import Phases
 from mindspeed_rl.rollout.engine import InferenceEngine
+from mindspeed_rl.weights.sync import WeightSync
 
 
 def hand_over(phases: Phases, sync: WeightSync, engine: InferenceEngine, version: int) -> None:

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import PretrainRunConfig
-from mindspeed_rl.config.validate import check_pretrain
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.planning.run_plan import check_pretrain
 from mindspeed_rl.platforms.registry import select_platform
 
 

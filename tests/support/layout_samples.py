@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.rollout_worlds import TEMPERATURE, build_both, engine_job
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 
 NUM_SEQUENCES = 256

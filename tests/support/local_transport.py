@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from mindspeed_rl.resharding.transports import Tensors
+from mindspeed_rl.weights.transports import Tensors
 
 Result = TypeVar("Result")
 

@@ -14,13 +14,13 @@ from support.table_engine import CompareWeights, CopyWeights, TableEngine, first
 from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
-from mindspeed_rl.bootstrap import World
-from mindspeed_rl.memory.owners import FIXED_MODES, MemoryPhase, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryPrediction, predict
-from mindspeed_rl.offload.storages import num_bytes, storages_of
-from mindspeed_rl.phases.machine import Phases, Sharing
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.colocation.scheduler import Phases, Sharing
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.planning.prediction import MemoryPrediction, predict
+from mindspeed_rl.platforms.storages import num_bytes, storages_of
 from mindspeed_rl.samples.packing import TrainSample
+from mindspeed_rl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import TrainEngine

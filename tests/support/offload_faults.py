@@ -10,10 +10,12 @@ from support.handover import hand_over
 from support.line_faults import Planted, fault_before_line
 from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 
-from mindspeed_rl.memory.owners import Owner
-from mindspeed_rl.offload import group, host_pool, packed, storages
-from mindspeed_rl.phases.machine import Phase, Phases, Sharing
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.colocation import host_pool, packed
+from mindspeed_rl.colocation import storage_group as group
+from mindspeed_rl.colocation.scheduler import Phase, Phases, Sharing
+from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.platforms import storages
+from mindspeed_rl.weights.sync import WeightSync
 
 FILES = (group, host_pool, packed, storages)
 # Loops over tensors run the same lines again and again.

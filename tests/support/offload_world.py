@@ -10,10 +10,10 @@ import torch
 from support.offload_faults import fail_everywhere
 from support.training_worlds import Case, make_job, make_loss, make_samples
 
-from mindspeed_rl.bootstrap import World
-from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.offload.storages import num_bytes, storages_of
-from mindspeed_rl.phases.machine import Sharing
+from mindspeed_rl.colocation.scheduler import Sharing
+from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.platforms.storages import num_bytes, storages_of
 
 NUM_STEPS = 10
 MODES = (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)

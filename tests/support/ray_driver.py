@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.failures import Limits
 from mindspeed_rl.launch.job import Job, check_run
 from mindspeed_rl.launch.ray import drive
+from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
 PROG = "ray_driver"
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from support.training_worlds import make_job
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.core.types import Completion
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.types import Completion
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 
 COUNTS = (20, 2)
 CAPACITY = 8
@@ -81,7 +81,7 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     """Rank function: the same requests in every mode."""
     from mindspeed_rl.rl.build_engine import build_rollout_engine
     from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.capabilities import installed_layout
+    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
 
     job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
     vllm = installed_layout(job.plan.vllm, job.platform.name)

@@ -19,10 +19,10 @@ from typing import Any, cast
 
 from mindspeed_rl import train_rl
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan, check_rl
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.failures import Limits
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
 REHEARSED_STEPS = 3
 REHEARSED_PHASES = ("build engine", "reshard", "generate", "reward", "exchange", "train", "export")
@@ -50,7 +50,7 @@ SPOILED = "model.layers.1.mlp.down_proj.weight"
 
 def _spoil_reshard(spoil: Callable[[Any, Any], None]) -> None:
     """From now on ``spoil(arriving, parameters)`` happens to a tensor of every round."""
-    from mindspeed_rl.resharding.exchange import Exchange
+    from mindspeed_rl.weights.exchange import Exchange
 
     take = Exchange._take
 
@@ -65,7 +65,7 @@ def _spoil_reshard(spoil: Callable[[Any, Any], None]) -> None:
 
 def _kill_between_rounds() -> None:
     """Die when the first round of the reshard has arrived and the second is on its way."""
-    from mindspeed_rl.resharding.exchange import Exchange
+    from mindspeed_rl.weights.exchange import Exchange
 
     take = Exchange._take
 

@@ -19,21 +19,21 @@ from support.scoring import OneByOne
 from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, TableEngine, first_table
 
 from mindspeed_rl.algorithms.types import MeanTerm
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.colocation.memory_ledger import MemoryLedger
+from mindspeed_rl.colocation.scheduler import Phases
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import check_rl
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.memory_ledger import MemoryLedger
-from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet
-from mindspeed_rl.observability.profiler import StepProfiler
-from mindspeed_rl.observability.rollout_dump import RolloutDump
-from mindspeed_rl.observability.timers import PhaseTimer
-from mindspeed_rl.phases.machine import Phases
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
+from mindspeed_rl.metrics.profiler import StepProfiler
+from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.timers import PhaseTimer
+from mindspeed_rl.planning.run_plan import check_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.rl.advantages import compute_advantages
@@ -53,7 +53,7 @@ from mindspeed_rl.samples.store import Response
 from mindspeed_rl.trainer.loss_inputs import policy_inputs, value_inputs
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.train_engine import UpdateStats
-from mindspeed_rl.types import Prompt
+from mindspeed_rl.weights.sync import WeightSync
 
 NUM_PROMPTS = 12
 PROMPTS = [Prompt(i, tuple([2] * (1 + i % 3)), f"prompt {i}", chr(i)) for i in range(NUM_PROMPTS)]

@@ -20,22 +20,22 @@ import torch.distributed as dist
 from support.handover import hand_over
 from support.training_worlds import make_job
 
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan
+from mindspeed_rl.core.types import Completion
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.offload.storages import as_bytes
+from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.platforms.storages import as_bytes
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.samples.packing import TrainSample
-from mindspeed_rl.types import Completion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mindspeed_rl.phases.machine import Phases
-    from mindspeed_rl.phases.weight_sync import WeightSync
-    from mindspeed_rl.rollout.vllm_engine import VllmEngine
+    from mindspeed_rl.colocation.scheduler import Phases
+    from mindspeed_rl.rollout.vllm.engine import VllmEngine
     from mindspeed_rl.trainer.train_engine import TrainEngine
+    from mindspeed_rl.weights.sync import WeightSync
 
 BLOCK_TOKENS = 32
 KV_BYTES = 256 << 20
@@ -162,7 +162,7 @@ def engine_job(world: World, model: str, trainer_tp: int, engine_tp: int) -> Job
 
 def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     """The engine and the state machine, by the functions of the entry."""
-    from mindspeed_rl.phases.machine import Phases
+    from mindspeed_rl.colocation.scheduler import Phases
     from mindspeed_rl.rl.build_engine import build_rollout_engine, build_weight_sync, share_memory
     from mindspeed_rl.rl.components import Models
 
@@ -252,7 +252,7 @@ def check_prefix_cache(both: Both, facts: EngineFacts) -> None:
 
 def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     """Change the weights, hand over, generate greedily, compare. Collective: the world."""
-    from mindspeed_rl.rl.export import export_policy
+    from mindspeed_rl.trainer.export import export_policy
 
     probe = requests()[:6]
     old = list(both.engine.generate(probe, GREEDY, both.engine.weights_version).values())
@@ -386,7 +386,7 @@ def resident_bytes() -> int:
 
 def shared_memory() -> tuple[str, list[str]]:
     """This job's nonce, and the segments under its name that still have one."""
-    from mindspeed_rl.rollout.patches import shared_memory_names
+    from mindspeed_rl.rollout.vllm.patches import shared_memory_names
 
     (nonce,) = shared_memory_names._NONCE
     return nonce, segments_of(nonce)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.parallel.layout import ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Parcel, Redistribution, num_words

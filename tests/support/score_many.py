@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from mindspeed_rl import bootstrap, score
-from mindspeed_rl.arguments import parse
+from mindspeed_rl import score
 from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.validate import check_score
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.job import check_run, end_job, start_job
+from mindspeed_rl.planning.run_plan import check_score
 
 PROG = "mindspeed_rl.score"
 

@@ -74,7 +74,7 @@ def run_ranks(
 
     Args:
         function: defined at the top level of an importable module; its first argument is a
-            :class:`mindspeed_rl.bootstrap.World`.
+            :class:`mindspeed_rl.launch.bootstrap.World`.
         num_ranks: size of the world.
         work_dir: where a new folder with logs and results is made; ``tmp_path``.
         args: further arguments; must pickle.
@@ -208,7 +208,7 @@ def _run_task(folder: Path) -> None:
     task: _Task = pickle.loads((folder / "task.pkl").read_bytes())
     faulthandler.enable()
     faulthandler.dump_traceback_later(task.timeout_s, exit=True)
-    from mindspeed_rl import bootstrap
+    from mindspeed_rl.launch import bootstrap
 
     bootstrap.set_defaults("cpu", os.environ)
     world = bootstrap.World.from_environment()

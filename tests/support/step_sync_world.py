@@ -10,10 +10,10 @@ import torch
 from support.training_worlds import make_job
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.core.types import Completion
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.types import Completion
 
 LOADS = (7, 0, 1, 3)
 SETTINGS = SamplingSettings(1.0, max_response_tokens=10, stop_token_ids=(1,))
@@ -54,8 +54,8 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     """
     from mindspeed_rl.rl.build_engine import build_rollout_engine
     from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.capabilities import installed_layout
-    from mindspeed_rl.rollout.patches import step_sync
+    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
+    from mindspeed_rl.rollout.vllm.patches import step_sync
 
     job = make_job(world, model, ["--vllm-max-num-seqs", "16", *flags])
     vllm = installed_layout(job.plan.vllm, job.platform.name)

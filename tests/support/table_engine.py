@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.resharding.difference import Difference
-from mindspeed_rl.resharding.sync_metrics import SyncTraffic
+from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
@@ -18,7 +17,8 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.types import Completion
+from mindspeed_rl.weights.difference import Difference
+from mindspeed_rl.weights.sync_metrics import SyncTraffic
 
 VOCAB = 64
 CACHE_BYTES = 1000

@@ -23,17 +23,17 @@ import torch.distributed as dist
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.bootstrap import World
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan, check_rl
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 from mindspeed_rl.platforms.registry import select_platform
-from mindspeed_rl.resharding.executor import Resharder
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
-from mindspeed_rl.resharding.transports import AllToAllTransport
 from mindspeed_rl.samples.packing import TrainSample
+from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.transports import AllToAllTransport
 
 if TYPE_CHECKING:
     from mindspeed_rl.samples.packing import MicroBatch

@@ -166,7 +166,7 @@ def serve() -> dict[str, Any] | None:
 
 def main() -> None:
     """Serve; a fork leaves through here as well, so that its exit handlers run."""
-    from mindspeed_rl import bootstrap
+    from mindspeed_rl.launch import bootstrap
 
     bootstrap.prepare_environment("cpu", os.environ)
     for name in (*LIBRARIES, *sys.argv[1:]):

@@ -12,14 +12,14 @@ from support.architecture import ROOT
 from support.family_models import FAMILY_CASES, FamilyCase, write_family_model
 
 from mindspeed_rl.checkpoint.mapping import check_layout, check_tensors, tensor_shapes
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models import families, registry
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 GUIDE = ROOT / "docs/adding_a_family.md"
 FILE, ROW = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)

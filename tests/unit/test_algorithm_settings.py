@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rl.algorithms.settings import (
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.rl.algorithm_settings import (
     covariance_settings,
     loss_settings,
     value_loss_settings,
 )
-from mindspeed_rl.arguments import parse
-from mindspeed_rl.config import RLRunConfig
 
 
 def config(flags: str) -> RLRunConfig:

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import data_flags
 
-from mindspeed_rl.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config.vllm_options import RESERVED, as_flag, reserved_for, take_vllm_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,7 +254,7 @@ def test_reserved_options_are_those_of_the_installed_vllm():
 
 
 def test_every_option_that_the_engine_wrapper_sets_is_reserved():
-    tree = ast.parse((ROOT / "mindspeed_rl/rollout/vllm_engine.py").read_text())
+    tree = ast.parse((ROOT / "mindspeed_rl/rollout/vllm/engine.py").read_text())
     literals = [
         {key.value for key in node.keys if isinstance(key, ast.Constant)}
         for node in ast.walk(tree)

@@ -45,7 +45,7 @@ def test_a_renamed_keyword_is_caught() -> None:
     entry["parameters"] = entry["parameters"].replace("skip_clone=", "skip_copy=")
     (problem,) = found(changed)
     assert "vllm 0.23.0: vllm:SamplingParams takes no argument 'skip_clone'" in problem
-    assert problem.startswith("rollout/vllm_requests.py:")
+    assert problem.startswith("rollout/vllm/requests.py:")
     lines = difference(snapshot(), changed)
     assert "vllm 0.23.0: vllm:SamplingParams: parameter skip_clone removed" in lines
     assert "vllm 0.23.0: vllm:SamplingParams: parameter skip_copy added" in lines
@@ -94,7 +94,7 @@ def test_a_renamed_keyword_of_a_bound_method_is_caught() -> None:
     key = "vllm_ascend.worker.worker:NPUWorker.wake_up"
     changed["packages"]["vllm-ascend 0.23.0"][key]["parameters"] = "self, names=None"
     (problem,) = found(changed)
-    assert problem.startswith("rollout/ascend/memory.py:")
+    assert problem.startswith("rollout/vllm_ascend/memory.py:")
     assert problem.endswith(f"{key} takes no argument 'tags'; it takes names")
 
 

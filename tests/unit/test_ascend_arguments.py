@@ -8,7 +8,7 @@ import pytest
 from support.ascend_api import snapshot
 
 from mindspeed_rl.config import EngineTuningConfig
-from mindspeed_rl.rollout.ascend.arguments import ENVIRONMENT, ascend_arguments
+from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 
 ALWAYS = {
     "enforce_eager": True,

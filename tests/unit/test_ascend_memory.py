@@ -10,8 +10,8 @@ import torch
 from support.fake_ascend import GARBAGE, FakeNpu, FakePool
 from support.line_faults import Planted, fault_before_line
 
-from mindspeed_rl.rollout.ascend import memory
-from mindspeed_rl.rollout.ascend.memory import PoolMemory, Span, outside, span_of
+from mindspeed_rl.rollout.vllm_ascend import memory
+from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory, Span, outside, span_of
 
 
 def test_what_is_outside_of_some_spans() -> None:

@@ -10,10 +10,10 @@ import pytest
 from support.layout_cases import MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
-from mindspeed_rl.rollout.ascend.backend import AscendBackend, check_updatable
+from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys
-from mindspeed_rl import bootstrap
+from mindspeed_rl.launch import bootstrap
 
 asked, found = sys.argv[1:]
 changed = bootstrap.prepare_environment(asked, os.environ)
@@ -58,7 +58,7 @@ def test_only_a_cpu_goes_without_torch_compile(asked: str, found: str, printed: 
 
 PREPARE = """
 import json, sys
-from mindspeed_rl import bootstrap
+from mindspeed_rl.launch import bootstrap
 environ = {"HCCL_DETERMINISTIC": "false"}
 told = bootstrap.prepare_environment(sys.argv[1], environ, deterministic=sys.argv[2] == "yes")
 assert "torch" not in sys.modules and "torch_npu" not in sys.modules
@@ -92,7 +92,7 @@ def test_determinism_is_in_the_environment_before_torch(
 
 ENGINE = """
 import json
-from mindspeed_rl import bootstrap
+from mindspeed_rl.launch import bootstrap
 kept = {"VLLM_CACHE_ROOT": "/mine", "XDG_CACHE_HOME": "/home/cache", "OMP_NUM_THREADS": "3"}
 environ = kept | {"VLLM_CPU_KVCACHE_SPACE": "4"}
 bootstrap.prepare_environment("cpu", environ)
@@ -117,7 +117,7 @@ def test_what_the_engine_reads_of_a_users_environment() -> None:
 LATE = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
-from mindspeed_rl import bootstrap
+from mindspeed_rl.launch import bootstrap
 bootstrap.prepare_environment("npu", {})
 """
 

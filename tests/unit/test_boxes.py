@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.resharding.boxes import Box
+from mindspeed_rl.core.boxes import Box
 
 Position = tuple[int, ...]
 

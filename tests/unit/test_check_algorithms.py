@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.algorithms import POLICY_LOSSES
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.check_algorithms import check_algorithms
 
 

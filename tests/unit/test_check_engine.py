@@ -9,12 +9,12 @@ import pytest
 from support.layout_cases import GQA, MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig
-from mindspeed_rl.config.check_engine import check_engine
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.planning.check_engine import check_engine
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
 from mindspeed_rl.rollout.expert_map import read_expert_map
-from mindspeed_rl.rollout.host_backend import HostBackend
+from mindspeed_rl.rollout.vllm.host_backend import HostBackend
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.mark.parametrize(

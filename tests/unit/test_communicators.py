@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.memory.communicators import Groups, GroupUse, all_device_groups, device_groups
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.planning.communicators import Groups, GroupUse, all_device_groups, device_groups
 
 sizes = st.sampled_from([1, 2, 3])
 

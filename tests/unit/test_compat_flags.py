@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import data_flags
 
-from mindspeed_rl.arguments import own_flags
 from mindspeed_rl.compat import Disposition, classify, foreign_flags, nearest
 from mindspeed_rl.compat.foreign_flags import read_flags
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import own_flags
 
 OWN = frozenset(
     spelling for _, flags in own_flags(RLRunConfig) for flag in flags for spelling in flag.spellings

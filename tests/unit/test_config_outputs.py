@@ -21,7 +21,7 @@ from mindspeed_rl.config import (
     TrainConfig,
 )
 from mindspeed_rl.config.outputs import check_paths, earlier_results, export_record, export_target
-from mindspeed_rl.observability import output_dir
+from mindspeed_rl.metrics import output_dir
 
 DIRECTORIES = ("model", "out", "save", "load")
 

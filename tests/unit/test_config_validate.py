@@ -34,7 +34,7 @@ from mindspeed_rl.config import (
     SftConfig,
     TrainConfig,
 )
-from mindspeed_rl.config.validate import check_pretrain, check_rl
+from mindspeed_rl.planning.run_plan import check_pretrain, check_rl
 
 WORLD = 8
 HF_CONFIG: dict[str, Any] = {

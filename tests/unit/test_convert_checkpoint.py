@@ -22,7 +22,7 @@ from support.conversions import (
     write_model,
 )
 
-from mindspeed_rl.conversion import source, stored, target
+from mindspeed_rl.convert import source, stored, target
 
 EIGHT = {"num_hidden_layers": 8}
 LAYOUTS = {

@@ -26,10 +26,10 @@ from support.conversions import (
 )
 from unit.test_hf_export import largest_file
 
-from mindspeed_rl.conversion import command, stored
-from mindspeed_rl.conversion.options import parse_options
-from mindspeed_rl.conversion.source import Source
-from mindspeed_rl.conversion.target import Target
+from mindspeed_rl.convert import command, stored
+from mindspeed_rl.convert.options import parse_options
+from mindspeed_rl.convert.source import Source
+from mindspeed_rl.convert.target import Target
 
 TP2 = ("--target-tensor-parallel-size", "2")
 FOUR = (*TP2, "--target-pipeline-parallel-size", "2")

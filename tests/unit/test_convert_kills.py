@@ -17,7 +17,7 @@ import torch
 from support.conversions import file_bytes, hf_to_mg, write_model
 from unit.test_hf_export import largest_file
 
-from mindspeed_rl.conversion import run
+from mindspeed_rl.convert import run
 
 TP2 = ("--target-tensor-parallel-size", "2")
 FOUR = (*TP2, "--target-pipeline-parallel-size", "2")

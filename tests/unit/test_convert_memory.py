@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 from support.conversions import assert_equal, hf_tensors, hf_to_mg, mg_to_hf, write_model
 
-from mindspeed_rl.conversion import run, source, stored
-from mindspeed_rl.conversion.command import run_conversion
-from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.convert import run, source, stored
+from mindspeed_rl.convert.command import run_conversion
+from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 
 TP2 = ("--target-tensor-parallel-size", "2")

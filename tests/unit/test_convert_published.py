@@ -23,7 +23,7 @@ from support.conversions import (
     write_model,
 )
 
-from mindspeed_rl.conversion.options import parse_options
+from mindspeed_rl.convert.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 V1_QWEN25 = """--use-mcore-models --model-type GPT --load-model-type hf --save-model-type mg

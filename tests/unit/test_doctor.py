@@ -15,12 +15,13 @@ from types import FrameType
 
 import pytest
 
-from mindspeed_rl import bootstrap, versions
+from mindspeed_rl.core import versions
 from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows, port_set
 from mindspeed_rl.diagnosis.facts import Facts, checkout, gather, normalised, soc_of
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import Row, Status, green, lines, red, verdict
+from mindspeed_rl.launch import bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX = versions.read_matrix()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from support.published import PUBLISHED
 
-from mindspeed_rl import bootstrap
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import Row, Status
 from mindspeed_rl.doctor import layout_rows
+from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.preflight import Account, Axis, Visit, axes_of, preflight_rows
 
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from support.jobs import free_port
 from support.published import PUBLISHED
 
-from mindspeed_rl import bootstrap, doctor
-from mindspeed_rl.arguments import parse
+from mindspeed_rl import doctor
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import Status, green, red
+from mindspeed_rl.launch import bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -17,7 +17,7 @@ from support.rl_run import TableRewards, TableRun, make_run, response
 from support.table_engine import response_of, single_rank
 
 from mindspeed_rl.algorithms.overlong import overlong_penalty
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.rollout import engine_memory
-from mindspeed_rl.rollout.engine_memory import ZeroedMemory
+from mindspeed_rl.rollout.vllm import engine_memory
+from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory
 
 
 def resident_bytes() -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.environments import Failed, LocalRunner, Observation, RayRunner
-from mindspeed_rl.types import Prompt
 
 
 class Counting:

@@ -14,6 +14,7 @@ from make_tiny_model import build_tokenizer
 from support.rl_run import PROMPTS, TableRun, make_run
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
+from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.environments import (
     LocalRunner,
     Observation,
@@ -21,7 +22,7 @@ from mindspeed_rl.environments import (
     resolve_environment,
 )
 from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
-from mindspeed_rl.observability.metrics import Mean
+from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl import multi_turn
@@ -29,7 +30,6 @@ from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.multi_turn import Environments
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.packing import TrainSample, pack
-from mindspeed_rl.types import Completion, Prompt
 
 HEARD = (60, 61)
 

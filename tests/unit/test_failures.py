@@ -16,8 +16,8 @@ import torch.distributed as dist
 from support.jobs import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mindspeed_rl.bootstrap import World
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
     answer_within,
@@ -239,7 +239,7 @@ LATE_RANK = """
 import time
 from pathlib import Path
 
-from mindspeed_rl.bootstrap import World
+from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failures import Limits
 from mindspeed_rl.launch.watchdog import Watchdog
 

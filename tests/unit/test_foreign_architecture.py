@@ -3,10 +3,10 @@
 import pytest
 from support import data_flags
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.compat import Disposition, foreign_flags
+from mindspeed_rl.compat.architecture import check_foreign_architecture, value_in
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.foreign_architecture import check_foreign_architecture, value_in
+from mindspeed_rl.config.arguments import parse
 
 COMPARED = {
     name: flag.comparison

@@ -16,12 +16,12 @@ from support.family_models import FAMILY_CASES, write_family_model
 
 from mindspeed_rl.checkpoint.hf import check_tie, load_hf, read_tensor, weight_files
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors, nearest_name
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.hf_files import INDEX
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
-from mindspeed_rl.parallel.layout import ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 MTP = "model.layers.4.eh_proj.weight"
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,7 +238,7 @@ import sys, threading, time
 import torch
 from safetensors.torch import load_file
 from mindspeed_rl.checkpoint.hf import load_hf
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 
 folder, num_tensors, whole = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "whole"
 shapes = {f"w{i}": (1024, 1024) for i in range(num_tensors)}

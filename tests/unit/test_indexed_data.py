@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.indexed_corpus import write_corpus
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import IndexedDataConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.indexed_data import Blend, check_indexed_data, data_bytes, parse_blend
 from mindspeed_rl.pretrain import refuse_other_data
 

@@ -18,9 +18,9 @@ from support.floor_cases import FloorCase, layouts_of, rollout_text, train_text
 from support.floor_oracle import Rollout, Training
 from support.published import PUBLISHED
 
-from mindspeed_rl.resharding.planner import plan_reshard
-from mindspeed_rl.resharding.schedule import plan_schedule
-from mindspeed_rl.resharding.traffic import (
+from mindspeed_rl.weights.planner import plan_reshard
+from mindspeed_rl.weights.schedule import plan_schedule
+from mindspeed_rl.weights.traffic import (
     RoundTraffic,
     Spread,
     critical_bytes,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl.core.layout import Coords, EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import StageLayout, even_stages, listed_stages
 from mindspeed_rl.parallel.groups import rank_lists
-from mindspeed_rl.parallel.layout import Coords, EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import StageLayout, even_stages, listed_stages
-from mindspeed_rl.resharding.layouts.holders import merge_holders
+from mindspeed_rl.weights.layouts.holders import merge_holders
 
 sizes = st.integers(1, 4)
 layouts = st.builds(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.rl_run import make_run
 from support.sample_world import layout_of
 
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.samples.locality import best_assignment, bytes_moved, keep_near
 from mindspeed_rl.samples.placement import MicroBatchPlan, plan_micro_batches
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey

@@ -23,17 +23,17 @@ from mindspeed_rl.checkpoint.mapping import (
     safetensors_header,
     tensor_shapes,
 )
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models import registry
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import Block, Cut, GateUp, Row, Share, Split, Vocab
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.layouts.base import TableLayout
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.base import TableLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,17 @@ import torch
 from support.published import PUBLISHED
 from support.tiers import slow_but
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.dryrun.budget import device_bytes, machine_on, usable_bytes
-from mindspeed_rl.dryrun.findings import find_out
-from mindspeed_rl.dryrun.report import lines
-from mindspeed_rl.dryrun.suggestions import plan_of
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.core.memory import LEAVING, OffloadMode, Owner
 from mindspeed_rl.launch.job import npu_setup_of
-from mindspeed_rl.memory.machine import MACHINES
-from mindspeed_rl.memory.owners import LEAVING, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import predict
-from mindspeed_rl.observability.metrics import Max
+from mindspeed_rl.metrics.metric_set import Max
+from mindspeed_rl.planning.budget import device_bytes, machine_on, usable_bytes
+from mindspeed_rl.planning.findings import find_out
+from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.report import lines
+from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.platforms.npu import NpuPlatform

@@ -8,8 +8,8 @@ import warnings
 import numpy as np
 import pytest
 
-from mindspeed_rl.observability.memory_ledger import MemoryLedger, Slope
-from mindspeed_rl.observability.metrics import Max
+from mindspeed_rl.colocation.memory_ledger import MemoryLedger, Slope
+from mindspeed_rl.metrics.metric_set import Max
 from mindspeed_rl.platforms.base import DeviceMemory
 
 GIB = 2**30

@@ -10,15 +10,15 @@ import pytest
 from support.published import published_config
 
 from mindspeed_rl.config import TrainConfig
-from mindspeed_rl.memory.activations import TrainingMemory, Workload, chunks_in_flight
-from mindspeed_rl.memory.communicators import GroupUse, device_groups
-from mindspeed_rl.memory.engine import EngineMemory
-from mindspeed_rl.memory.model_state import model_state
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
+from mindspeed_rl.planning.communicators import GroupUse, device_groups
+from mindspeed_rl.planning.engine_memory import EngineMemory
+from mindspeed_rl.planning.model_state import model_state
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def spec_of(model: str, **changes: Any) -> Any:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from support.published import PUBLISHED
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.dryrun.budget import resolve_offload
-from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.memory.machine import MACHINES
-from mindspeed_rl.memory.owners import FIXED_MODES, MemoryPhase, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import MemoryPrediction, predict
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.planning.budget import resolve_offload
+from mindspeed_rl.planning.prediction import MemoryPrediction, predict
+from mindspeed_rl.planning.suggestions import plan_of
 
 WORLD, RANK = 32, 17
 FLAGS = f"""

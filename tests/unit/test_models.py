@@ -14,15 +14,15 @@ from safetensors import safe_open
 from support.layout_cases import GQA, layouts_of, spec_of
 from support.published import published_config
 
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.rules import Share, round_up
 from mindspeed_rl.models.spec import ModelSpec, eos_ids_of, read_hf_config
-from mindspeed_rl.parallel.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 from support.published import published_config
 
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ModuleNames
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.parallel.layout import ParallelLayout
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 MODELS = ("qwen2.5-7b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b")
 DENSE = {

@@ -11,17 +11,17 @@ import pytest
 from megatron.core import parallel_state
 from support.published import PUBLISHED
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
-from mindspeed_rl.dryrun.budget import machine_on
-from mindspeed_rl.dryrun.suggestions import plan_of
-from mindspeed_rl.memory.communicators import MEGATRON_GROUPS
-from mindspeed_rl.memory.prediction import predict
+from mindspeed_rl.core import installed
+from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
-from mindspeed_rl.platforms import installed
+from mindspeed_rl.planning.budget import machine_on
+from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.suggestions import plan_of
 
 
 def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:

@@ -13,14 +13,8 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from mindspeed_rl.observability.curves import (
-    DOTS_PER_INCH,
-    FIGURE_INCHES,
-    Series,
-    draw_run,
-    plot_run,
-)
-from mindspeed_rl.observability.loggers import RunLogger
+from mindspeed_rl.metrics.curves import DOTS_PER_INCH, FIGURE_INCHES, Series, draw_run, plot_run
+from mindspeed_rl.metrics.loggers import RunLogger
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PANELS = (

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mindspeed_rl.observability.files import atomic_path, write_text_atomic
-from mindspeed_rl.observability.jsonl import JsonlWriter, encode_json, read_jsonl
-from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.progress import RunProgress
-from mindspeed_rl.observability.rollout_dump import RolloutDump, RolloutRow
-from mindspeed_rl.observability.summary import write_summary
+from mindspeed_rl.metrics.files import atomic_path, write_text_atomic
+from mindspeed_rl.metrics.jsonl import JsonlWriter, encode_json, read_jsonl
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.progress import RunProgress
+from mindspeed_rl.metrics.rollout_dump import RolloutDump, RolloutRow
+from mindspeed_rl.metrics.summary import write_summary
 
 
 def _steps(path: Path) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
-from mindspeed_rl.observability.metrics import (
+from mindspeed_rl.metrics.metric_set import (
     Max,
     Mean,
     Metric,
@@ -21,7 +21,7 @@ from mindspeed_rl.observability.metrics import (
     combine,
     reduce_metrics,
 )
-from mindspeed_rl.observability.names import measures_machine
+from mindspeed_rl.metrics.names import measures_machine
 
 # Integers as floats: their sums are exact, so that associativity holds to the bit.
 _NUMBERS = st.integers(-(2**40), 2**40).map(float)

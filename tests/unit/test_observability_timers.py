@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.observability.metrics import Max, Mean
-from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.metrics.metric_set import Max, Mean
+from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.queued_copies import GARBAGE, QueuedCopies
 
-from mindspeed_rl.offload.group import StorageGroup
-from mindspeed_rl.offload.host_pool import HostPool
-from mindspeed_rl.offload.storages import not_among, num_bytes, storages_of
+from mindspeed_rl.colocation.host_pool import HostPool
+from mindspeed_rl.colocation.storage_group import StorageGroup
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.storages import not_among, num_bytes, storages_of
 
 PLATFORM = CpuPlatform()
 

@@ -16,7 +16,7 @@ import torch
 from support.rl_run import TablePolicy, TableRun, TableScorer, make_run
 from support.table_engine import VOCAB, first_table, response_of, single_rank
 
-from mindspeed_rl.memory.owners import OffloadMode, Owner
+from mindspeed_rl.core.memory import OffloadMode, Owner
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.resume import companions
 from mindspeed_rl.rl.reward_model import add_model_scores

@@ -15,7 +15,8 @@ import torch
 from support.rl_run import TableRewards, TableRun, make_run, response
 from support.table_engine import STOP, TableEngine, single_rank
 
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.core.types import Completion
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.logprobs import check_on_policy
 from mindspeed_rl.rl.resume import restore_carryover
@@ -23,7 +24,6 @@ from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.types import Completion
 
 TOKENS = 3
 LIMIT = 8  # of a response, in make_run

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.patching import Patch, applied_patches, apply_patch
+from mindspeed_rl.core.patching import Patch, applied_patches, apply_patch
 
 SOURCE = """
 def double(x, scale=2):

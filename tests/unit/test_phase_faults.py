@@ -12,19 +12,22 @@ from support.engine_double import EngineDouble
 from support.handover import hand_over
 from support.line_faults import Planted, fault_before_line
 
-from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.offload import group as group_module
-from mindspeed_rl.offload import host_pool, packed, storages
-from mindspeed_rl.offload.group import StorageGroup
-from mindspeed_rl.offload.host_pool import HostPool
-from mindspeed_rl.offload.storages import num_bytes, storages_of
-from mindspeed_rl.phases import machine, weight_sync
-from mindspeed_rl.phases.machine import CHAIN, Phase, Phases, Sharing
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.colocation import host_pool, packed
+from mindspeed_rl.colocation import scheduler as machine
+from mindspeed_rl.colocation import storage_group as group_module
+from mindspeed_rl.colocation.host_pool import HostPool
+from mindspeed_rl.colocation.scheduler import CHAIN, Phase, Phases, Sharing
+from mindspeed_rl.colocation.storage_group import StorageGroup
+from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.platforms import storages
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.resharding.sync_metrics import SyncTraffic
-from mindspeed_rl.rollout import engine_memory, vllm_engine
+from mindspeed_rl.platforms.storages import num_bytes, storages_of
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
+from mindspeed_rl.rollout.vllm import engine as vllm_engine
+from mindspeed_rl.rollout.vllm import engine_memory
+from mindspeed_rl.weights import sync as weight_sync
+from mindspeed_rl.weights.sync import WeightSync
+from mindspeed_rl.weights.sync_metrics import SyncTraffic
 
 FILES = (
     group_module,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from support.rl_run import TableRun, make_run
 
-from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.rl import resume
 from mindspeed_rl.rl.evaluate import evaluate
 from mindspeed_rl.rl.sync import sync_weights

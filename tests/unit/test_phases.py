@@ -21,14 +21,14 @@ from support.table_engine import (
     first_table,
 )
 
-from mindspeed_rl.memory.owners import OffloadMode, Owner
-from mindspeed_rl.offload.group import StorageGroup
-from mindspeed_rl.offload.host_pool import HostPool
-from mindspeed_rl.phases import transition
-from mindspeed_rl.phases.machine import CHAIN, Phase, Phases, Sharing
-from mindspeed_rl.phases.weight_sync import WeightSync
+from mindspeed_rl.colocation import transition
+from mindspeed_rl.colocation.host_pool import HostPool
+from mindspeed_rl.colocation.scheduler import CHAIN, Phase, Phases, Sharing
+from mindspeed_rl.colocation.storage_group import StorageGroup
+from mindspeed_rl.core.memory import OffloadMode, Owner
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.weights.sync import WeightSync
 
 MODES = (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
 UPDATE = {Owner.GRAD_BUFFERS, Owner.OPTIMIZER}
@@ -410,7 +410,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
     def perform(actions: Any, phase: Any) -> None:
         transition.perform([replace(a, do=counted(a.name, a.do)) for a in actions], phase)
 
-    monkeypatch.setattr("mindspeed_rl.phases.machine.perform", perform)
+    monkeypatch.setattr("mindspeed_rl.colocation.scheduler.perform", perform)
     monkeypatch.setattr(WeightSync, "run", counted("sync", WeightSync.run))
     monkeypatch.setattr(CopyWeights, "move", counted("move", CopyWeights.move))
     return seen

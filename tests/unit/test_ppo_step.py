@@ -16,8 +16,8 @@ import torch
 from support.rl_run import TableCritic, TablePolicy, TableRun, make_run
 from support.table_engine import VOCAB, response_of, single_rank
 
-from mindspeed_rl.memory.owners import CRITIC_OWNERS, OffloadMode, Owner
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet, Total
+from mindspeed_rl.core.memory import CRITIC_OWNERS, OffloadMode, Owner
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.rl import checkpoints, resume
 from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.trainer.checkpoint import LoadedState

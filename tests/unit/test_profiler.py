@@ -18,11 +18,11 @@ import torch
 from support.rl_run import make_run
 from support.table_engine import single_rank
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import ProfilerConfig, RLRunConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_profiler
-from mindspeed_rl.observability.profiler import StepProfiler
-from mindspeed_rl.observability.timers import PhaseTimer
+from mindspeed_rl.metrics.profiler import StepProfiler
+from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.cpu import CpuPlatform
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.arguments import build_parser, parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import check_rl
+from mindspeed_rl.config.arguments import build_parser, parse
+from mindspeed_rl.planning.run_plan import check_rl
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 16

@@ -15,7 +15,7 @@ from support.rewards_support import settings
 from support.rl_run import make_run
 
 from mindspeed_rl.config.launch import LaunchConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.failure_store import FailureStore
 from mindspeed_rl.launch.failures import Failure, Member
 from mindspeed_rl.launch.ray import (

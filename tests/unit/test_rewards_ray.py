@@ -96,8 +96,8 @@ class Tool:
 
 def test_environments_in_actors_keep_their_conversations(cluster: Any, tmp_path: Path) -> None:
     """As those in this process; what fails costs its sample, a lost actor costs its own."""
+    from mindspeed_rl.core.types import Prompt
     from mindspeed_rl.environments import Failed, LocalRunner, RayRunner, resolve_environment
-    from mindspeed_rl.types import Prompt
 
     file = tmp_path / "tool.py"
     file.write_text(ENVIRONMENT)

@@ -18,10 +18,10 @@ import torch
 from support.rl_run import TablePolicy, TableRun, make_run
 from support.table_engine import VOCAB, first_table, response_of, single_rank
 
-from mindspeed_rl.algorithms.settings import covariance_settings
 from mindspeed_rl.config.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
+from mindspeed_rl.rl.algorithm_settings import covariance_settings
 from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.rl.update import select_tokens

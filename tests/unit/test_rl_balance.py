@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from support.rl_run import TableRun, make_run
 
-from mindspeed_rl.config.validate import RLPlan
-from mindspeed_rl.observability.metrics import Max, Total
-from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.resharding.layouts.vllm import VllmLayout
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.metrics.metric_set import Max, Total
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def spread(run: TableRun, world: int, rank: int) -> tuple[Assignment, RLPlan]:

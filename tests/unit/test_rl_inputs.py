@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl.checkpoint.hf import load_hf
-from mindspeed_rl.resharding.layouts.hf_file import HfFileLayout
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.rl.build import refuse_overlap, stop_token_ids
-from mindspeed_rl.types import Prompt
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 
 Weights = dict[str, torch.Tensor]
 NORM = "model.norm.weight"

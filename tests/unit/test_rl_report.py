@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 from support.answering_run import Answers, make_run
 
-from mindspeed_rl.observability.constant_rewards import ConstantRewards
-from mindspeed_rl.observability.metrics import Max, Mean, MetricSet
+from mindspeed_rl.metrics.constant_rewards import ConstantRewards
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import evaluate, is_right
 from mindspeed_rl.rl.report import Report, check_computation, check_mismatch, worse_mismatch

@@ -19,8 +19,8 @@ from support.rl_run import PROMPTS, TablePolicy, TableRun, make_run, response
 from support.table_engine import STOP, VOCAB, first_table, response_of, single_rank
 
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.observability.metrics import Max, Mean, Metric, MetricSet, Total
-from mindspeed_rl.phases.machine import Phase
+from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.rl.report import sample_metrics

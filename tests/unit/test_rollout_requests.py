@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from mindspeed_rl.parallel.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.rl.assignment import Assignment
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
-from mindspeed_rl.types import Completion, Prompt
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(i, (i + 1, 2), str(i), "") for i in range(13)]

@@ -12,17 +12,17 @@ import pytest
 import torch
 from support.rl_run import make_run
 
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.open_requests import OpenRequests, Parcel
-from mindspeed_rl.rollout.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, Parcel
+from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Parcel as SampleParcel
 from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey
 from mindspeed_rl.samples.store import as_train_samples, keep_rollouts, responses_in
-from mindspeed_rl.types import Completion, Prompt, Rollout
 
 LAYERS, TOP_K = 4, 2
 EXPERT_LAYERS = (1, 3)

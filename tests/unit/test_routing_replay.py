@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_rl.observability.metrics import Mean
-from mindspeed_rl.parallel.layout import ParallelLayout
-from mindspeed_rl.parallel.stages import listed_stages
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import listed_stages
+from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.samples.packing import TrainSample, pack
 from mindspeed_rl.trainer.routing_replay import (
     AGREEMENT,

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.table_engine import single_rank
 
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Parcel, Redistribution
 from mindspeed_rl.samples.rollout_info import Sample, SampleKey, exchange_table
 from mindspeed_rl.samples.store import keep_rollouts, responses_in
-from mindspeed_rl.types import Completion, Prompt, Rollout
 
 COLUMNS = response_columns(has_environment=True, experts=None)
 PARTS = ("math", "format")

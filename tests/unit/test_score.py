@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mindspeed_rl import score
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.validate import check_score
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.data.scores import Scores, Sequences, compare, read_scores
+from mindspeed_rl.planning.run_plan import check_score
 
 LENGTHS = [3, 1, 2]
 # rank, sequence, position, log-prob, entropy: all that is to be scored

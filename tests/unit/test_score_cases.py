@@ -22,11 +22,11 @@ from support.score_cases import (
 )
 from support.score_runs import Difference, ScoreWorld
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.validate import check_score
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.planning.run_plan import check_score
 
 TRAINER_CHOICES = {*SPLITS, "tp2", "cp2"}
 ENGINE_CHOICES = {"tp1", "tp2"}

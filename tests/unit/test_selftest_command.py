@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl import train_rl
-from mindspeed_rl.rl import build, selftest
-from mindspeed_rl.rl.selftest import Finding
+from mindspeed_rl.rl import build
+from mindspeed_rl.selftest import loss as selftest
+from mindspeed_rl.selftest.loss import Finding
 
 WITHIN, BEYOND = (0.5, "loss/policy"), (1.5, "decoder.weight")
 

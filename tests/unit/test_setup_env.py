@@ -37,7 +37,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.folder, self.asked = folder, folder / "asked"
         for name in ("pretrain_scripts/setup_env.sh", "setup.py", "mindspeed_rl/versions.cfg",
-                     "mindspeed_rl/__init__.py", "mindspeed_rl/versions.py"):  # fmt: skip
+                     "mindspeed_rl/__init__.py", "mindspeed_rl/core/versions.py"):  # fmt: skip
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
         (folder / "python").write_text(INTERPRETER)

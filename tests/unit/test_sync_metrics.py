@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from mindspeed_rl.observability.metrics import reduce_metrics
-from mindspeed_rl.resharding.sync_metrics import SyncTraffic, sync_metrics
+from mindspeed_rl.metrics.metric_set import reduce_metrics
+from mindspeed_rl.weights.sync_metrics import SyncTraffic, sync_metrics
 
 GB = 10**9
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig, TrackerConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_trackers
-from mindspeed_rl.observability.loggers import RunLogger
-from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.trackers import make_trackers
 
 BOTH = TrackerConfig(wandb_project="rl", swanlab_project="rl", wandb_entity="team")
 

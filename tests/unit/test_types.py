@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from mindspeed_rl.types import Completion, Prompt, Rollout
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
 
 
 def test_a_completion_has_one_logprob_per_token() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.validate import RLPlan, check_rl
-from mindspeed_rl.memory.owners import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
-from mindspeed_rl.memory.prediction import predict
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

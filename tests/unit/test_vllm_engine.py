@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from support.engine_double import CACHE_BYTES, EngineDouble
 from support.layout_cases import GQA, MOE, Case, layouts_of
 
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import LatentAttentionSpec
-from mindspeed_rl.parallel.layout import EngineLayout
-from mindspeed_rl.rollout import capabilities
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.process_state import preserved_environment
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.rollout.vllm_requests import check_option_names, model_settings
+from mindspeed_rl.rollout.vllm import capabilities
+from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.process_state import preserved_environment
+from mindspeed_rl.rollout.vllm.requests import check_option_names, model_settings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")

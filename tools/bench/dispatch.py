@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mindspeed_rl.parallel.layout import ParallelLayout
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
-from mindspeed_rl.parallel.stages import even_stages
-from mindspeed_rl.samples.device_cache import LOGPROBS, TOKENS, TensorCache
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
 from mindspeed_rl.samples.rollout_info import SampleKey
 from mindspeed_rl.samples.routes import Holders, plan_legs
@@ -45,7 +46,7 @@ TABLE_WORDS = 9  # int64 of a sample in the table that all workers learn
 VERSION = 1
 VOCAB = 50_000
 LIMIT = timedelta(minutes=5)
-COLUMNS = (TOKENS, LOGPROBS)
+COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS)
 Payload = list[torch.Tensor]  # ids and log-probs, one sample after the other
 
 

@@ -34,14 +34,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.resharding.boxes import Box
-from mindspeed_rl.resharding.executor import Resharder, wire_dtype
-from mindspeed_rl.resharding.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
-from mindspeed_rl.resharding.layouts.from_text import rollout_from_text, training_from_text
-from mindspeed_rl.resharding.layouts.megatron import MegatronLayout
-from mindspeed_rl.resharding.traffic import element_bytes_of, rank_floor
-from mindspeed_rl.resharding.transports import make_transport
+from mindspeed_rl.weights.executor import Resharder, wire_dtype
+from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
+from mindspeed_rl.weights.layouts.from_text import rollout_from_text, training_from_text
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_floor
+from mindspeed_rl.weights.transports import make_transport
 
 CONFIGS = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "models" / "configs"
 DTYPE = torch.bfloat16

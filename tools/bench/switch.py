@@ -36,14 +36,15 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":  # for the maker of the model
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from mindspeed_rl import bootstrap  # noqa: E402
-from mindspeed_rl.arguments import parse  # noqa: E402
+from mindspeed_rl.colocation import scheduler, transition  # noqa: E402
 from mindspeed_rl.config import RLRunConfig  # noqa: E402
-from mindspeed_rl.config.validate import check_rl  # noqa: E402
-from mindspeed_rl.memory.owners import Owner  # noqa: E402
-from mindspeed_rl.offload.storages import as_bytes, storages_of  # noqa: E402
-from mindspeed_rl.phases import machine, transition  # noqa: E402
+from mindspeed_rl.config.arguments import parse  # noqa: E402
+from mindspeed_rl.core.memory import Owner  # noqa: E402
+from mindspeed_rl.launch import bootstrap  # noqa: E402
+from mindspeed_rl.planning.run_plan import check_rl  # noqa: E402
 from mindspeed_rl.platforms.host_pages import advise_large_pages  # noqa: E402
+from mindspeed_rl.platforms.storages import as_bytes, storages_of  # noqa: E402
+from mindspeed_rl.weights.sync import WeightSync  # noqa: E402
 
 Seconds = dict[str, list[float]]
 FLAGS = (
@@ -56,24 +57,32 @@ FLAGS = (
 def race(args: argparse.Namespace) -> None:
     """Alternate the ways and print, on rank 0. Collective: the world."""
     job = start(args)
-    phases, sharing, engine = build(job)
     ours: Seconds = defaultdict(list)
     theirs: Seconds = defaultdict(list)
+    phases, sharing, engine, sync = built = build(job)
+
+    def to_rollout(version: int) -> None:
+        phases.to_sync()
+        with timed(ours["reshard"]):
+            sync.run(engine, version)
+        phases.to_rollout()
+
     floor: list[float] = []
     bytes_of = sizes(sharing, engine)
     source = torch.ones(min(64 << 20, bytes_of["copied"]), dtype=torch.uint8)
     kept = source.clone()
     for version in range(args.warm_cycles):  # proves the weights, allocates host memory, packs
-        phases.to_rollout(version)
+        to_rollout(version)
         phases.to_train()
+    ours.clear()
     for cycle in range(args.cycles):
         dist.barrier()
         with timed(ours["total"]), timed_actions(ours):
-            phases.to_rollout(args.warm_cycles + cycle)
+            to_rollout(args.warm_cycles + cycle)
             phases.to_train()
         dist.barrier()
         with timed(theirs["total"]):
-            sequential(sharing, phases, engine, cycle, theirs)
+            sequential(built, cycle, theirs)
         dist.barrier()
         with timed(floor):
             plain_copy(bytes_of, source, kept)
@@ -98,29 +107,32 @@ def start(args: argparse.Namespace) -> Any:
     return Job(config, plan, world, platform, cast(Any, watchdog), ())
 
 
-def build(job: Any) -> tuple[machine.Phases, machine.Sharing, Any]:
-    """The product's trainer (after one update), engine and state machine, in TRAIN."""
+Built = tuple[scheduler.Phases, scheduler.Sharing, Any, WeightSync]
+
+
+def build(job: Any) -> Built:
+    """The product's state machine in TRAIN, trainer (after one update), engine and weight sync."""
     from mindspeed_rl.algorithms.losses import supervised_loss
-    from mindspeed_rl.rl import build_engine as rl_phases
-    from mindspeed_rl.rl import training
+    from mindspeed_rl.rl import build_engine, build_models
+    from mindspeed_rl.rl.components import Models
     from mindspeed_rl.samples.packing import TrainSample
 
-    training.initialize_parallel(job)
-    policy = training.build_engine(job, "policy", 1)
-    samples = [TrainSample(i, torch.arange(5, 21), 8, None, 0.0) for i in range(job.world.size)]
-    batches = training.local_batches(job, policy, samples)
+    build_models.initialize_parallel(job)
+    policy = build_models.build_engine(job, "policy", 1)
+    samples = [TrainSample(i, torch.arange(5, 21), 8) for i in range(job.world.size)]
+    batches = policy.prepare(build_models.batch_rules(job).pack_own(samples))
     num_tokens = 8 * len(samples)
     policy.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
     policy.step()  # makes the moments
-    sharing = rl_phases.share_memory(job, policy, None)
+    sharing = build_engine.share_memory(job, Models(policy))
     sharing.leave_all()
-    engine = rl_phases.build_rollout_engine(job)
-    phases = rl_phases.build_phases(job, policy, engine, sharing, lambda _: nullcontext())
+    engine = build_engine.build_rollout_engine(job)
+    phases = scheduler.Phases(engine, lambda _: nullcontext(), sharing)
     phases.to_train()
-    return phases, sharing, engine
+    return phases, sharing, engine, build_engine.build_weight_sync(job, policy)
 
 
-def sizes(sharing: machine.Sharing, engine: Any) -> dict[str, int]:
+def sizes(sharing: scheduler.Sharing, engine: Any) -> dict[str, int]:
     """Bytes of one whole switch on this rank, there and back."""
     owned = {owner.value: group.num_bytes() for owner, group in sharing.groups.items()}
     kept = owned[Owner.PARAMETERS] + owned[Owner.OPTIMIZER]
@@ -154,22 +166,17 @@ def timed_actions(into: Seconds) -> Iterator[None]:
     def perform(actions: Sequence[transition.Action], phase: Any) -> None:
         transition.perform([clocked(action) for action in actions], phase)
 
-    with mock.patch.object(machine, "perform", perform):
+    with mock.patch.object(scheduler, "perform", perform):
         yield
 
 
-def sequential(
-    sharing: machine.Sharing,
-    phases: machine.Phases,
-    engine: Any,
-    cycle: int,
-    into: Seconds,
-) -> None:
+def sequential(built: Built, cycle: int, into: Seconds) -> None:
     """The recipe's steps, tensor by tensor; ends where it began, with the machine none the wiser.
 
     gradients away, optimizer away | empty engine weights, reshard | parameters away, cache
     | cache away, engine weights away | parameters back, optimizer back, gradients back.
     """
+    _, sharing, engine, sync = built
     groups = sharing.groups
     step: Callable[[str], Any] = lambda name: timed(into[name])  # noqa: E731
     with step("offload grad_buffers"):
@@ -179,7 +186,7 @@ def sequential(
     with step("engine weights"):
         engine.wake(["weights"])
     with step("reshard"):
-        phases._sync.run(engine, 10**6 + cycle)
+        sync.run(engine, 10**6 + cycle)
     with step("offload parameters"):
         parameters = away(groups[Owner.PARAMETERS])
     with step("cache"):

@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.environments.chat import answer_tokens
 from mindspeed_rl.environments.types import Observation
 from mindspeed_rl.rewards.answers import extract_last_number, lenient_match
-from mindspeed_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

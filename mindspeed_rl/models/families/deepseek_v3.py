@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, LATENT_ATTENTION
 from mindspeed_rl.models.hf_config import decoder_fields, first_of
 from mindspeed_rl.models.rules import WeightTable

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from mindspeed_rl.config.rewards import RewardConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards import sandbox
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 

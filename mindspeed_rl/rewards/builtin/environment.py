@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 ENVIRONMENT_REWARD = "environment_reward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 FORMAT_REGEX_KEY = "format_regex"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 

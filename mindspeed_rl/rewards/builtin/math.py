@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Any
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 _HAS_MATH_DELIMITERS = re.compile(r"\\boxed|\\\(|\\\[|\$.+\$", re.DOTALL)

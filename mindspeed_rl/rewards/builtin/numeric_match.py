@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.answers import UNSIGNED_NUMBER
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 

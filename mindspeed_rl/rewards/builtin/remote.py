@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mindspeed_rl.config.rewards import REMOTE_BACKOFF_S, RewardConfig
-from mindspeed_rl.errors import UsageError
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
 
 # Worth another attempt: the server is busy, restarts, or is behind a proxy that lost it.

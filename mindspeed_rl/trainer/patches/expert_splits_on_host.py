@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.patching import Patch, apply_patch
+from mindspeed_rl.core.patching import Patch, apply_patch
 
 
 def apply() -> None:

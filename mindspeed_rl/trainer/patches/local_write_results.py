@@ -15,7 +15,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rl.patching import Patch, apply_patch
+from mindspeed_rl.core.patching import Patch, apply_patch
 
 
 def apply() -> None:

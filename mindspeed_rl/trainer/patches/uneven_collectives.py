@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.patching import Patch, apply_patch
+from mindspeed_rl.core.patching import Patch, apply_patch
 
 _MODULE = "megatron.core.tensor_parallel.mappings"
 _ABOUT: dict[str, Any] = {

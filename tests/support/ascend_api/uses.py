@@ -18,9 +18,9 @@ _PINS = {
 # Which vLLM a file of ours runs on, by prefix; the first that fits. Others run on both.
 _VLLM_OF = (
     ("rollout/ascend/", (VLLM_NPU,)),
-    ("rollout/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
+    ("rollout/vllm/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
     ("rollout/patches/", (VLLM_CPU,)),
-    ("rollout/host_backend.py", (VLLM_CPU,)),
+    ("rollout/vllm/host_backend.py", (VLLM_CPU,)),
     ("platforms/npu", (VLLM_NPU,)),
     ("", (VLLM_CPU, VLLM_NPU)),
 )
@@ -28,12 +28,12 @@ _VLLM_OF = (
 
 # What arrives as an argument, where nothing in the file says from where: our name -> what it is.
 _ARRIVES = {
-    "rollout/ascend/memory.py": {
+    "rollout/vllm_ascend/memory.py": {
         "self._camem": ("vllm_ascend.device_allocator.camem", ""),
         "self._wake": ("vllm_ascend.worker.worker", "NPUWorker.wake_up"),
     },
     # vLLM-Ascend's runner has both attributes from vLLM's, as the CPU's has
-    "rollout/engine_memory.py": {
+    "rollout/vllm/engine_memory.py": {
         "runner": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
         "compilation": ("vllm.config", "CompilationConfig"),
     },

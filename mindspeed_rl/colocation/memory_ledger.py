@@ -1,0 +1,214 @@
+"""Who owns how much of the device at every border between phases.
+
+Owners report the bytes of their storages; what the driver says beyond them is the residue:
+libraries, allocator caches, activations that someone still holds. A residue that grows step by step
+is a leak.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mindspeed_rl.metrics.metric_set import Max, MetricSet
+from mindspeed_rl.platforms.base import DeviceMemory
+
+_MIB, _GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """The device when a state was reached.
+
+    Attributes:
+        owners: bytes by owner.
+        device: what the driver said.
+    """
+
+    owners: dict[str, int]
+    device: DeviceMemory
+
+    @property
+    def owned_bytes(self) -> int:
+        """Of all owners."""
+        return sum(self.owners.values())
+
+    @property
+    def residue_bytes(self) -> int:
+        """What is in use and has no owner."""
+        return self.device.used_bytes - self.owned_bytes
+
+
+class Slope:
+    """Least-squares slope of the last values, one per step.
+
+    Args:
+        window: how many are kept.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self._values: deque[float] = deque(maxlen=window)
+
+    def add(self, value: float) -> None:
+        """One more step."""
+        self._values.append(value)
+
+    def per_step(self) -> tuple[float, float]:
+        """(slope, its standard error); (0, infinity) of fewer than 5 values.
+
+        Source: simple linear regression, residual variance over n - 2 degrees of freedom.
+        """
+        n = len(self._values)
+        if n < 5:
+            return 0.0, math.inf
+        mean_x, mean_y = (n - 1) / 2, math.fsum(self._values) / n
+        spread = math.fsum((x - mean_x) ** 2 for x in range(n))
+        slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(self._values)) / spread
+        residuals = (y - mean_y - slope * (x - mean_x) for x, y in enumerate(self._values))
+        variance = math.fsum(r * r for r in residuals) / (n - 2)
+        return slope, math.sqrt(variance / spread)
+
+
+class MemoryLedger:
+    """Reads the owners at every border, compares with the budget, watches the residue. Local.
+
+    Args:
+        owners: bytes that an owner holds now.
+        read: the driver's numbers.
+        budget_bytes: what the run may use of the device; ``None``: all of it.
+        leak_bytes: growth of the residue per step that is warned of; 0: never.
+        predicted: bytes by state and owner after the first update, where they are known.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Callable[[], int]],
+        read: Callable[[], DeviceMemory],
+        budget_bytes: int | None,
+        leak_bytes: float,
+        predicted: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self._owners = owners
+        self._read = read
+        self._budget_bytes = budget_bytes
+        self._leak_bytes = leak_bytes
+        self._predicted = predicted or {}
+        self._slope = Slope()
+        self._warned = False
+        self.borders: dict[str, Border] = {}
+
+    def at_border(self, state: str) -> None:
+        """Note what is on the device now that ``state`` is reached.
+
+        Raises:
+            MemoryError: more is in use than the budget allows; with the table.
+        """
+        owners = {owner: num_bytes() for owner, num_bytes in self._owners.items()}
+        border = Border(owners, self._read())
+        self.borders.pop(state, None)  # the latest stands last
+        self.borders[state] = border
+        budget = self._budget_bytes
+        if budget is not None and border.device.used_bytes > budget:
+            raise MemoryError(self._message(f"{_gib(border.device.used_bytes)} in use", budget))
+        if state == "train":
+            self._watch(border.residue_bytes)
+
+    def require_free(self, num_bytes: int) -> None:
+        """Ask before taking memory, while the table can still be told.
+
+        Raises:
+            MemoryError: the driver or the budget has less left; with the table.
+        """
+        device = self._read()
+        free = device.free_bytes
+        if self._budget_bytes is not None:
+            free = min(free, self._budget_bytes - device.used_bytes)
+        if device.total_bytes and num_bytes > free:
+            what = f"{_gib(num_bytes)} are needed now and {_gib(max(0, free))} are free"
+            raise MemoryError(self._message(what, self._budget_bytes or device.total_bytes))
+
+    def _watch(self, residue_bytes: int) -> None:
+        self._slope.add(residue_bytes)
+        slope, error = self._slope.per_step()
+        if self._leak_bytes and not self._warned and slope - 2 * error > self._leak_bytes:
+            self._warned = True
+            warnings.warn(
+                f"memory that no owner accounts for grows by {slope / _MIB:.0f} MiB per step "
+                f"(+- {2 * error / _MIB:.0f}); the run will end out of memory\n{self.table()}",
+                stacklevel=2,
+            )
+
+    def metrics(self) -> MetricSet:
+        """Of the last time each border was crossed; the fullest rank of each number."""
+        found = MetricSet()
+        for state, border in self.borders.items():
+            found[f"memory/{state}_used_bytes"] = Max(border.device.used_bytes)
+            found[f"memory/{state}_owned_bytes"] = Max(border.owned_bytes)
+            for owner, num_bytes in border.owners.items():
+                found[f"memory/{state}/{owner}_bytes"] = Max(num_bytes)
+            if state in self._predicted:
+                total = sum(self._predicted[state].get(owner, 0) for owner in self._owners)
+                found[f"memory/{state}_predicted_bytes"] = Max(total)
+        return found
+
+    def table(self) -> str:
+        """All borders crossed so far, a column each, in MiB; predictions in brackets."""
+        states = list(self.borders)
+        rows = [["owner", *states]]
+        for owner in self._owners:
+            rows.append([owner, *(self._cell(state, owner) for state in states)])
+        borders = [self.borders[state] for state in states]
+        rows.append(["without owner", *(_number(b.residue_bytes) for b in borders)])
+        rows.append(["in use", *(_number(b.device.used_bytes) for b in borders)])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(states) + 1)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        )
+
+    def _cell(self, state: str, owner: str) -> str:
+        text = _number(self.borders[state].owners[owner])
+        predicted = self._predicted.get(state, {}).get(owner)
+        return text if predicted is None else f"{text} ({_number(predicted)})"
+
+    def _message(self, what: str, limit_bytes: int) -> str:
+        remedy = _GENERAL
+        if self.borders:
+            last = list(self.borders.values())[-1]
+            sizes = last.owners | {_NOBODY: last.residue_bytes}
+            remedy = _REMEDIES.get(max(sizes, key=lambda owner: sizes[owner]), _GENERAL)
+        return (
+            f"device memory: {what}, of {_gib(limit_bytes)} that the run may use; "
+            f"{remedy}\nMiB by owner at each border:\n{self.table()}"
+        )
+
+
+_GENERAL = (
+    "raise --device-memory-gb, lower --rollout-kv-cache-gb, or take --rl-offload all and "
+    "--rollout-sleep all"
+)
+_NOBODY = ""
+_REMEDIES = {
+    _NOBODY: "most of it is owned neither by trainer nor by engine (libraries, allocator caches, "
+    "on a host everything of the process): raise --device-memory-gb",
+    "kv_cache": "most of it is the key/value cache: lower --rollout-kv-cache-gb",
+    "optimizer": "most of it is optimizer state: shard it with --use-distributed-optimizer, or, "
+    "during rollouts, take --rl-offload optimizer",
+    "grad_buffers": "most of it is gradients: raise --tensor-model-parallel-size or "
+    "--pipeline-model-parallel-size, or, during rollouts, take --rl-offload optimizer",
+    "parameters": "most of it is the trainer's weights: raise --tensor-model-parallel-size "
+    "or --pipeline-model-parallel-size, or, during rollouts, take --rl-offload all",
+    "engine_weights": "most of it is the engine's weights: take --rollout-sleep all, or raise "
+    "--rollout-tp",
+}
+
+
+def _number(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.3g} GiB"

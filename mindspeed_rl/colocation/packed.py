@@ -1,0 +1,77 @@
+"""Many small storages that come back as one, so that later copies are one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.platforms.storages import identity, num_bytes, storages_of
+
+# Where element-wise kernels read whole vectors.
+_ALIGNED_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in the packed storage.
+
+    Attributes:
+        tensor: whose memory is moved; every other view of it must not be used any more.
+        offset: in elements.
+        size: of each dimension.
+        stride: of each dimension.
+    """
+
+    tensor: torch.Tensor
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def move_into(self, storage: torch.UntypedStorage) -> None:
+        """Let the tensor be a view of ``storage``."""
+        view = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
+        self.tensor.data = view.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The places of some tensors, and the order in which their storages lie one after another."""
+
+    storages: tuple[torch.UntypedStorage, ...]
+    places: tuple[Place, ...]
+    num_bytes: int
+
+
+def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
+    """Lay the storages of the tensors out without a gap. Pure; they hold their memory now.
+
+    Sizes that keep what follows aligned come first; after them large elements come before small
+    ones, so that every element starts at a multiple of its size.
+    """
+    items: dict[int, int] = {}
+    for tensor in tensors:
+        key = identity(tensor.untyped_storage())
+        items[key] = max(items.get(key, 0), tensor.element_size())
+
+    def order(storage: torch.UntypedStorage) -> tuple[bool, int]:
+        return storage.nbytes() % _ALIGNED_BYTES != 0, -items[identity(storage)]
+
+    storages = tuple(sorted(storages_of(tensors), key=order))
+    starts = _starts(storages)
+    places = []
+    for tensor in tensors:
+        start, item = starts[identity(tensor.untyped_storage())], tensor.element_size()
+        assert start % item == 0, "element sizes divide their storages"
+        offset = start // item + int(tensor.storage_offset())
+        places.append(Place(tensor, offset, tensor.shape, tensor.stride()))
+    return Packing(storages, tuple(places), num_bytes(storages))
+
+
+def _starts(storages: Sequence[torch.UntypedStorage]) -> Mapping[int, int]:
+    starts, end = {}, 0
+    for storage in storages:
+        starts[identity(storage)] = end
+        end += storage.nbytes()
+    return starts

@@ -1,0 +1,287 @@
+"""Who has the shared devices: one state machine that everything goes through.
+
+States and what is on the device in each; ``auto`` is resolved before::
+
+    state     trainer: parameters  gradients, optimizer  engine: weights  cache
+    TRAIN              yes         yes                   unless freed     no
+    IDLE               yes         unless offloaded      unless freed     no
+    SYNC               yes         unless offloaded      yes              no
+    ROLLOUT            unless      unless offloaded      yes              yes
+                       offloaded
+
+Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another. An edge is a list
+of actions, each with its undo: an error anywhere inside one leaves the state before it, with
+everything where it was. An undo that fails as well leaves BROKEN, in which every call raises.
+
+Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back
+engine weights | reshard, prove, offload parameters, bring back the cache. Parameters stay after an
+update because they are about to be resharded; the cache comes last, when everything else has left.
+Towards TRAIN: free the cache, bring back parameters | free engine weights | gradients, optimizer.
+
+Reference, critic and reward model: what of them leaves is away in TRAIN, too, and comes for their
+own passes and updates (:meth:`Phases.resident`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from mindspeed_rl.colocation.storage_group import StorageGroup
+from mindspeed_rl.colocation.transition import Action, UndoFailed, nothing, perform
+from mindspeed_rl.core.memory import LEAVING, UPDATE_STATE, OffloadMode, Owner
+from mindspeed_rl.rollout.engine import InferenceEngine
+
+
+class Phase(enum.Enum):
+    """What the devices are used for."""
+
+    TRAIN = "train"
+    IDLE = "idle"
+    SYNC = "sync"
+    ROLLOUT = "rollout"
+    BROKEN = "broken"
+
+
+CHAIN = (Phase.TRAIN, Phase.IDLE, Phase.SYNC, Phase.ROLLOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What gives way to whom on the shared device.
+
+    Attributes:
+        groups: the trainer's memory by owner.
+        mode: what of it leaves; not ``AUTO``.
+        free_engine_weights: engine weights leave while the trainer trains.
+        release_cached_memory: the allocator gives back what was freed.
+        wait_for_copies: computation from now on waits for copies to the device.
+        require_free: called with the bytes that are about to be taken; raises when they are not
+            there.
+        at_border: called with the state that was just reached.
+    """
+
+    groups: Mapping[Owner, StorageGroup] = field(default_factory=dict)
+    mode: OffloadMode = OffloadMode.NONE
+    free_engine_weights: bool = False
+    release_cached_memory: Callable[[], None] = nothing
+    wait_for_copies: Callable[[], None] = nothing
+    require_free: Callable[[int], None] = lambda num_bytes: None
+    at_border: Callable[[str], None] = lambda state: None
+
+    def leaving(self, *owners: Owner) -> list[StorageGroup]:
+        """The groups of these owners that leave in this mode."""
+        leave = self.mode.leaves
+        return [self.groups[o] for o in owners if o in self.groups and o in leave]
+
+    def leave_all(self) -> None:
+        """Give away everything that leaves: what ROLLOUT expects. Local."""
+        for group in self.leaving(*LEAVING):
+            group.release()
+        self.release_cached_memory()
+
+
+class Phases:
+    """Owns the state of the shared devices. It starts in ROLLOUT, with an awake engine.
+
+    Args:
+        engine: the inference engine of this rank, awake.
+        phase: context manager that names a phase for timers and the watchdog.
+        sharing: what leaves the device; what of it leaves in ROLLOUT is away already.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        phase: Callable[[str], AbstractContextManager[None]],
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._engine = engine
+        self._phase = phase
+        self._sharing = sharing or Sharing()
+        self.state = Phase.ROLLOUT
+
+    def to_sync(self) -> None:
+        """Make room for the engine's weights beside the trainer's. Local.
+
+        Before: TRAIN, IDLE or SYNC. After: SYNC, in which the weights are brought over.
+
+        Raises:
+            RuntimeError: called in another state.
+        """
+        self._go(Phase.SYNC, self._onward)
+
+    def to_rollout(self) -> None:
+        """Hand the devices to the engine, whose weights are complete. Local.
+
+        Before: SYNC. After: ROLLOUT.
+
+        Raises:
+            RuntimeError: called in another state, or the engine has no complete weights.
+        """
+        self.require(Phase.SYNC, "to_rollout")
+        if self._engine.weights_version < 0:
+            raise RuntimeError("the engine has no complete weights; synchronise them first")
+        self._go(Phase.ROLLOUT, self._onward)
+
+    def to_train(self) -> None:
+        """Hand the devices back to the trainer. Local.
+
+        Before: ROLLOUT, SYNC or IDLE, the engine without requests. After: TRAIN, its cache freed.
+
+        Raises:
+            RuntimeError: called in another state.
+        """
+        self._go(Phase.TRAIN, self._back)
+
+    def require(self, phase: Phase, what: str) -> None:
+        """Refuse work whose memory may be away. Local.
+
+        Raises:
+            RuntimeError: the state is another one.
+        """
+        if self.state is not phase:
+            raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
+
+    @contextmanager
+    def resident(self, *owners: Owner) -> Iterator[None]:
+        """Have the memory of owners that are away in TRAIN, too, for the block. Local.
+
+        An error while one comes or leaves does not keep the others here.
+
+        Raises:
+            RuntimeError: called outside TRAIN.
+        """
+        self.require(Phase.TRAIN, ", ".join(owners))
+        groups = self._sharing.leaving(*owners)
+        with ExitStack() as visits:
+            for group in groups:
+                visits.callback(self._finish_release, group)
+                self._return(group)
+            yield
+
+    def _go(self, target: Phase, actions_after: Mapping[Phase, Callable[[], list[Action]]]) -> None:
+        if self.state not in actions_after:
+            allowed = " or ".join(phase.value for phase in actions_after)
+            raise RuntimeError(
+                f"phase {target.value} is entered from {allowed} only, not from {self.state.value}"
+            )
+        step = 1 if CHAIN.index(target) > CHAIN.index(self.state) else -1
+        while self.state is not target:
+            try:
+                perform(actions_after[self.state](), self._phase)
+            except UndoFailed:
+                self.state = Phase.BROKEN
+                raise
+            self.state = CHAIN[CHAIN.index(self.state) + step]
+            self._sharing.at_border(self.state.value)
+
+    @property
+    def _onward(self) -> dict[Phase, Callable[[], list[Action]]]:
+        """The edges towards ROLLOUT by the state they leave."""
+        return {
+            Phase.TRAIN: self._train_to_idle,
+            Phase.IDLE: self._idle_to_sync,
+            Phase.SYNC: self._sync_to_rollout,
+        }
+
+    @property
+    def _back(self) -> dict[Phase, Callable[[], list[Action]]]:
+        """The edges towards TRAIN by the state they leave."""
+        return {
+            Phase.ROLLOUT: self._rollout_to_sync,
+            Phase.SYNC: self._sync_to_idle,
+            Phase.IDLE: self._idle_to_train,
+        }
+
+    def _train_to_idle(self) -> list[Action]:
+        """After the update: what only training needs leaves."""
+        return [*self._offload(*UPDATE_STATE), *self._tidy("offload")]
+
+    def _idle_to_train(self) -> list[Action]:
+        """The optimizer's copies run beside the first passes; ``step`` waits for them."""
+        return self._onload(*UPDATE_STATE)
+
+    def _idle_to_sync(self) -> list[Action]:
+        """Memory for the engine's weights; their content comes with the reshard."""
+        if not self._sharing.free_engine_weights:
+            return []
+        need = self._engine.weight_bytes
+        return [
+            Action("room for engine weights", "wake", lambda: self._sharing.require_free(need)),
+            Action("engine weights", "wake", self._wake_weights, self._engine.free_weights),
+        ]
+
+    def _sync_to_idle(self) -> list[Action]:
+        """Their memory can be taken back, their content comes with the next reshard."""
+        if not self._sharing.free_engine_weights:
+            return []
+        free, wake = self._engine.free_weights, self._wake_weights
+        return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
+
+    def _sync_to_rollout(self) -> list[Action]:
+        """Parameters away, then the cache."""
+        need = self._engine.cache_bytes
+        return [
+            *self._offload(Owner.PARAMETERS),
+            *self._tidy("offload"),
+            Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
+            Action("cache", "wake", self._wake_cache, self._engine.free_cache),
+        ]
+
+    def _rollout_to_sync(self) -> list[Action]:
+        """The cache away, then parameters."""
+        return [
+            Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
+            *self._tidy("sleep"),
+            *self._onload(Owner.PARAMETERS, wait=True),
+        ]
+
+    def _offload(self, *owners: Owner) -> list[Action]:
+        groups = self._sharing.leaving(*owners)
+        return [
+            Action(f"offload {g.owner}", "offload", g.release, partial(self._return, g))
+            for g in groups
+        ]
+
+    def _tidy(self, phase: str) -> list[Action]:
+        """The allocator gives back what was freed, at every border where there is one."""
+        release = self._sharing.release_cached_memory
+        return [] if release is nothing else [Action("tidy", phase, release)]
+
+    def _return(self, group: StorageGroup) -> None:
+        """Memory back before anything may use it."""
+        group.restore()
+        self._sharing.wait_for_copies()
+
+    def _onload(self, *owners: Owner, wait: bool = False) -> list[Action]:
+        """Memory back; ``wait``: what is computed next reads it."""
+        groups = self._sharing.leaving(*owners)
+        if not groups:
+            return []
+        need = sum(group.away_bytes for group in groups)
+        room = Action("room for the trainer", "onload", lambda: self._sharing.require_free(need))
+        back = [Action(f"onload {g.owner}", "onload", g.restore, g.release) for g in groups]
+        arrival = Action("arrival", "onload", self._sharing.wait_for_copies)
+        return [room, *back, *([arrival] if wait else [])]
+
+    def _finish_release(self, group: StorageGroup) -> None:
+        """A release that failed half-way is completed: there is no state to go back to."""
+        try:
+            group.release()
+        except BaseException:
+            try:
+                group.release()
+            except BaseException:
+                self.state = Phase.BROKEN
+                raise
+            raise
+
+    def _wake_weights(self) -> None:
+        self._engine.wake(["weights"])
+
+    def _wake_cache(self) -> None:
+        self._engine.wake(["kv_cache"])

@@ -1,0 +1,148 @@
+"""The memory of one owner, which leaves the device and comes back as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from mindspeed_rl.colocation.host_pool import HostPool
+from mindspeed_rl.colocation.packed import Packing, plan_packing
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.storages import as_bytes, num_bytes, storages_of, take_memory
+
+Find = Callable[[], Iterable[torch.Tensor]]
+
+
+class StorageGroup:
+    """Tensors of one owner.
+
+    Args:
+        owner: name in tables and of the host region.
+        find: the owner's tensors. It is asked at every release, since optimizers make their state
+            at their first step.
+        platform: the device.
+        pool: where the content waits; ``None``: it is dropped, and what comes back is undefined
+            until its owner writes it.
+        before_release: called first; raises when the memory is in use.
+        packs: what leaves in several storages comes back as one, so that later copies are one.
+            Only for tensors of which ``find`` gives every view that is in use.
+        num_writes: grows whenever the owner writes its tensors; where it has not since the last
+            copy, the host still has the content. ``None``: it is copied at every release.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        find: Find,
+        platform: Platform,
+        pool: HostPool | None,
+        before_release: Callable[[], None] = lambda: None,
+        *,
+        packs: bool = False,
+        num_writes: Callable[[], int] | None = None,
+    ) -> None:
+        assert pool is not None or not packs
+        self.owner = owner
+        self._find = find
+        self._platform = platform
+        self._pool = pool
+        self._before_release = before_release
+        self._packs = packs
+        self._num_writes = num_writes
+        self._copied_at: int | None = None
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._packing: Packing | None = None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the memory is on the device."""
+        return not self._away
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that :meth:`restore` takes."""
+        return sum(size for _, size in self._away)
+
+    def num_bytes(self) -> int:
+        """Bytes on the device now; what came into being while the group was away is counted."""
+        return num_bytes(storages_of(self._find()))
+
+    def release(self) -> None:
+        """Give the memory back to the allocator. Local; what is away already stays so.
+
+        Copies run on the platform's copy stream, and later work on the device waits for them. Where
+        it raises, :meth:`restore` brings everything back.
+        """
+        if self.resident:
+            self._before_release()
+            tensors = [t for t in self._find() if t.untyped_storage().nbytes()]
+            storages: Sequence[torch.UntypedStorage] = storages_of(tensors)
+            packing = None
+            if self._packs and len(storages) > 1:
+                packing = plan_packing(tensors)
+                storages = packing.storages
+            if self._pool is not None and not self._host_has_it:
+                self._copy(storages, self._pool, to_host=True)
+                self._copied_at = self._num_writes() if self._num_writes else None
+            self._packing = packing
+            self._away = [(storage, storage.nbytes()) for storage in storages]
+        for storage, _ in self._away:
+            storage.resize_(0)
+        for place in self._packing.places if self._packing else ():
+            place.tensor.untyped_storage().resize_(0)
+
+    @property
+    def _host_has_it(self) -> bool:
+        return self._num_writes is not None and self._copied_at == self._num_writes()
+
+    def restore(self) -> None:
+        """Take the memory back, with its content if it is kept. Local; no effect when it is here.
+
+        Copies may still be on their way: :meth:`Platform.wait_for_copies` before the first use.
+        Where it raises, :meth:`release` gives everything back again.
+
+        Raises:
+            RuntimeError: the device is out of memory; the group is away as before.
+        """
+        if self.resident:
+            return
+        try:
+            if self._packing is None:
+                self._take_back([storage for storage, _ in self._away])
+            else:
+                self._unpack(self._packing)
+        except BaseException:
+            self._platform.synchronize()  # no copy is on its way into what is given back
+            self.release()
+            raise
+        self._away, self._packing = [], None
+
+    def _take_back(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        for storage, size in self._away:
+            take_memory(storage, size)
+        if self._pool is not None:
+            self._copy(storages, self._pool, to_host=False)
+
+    def _unpack(self, packing: Packing) -> None:
+        """One storage for all; the tensors become views of it when the content is on its way."""
+        assert self._pool is not None
+        device = self._platform.device
+        whole = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        take_memory(whole, packing.num_bytes)
+        self._copy([whole], self._pool, to_host=False)
+        for place in packing.places:
+            place.move_into(whole)
+
+    def _copy(
+        self, storages: Sequence[torch.UntypedStorage], pool: HostPool, *, to_host: bool
+    ) -> None:
+        region = pool.region(self.owner, num_bytes(storages))
+        sizes = [storage.nbytes() for storage in storages]
+        with self._platform.copies():
+            for storage, host in zip(storages, torch.split(region, sizes), strict=True):
+                device = as_bytes(storage)
+                source, target = (device, host) if to_host else (host, device)
+                target.copy_(source, non_blocking=True)
+        if to_host:
+            self._platform.wait_for_copies()

@@ -1,0 +1,370 @@
+"""Command line to configuration: dataclasses make the flags, foreign flags get a disposition.
+
+A script may pass every flag of a Megatron-LM, MindSpeed or MindSpeed-LLM pretraining
+script: what has a meaning is honoured, what has none is listed once at start, what would make
+results wrong is refused with the reason (:mod:`mindspeed_rl.compat`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import math
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.flag import FlagInfo, flag_names
+from mindspeed_rl.config.vllm_options import take_vllm_options
+from mindspeed_rl.core.errors import UsageError
+
+Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
+
+ENTRIES: Mapping[str, type[Any]] = types.MappingProxyType(
+    {
+        "mindspeed_rl.train_rl": RLRunConfig,
+        "mindspeed_rl.pretrain": PretrainRunConfig,
+        "mindspeed_rl.score": ScoreRunConfig,
+    }
+)
+"""Configuration class of every entry."""
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+_MAX_HELP_COLUMNS = 100
+_HELP_INDENT = 32
+_EPILOG = """\
+from a pretraining script to this entry:
+  Keep the bash arrays of the script, name the model and the data, and append
+  the flags of this entry:
+
+    torchrun --nproc-per-node 8 -m {prog} \\
+        "${{GPT_ARGS[@]}}" "${{OPTIMIZER_ARGS[@]}}" "${{PARALLEL_ARGS[@]}}" \\
+        --hf-checkpoint models/qwen2.5-7b \\
+        {example}
+
+  Flags of Megatron-LM, MindSpeed and MindSpeed-LLM that are not listed above
+  are accepted where they change nothing here (and named once at start),
+  compared with the model where they are architecture numbers, and refused,
+  with the reason, where they would make results wrong. docs/flags.md lists
+  them all. A flag that is given twice takes its last value.
+"""
+_EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
+    RLRunConfig: (
+        "--perform-rl-step --prompt-data train.jsonl --reward-function math",
+        "--grpo-prompts-per-step 32 --grpo-group-size 8",
+        "--global-batch-size 256 --train-iters 100 --lr 1e-6",
+        "--rollout-tp 2 --rollout-max-response-length 1024",
+        "--rollout-kv-cache-gb 16",
+    ),
+    PretrainRunConfig: (
+        "--stage sft --sft-data train.jsonl",
+        "--global-batch-size 64 --train-iters 200",
+        "--export-hf models/warm-start",
+    ),
+    ScoreRunConfig: (
+        "--tokens in.npz --output out.npz --backend megatron",
+        "--tensor-model-parallel-size 2 --micro-batch-size 8",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParsedArguments(typing.Generic[Run]):
+    """A configuration and what the command line held besides.
+
+    Attributes:
+        config: the configuration.
+        ignored: flags as typed that do nothing here, to be listed at start.
+        checked_arch: architecture flags to compare with the HF config, by
+            :func:`mindspeed_rl.compat.architecture.check_foreign_architecture`.
+    """
+
+    config: Run
+    ignored: tuple[str, ...]
+    checked_arch: tuple[UsedFlag, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnFlag:
+    """One flag of an entry.
+
+    Attributes:
+        field: name of its configuration field.
+        spellings: the canonical one first.
+        kind: ``bool`` for switches, else the type of its value or values.
+        default: value when it is not given.
+        info: help, choices, limits.
+    """
+
+    field: str
+    spellings: tuple[str, ...]
+    kind: type
+    default: object
+    info: FlagInfo
+
+    @property
+    def help(self) -> str:
+        """What it is, its limits and the default, in sentences."""
+        parts = [self.info.help]
+        if limits := self.info.limits:
+            parts.append(f"{limits[0].upper()}{limits[1:]}.")
+        if isinstance(self.default, tuple):
+            if self.default:
+                parts.append(f"Default: {' '.join(self.default)}.")
+        elif self._shows_default:
+            parts.append(f"Default: {self.default}.")
+        return " ".join(parts)
+
+    @property
+    def _shows_default(self) -> bool:
+        """Not of switches, unset values, and required numbers, whose default is not allowed."""
+        if self.kind is bool or self.default in (None, ""):
+            return False
+        return not isinstance(self.default, int | float) or self.info.allows(self.default)
+
+    def bind(self, typed: str, values: Sequence[str]) -> list[str]:
+        """Tokens for argparse; a single value is attached, so that it may begin with a dash.
+
+        Raises:
+            UsageError: too few or too many values.
+        """
+        if self.kind is bool:
+            if values:
+                raise UsageError(
+                    f"{typed} is a switch, got the value {values[0]!r}; remove the value"
+                )
+            return [typed]
+        wanted = "one value" if self.info.nargs is None else "one or more values"
+        if not values:
+            raise UsageError(f"{typed} takes {wanted}, got none; add it or remove the flag")
+        if self.info.nargs is not None:
+            return [typed, *values]
+        if len(values) > 1:
+            raise UsageError(
+                f"{typed} takes one value, got {len(values)}: {' '.join(values)}; remove the "
+                "others, or put quotes around a value with spaces"
+            )
+        return [f"{typed}={values[0]}"]
+
+
+def own_flags(run_type: type[Any]) -> Iterator[tuple[type[Any], list[OwnFlag]]]:
+    """The flags of an entry by section; a field that two sections share is listed once."""
+    seen: set[str] = set()
+    for section in _sections(run_type).values():
+        hints = typing.get_type_hints(section)
+        fields = [field for field in dataclasses.fields(section) if field.name not in seen]
+        seen.update(field.name for field in fields)
+        yield (
+            section,
+            [
+                OwnFlag(
+                    field.name,
+                    flag_names(field),
+                    _scalar(hints[field.name]),
+                    field.default,
+                    field.metadata["flag"],
+                )
+                for field in fields
+            ],
+        )
+
+
+def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArguments[Run]:
+    """Parse a command line into ``run_type``.
+
+    Raises:
+        UsageError: unknown, refused or malformed flags, as far as possible in one message.
+        SystemExit: ``--help`` was asked for.
+    """
+    parser = build_parser(run_type, prog)
+    if not {"-h", "--help"}.isdisjoint(argv):
+        parser.parse_args(["--help"])
+    by_spelling = _by_spelling(run_type)
+    sections = _sections(run_type)
+    takes_options = "vllm_options" in run_type.__dataclass_fields__
+    rest, vllm_options = take_vllm_options(argv) if takes_options else (list(argv), {})
+    use = classify(rest, by_spelling)
+    if problems := _problems(use, run_type):
+        raise UsageError("; ".join(problems))
+    namespace = vars(parser.parse_args(_bind(use.own_argv, by_spelling)))
+    built: dict[str, Any] = {
+        name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
+        for name, section in sections.items()
+    }
+    if vllm_options:
+        built["vllm_options"] = vllm_options
+    ignored = [_as_typed(used) for used in use.accepted]
+    ignored += _inert(use.own_argv, by_spelling)
+    ignored += built["parallel"].idle_flags
+    return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
+
+
+def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:
+    """The parser of an entry: one argument group per section, help from the field metadata."""
+    # a last column stays free: some terminals wrap when it is written
+    columns = min(shutil.get_terminal_size().columns - 1, _MAX_HELP_COLUMNS)
+    example = " \\\n        ".join(_EXAMPLES[run_type])
+    parser = _Parser(
+        prog=prog,
+        usage=f"torchrun ... -m {prog} --hf-checkpoint DIR [flags]",
+        allow_abbrev=False,
+        formatter_class=partial(
+            argparse.RawTextHelpFormatter, max_help_position=_HELP_INDENT, width=columns
+        ),
+        description=_paragraphs(run_type, columns),
+        epilog=_EPILOG.format(prog=prog, example=example),
+    )
+    for section, flags in own_flags(run_type):
+        title, _, text = _paragraphs(section, columns - 2).partition("\n")
+        group = parser.add_argument_group(title.rstrip("."), text.strip("\n"))
+        for flag in flags:
+            _add_flag(group, flag, columns - _HELP_INDENT)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises instead of exiting, so that one rank can speak for all."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
+    text = _filled(flag.help, columns).replace("%", "%%")
+    common = {"dest": flag.field, "default": flag.default, "help": text}
+    if flag.kind is bool:
+        action = "store_false" if flag.default is True else "store_true"
+        group.add_argument(*flag.spellings, action=action, **common)
+        return
+    read = {int: _integer, float: _finite}.get(flag.kind)
+    group.add_argument(
+        *flag.spellings,
+        type=partial(read, info=flag.info) if read else str,
+        choices=flag.info.choices or None,
+        nargs=flag.info.nargs,
+        metavar=None if flag.info.choices else _METAVARS[flag.kind],
+        **common,
+    )
+
+
+def _integer(text: str, info: FlagInfo) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not info.allows(value):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number{_of(info.limits)}, written like 1000, got {text!r}"
+        )
+    return value
+
+
+def _finite(text: str, info: FlagInfo) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not info.allows(value):
+        raise argparse.ArgumentTypeError(
+            f"must be a finite number{_of(info.limits)}, written like 0.5 or 1e-6, got {text!r}"
+        )
+    return value
+
+
+def _of(limits: str) -> str:
+    return f" of {limits}" if limits else ""
+
+
+def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:
+    """The flags of ``argv`` that are accepted and read by nothing, each once."""
+    names = dict.fromkeys(token.partition("=")[0] for token in argv)
+    yield from (name for name in names if name in flags and flags[name].info.inert)
+
+
+def _bind(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> list[str]:
+    """Attach values to flags and check how many there are; ``argv`` holds own flags only."""
+    bound: list[str] = []
+    position = 0
+    while position < len(argv):
+        typed, equals, attached = argv[position].partition("=")
+        end = position + 1
+        while end < len(argv) and not argv[end].startswith("--"):
+            end += 1
+        values = ([attached] if equals else []) + list(argv[position + 1 : end])
+        bound += flags[typed].bind(typed, values)
+        position = end
+    return bound
+
+
+def _problems(use: ForeignUse, run_type: type[Any]) -> list[str]:
+    """One sentence per flag that cannot be accepted."""
+    elsewhere = {
+        spelling: prog
+        for prog, other in ENTRIES.items()
+        if other is not run_type
+        for spelling in _by_spelling(other)
+    }
+    unknown = [_unknown(word, elsewhere) for word in use.unknown]
+    return unknown + [f"{_as_typed(used)} is refused: {used.reason}" for used in use.refused]
+
+
+def _unknown(word: UnknownToken, elsewhere: Mapping[str, str]) -> str:
+    if not word.token.startswith("-"):
+        return f"unexpected value {word.token!r}: the flag before it takes fewer values; remove it"
+    name = word.token.partition("=")[0].replace("_", "-")
+    if name in elsewhere:
+        return f"{name} is a flag of {elsewhere[name]}, not of this entry; remove it"
+    hint = f"nearest: {', '.join(word.nearest)}" if word.nearest else "none is near; see --help"
+    return f"unknown flag {word.token}; {hint}"
+
+
+def _as_typed(used: UsedFlag) -> str:
+    return " ".join([used.flag, *used.values])
+
+
+def _by_spelling(run_type: type[Any]) -> dict[str, OwnFlag]:
+    return {
+        spelling: flag
+        for _, flags in own_flags(run_type)
+        for flag in flags
+        for spelling in flag.spellings
+    }
+
+
+def _sections(run_type: type[Any]) -> dict[str, type[Any]]:
+    hints = typing.get_type_hints(run_type)
+    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}  # type: ignore[misc]
+
+
+def _scalar(hint: Any) -> type:
+    """The element type of ``int``, ``int | None`` or ``tuple[str, ...]``."""
+    if isinstance(hint, types.UnionType):
+        return next(part for part in typing.get_args(hint) if part is not type(None))  # type: ignore[no-any-return]
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0]  # type: ignore[no-any-return]
+    return hint  # type: ignore[no-any-return]
+
+
+def _as_field(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _paragraphs(documented: type[Any], columns: int) -> str:
+    """The docstring of a class as terminal text, wrapped."""
+    text = (inspect.getdoc(documented) or "").replace("``", "")
+    return "\n\n".join(_filled(block, columns) for block in text.split("\n\n"))
+
+
+def _filled(text: str, columns: int) -> str:
+    """Wrapped text whose flags are not broken at their hyphens."""
+    return textwrap.fill(text, max(columns, 24), break_on_hyphens=False)
+
+
+__all__ = ["ENTRIES", "OwnFlag", "ParsedArguments", "build_parser", "own_flags", "parse"]

@@ -1,0 +1,1 @@
+"""Checkpoints from one format and layout into another, with bounded memory."""

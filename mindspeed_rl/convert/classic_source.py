@@ -1,0 +1,286 @@
+"""Classic Megatron checkpoints as sources: ``iter_*/mp_rank_*`` of Megatron-LM and MindSpeed-LLM.
+
+The layout is told from the files: sizes from their names, layers and dialect from the names of
+their parameters. The arguments that a training run stored are asked only where files of two layouts
+have the same shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.convert.source import Part, Shape, Source
+from mindspeed_rl.convert.stored import StoredTensor
+from mindspeed_rl.convert.torch_files import read_torch_file, stored_tensor
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.stages import StageLayout
+from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, told_from
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
+from mindspeed_rl.weights.layouts.megatron import chunk_prefix
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.|linear_fc1\.weight(\d+)$)"
+)
+_EMBEDDING = "embedding.word_embeddings.weight"
+# State of modules that is no weight.
+_NO_WEIGHTS = ("_extra_state", "inv_freq", "local_tokens_per_expert", "attention_mask")
+Chunks = tuple[dict[str, StoredTensor], ...]
+
+
+def iteration_folder(directory: Path) -> Path | None:
+    """The folder with the tensors of the newest checkpoint, as the tracker file names it.
+
+    ``directory`` itself when it is such a folder; ``None`` when there is neither.
+    """
+    if any(directory.glob(f"mp_rank_*/{MODEL_FILE}")) or (directory / "metadata.json").is_file():
+        return directory
+    tracker = directory / TRACKER
+    if not tracker.is_file():
+        return None
+    newest = tracker.read_text(encoding="utf-8").strip()
+    folder = directory / (f"iter_{int(newest):07d}" if newest.isdecimal() else "release")
+    return folder if folder.is_dir() else None
+
+
+def is_classic(folder: Path) -> bool:
+    """Whether a folder holds files of tensor- and pipeline-parallel ranks."""
+    return any(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the files hold, by (tensor, pipeline, expert) parallel rank."""
+
+    folder: Path
+    chunks: Mapping[tuple[int, int, int], Chunks]
+    args: Any
+    iteration: int
+
+    def sizes(self) -> tuple[int, int, int]:
+        tp, pp, ep = (1 + max(key[axis] for key in self.chunks) for axis in range(3))
+        return tp, pp, ep
+
+
+def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> Source:
+    """The tensors of a classic checkpoint.
+
+    Args:
+        folder: that holds ``mp_rank_*``.
+        spec: the model.
+        extends_ep: ``--moe-tp-extend-ep`` was given; only asked where files do not say it.
+
+    Raises:
+        UsageError: unreadable or missing files, or parameters that the model does not have.
+    """
+    files = _read(folder)
+    layout = _layout(files, spec, extends_ep)
+    held = _checked(files, layout)
+    names = layout.hf_shapes
+    copies = _copies(layout.spec) if layout.names.mtp else {}
+    shapes: dict[str, Shape] = {**names, **{name: names[main] for name, main in copies.items()}}
+
+    def parts_of(name: str) -> tuple[Part, ...]:
+        shards = layout.shards(copies.get(name, name))
+        return tuple(
+            Part(
+                shard.piece.hf_box,
+                held[shard.holders[0]][shard.piece.param],
+                shard.piece.param_box,
+                shard.piece.view,
+            )
+            for shard in shards
+            if not shard.mirror
+        )
+
+    paths = tuple(sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}")))
+    return Source(str(folder), _words(layout), shapes, parts_of, paths, files.iteration)
+
+
+def _copies(spec: ModelSpec) -> dict[str, str]:
+    """HF tensors of multi-token-prediction layers that files hold once: copy -> original."""
+    embedding = MTP_COPIES["embed_tokens.weight"]
+    return {
+        f"model.layers.{layer}.{tail}": embedding if spec.tie_embeddings else main
+        for layer in range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
+        for tail, main in MTP_COPIES.items()
+    }
+
+
+def _words(layout: CheckpointLayout) -> str:
+    p = layout.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.stages.vpp}
+    if layout.spec.moe:
+        sizes |= {"ep": p.ep, "etp": p.etp}
+    kept = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return "classic Megatron" + (f", {' x '.join(kept)}" if kept else "")
+
+
+def _read(folder: Path) -> _Files:
+    """All files, tensors as places."""
+    raw: dict[tuple[int, ...], Chunks] = {}
+    args, iteration = None, 1
+    for path in sorted(folder.glob("mp_rank_*")):
+        match = _FOLDER.fullmatch(path.name)
+        if match is None:
+            continue
+        file = path / MODEL_FILE
+        if not file.is_file():
+            raise UsageError(f"{path}: {MODEL_FILE} is missing; copy the checkpoint again")
+        state = read_torch_file(file)
+        if not isinstance(state, Mapping):
+            raise UsageError(f"{file}: holds no checkpoint of Megatron")
+        raw[tuple(int(n) for n in match.groups() if n is not None)] = model_chunks(file, state)
+        args, iteration = state.get("args", args), int(state.get("iteration") or 1)
+    lengths = {len(key) for key in raw}
+    if len(lengths) != 1:
+        raise UsageError(f"{folder}: files of several layouts ({', '.join(map(str, sorted(raw)))})")
+    return _Files(folder, dict(_axes(raw, lengths.pop())), args, iteration)
+
+
+def model_chunks(file: Path, state: Mapping[str, Any]) -> Chunks:
+    """The parameters of each chunk of an interleaved pipeline, one where there is none."""
+    numbered = sorted((k for k in state if re.fullmatch(r"model\d+", k)), key=lambda k: int(k[5:]))
+    keys = ["model"] if "model" in state else numbered
+    if not keys:
+        raise UsageError(f"{file}: no model in it; keys: {', '.join(map(str, state))}")
+    return tuple(
+        {
+            name: stored_tensor(file, value)
+            for name, value in state[key].items()
+            if isinstance(value, torch.Tensor) and not name.endswith(_NO_WEIGHTS)
+        }
+        for key in keys
+    )
+
+
+def params_of(chunks: Chunks) -> dict[str, StoredTensor]:
+    """The parameters of a file under the names of a layout, which prefixes them by chunk."""
+    count = len(chunks)
+    return {
+        chunk_prefix(i, count) + n: t for i, chunk in enumerate(chunks) for n, t in chunk.items()
+    }
+
+
+def _axes(
+    raw: Mapping[tuple[int, ...], Chunks], length: int
+) -> Iterable[tuple[tuple[int, int, int], Chunks]]:
+    """Ranks of three axes; a second number is the stage unless one stage holds both ends."""
+    first = raw[min(raw)]
+    both_ends = any(name.endswith("final_layernorm.weight") for name in first[-1])
+    for key, chunks in raw.items():
+        if length == 3:
+            yield (key[0], key[1], key[2]), chunks
+        elif length == 1:
+            yield (key[0], 0, 0), chunks
+        else:
+            yield (key[0], 0, key[1]) if both_ends else (key[0], key[1], 0), chunks
+
+
+def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayout:
+    tp, pp, ep = files.sizes()
+    first_files = [files.chunks.get((0, stage, 0)) for stage in range(pp)]
+    if any(chunks is None for chunks in first_files):
+        raise UsageError(f"{files.folder}: files of some pipeline stages are missing")
+    stages = [chunks for chunks in first_files if chunks is not None]
+    vpp = len(stages[0])
+    slots = tuple(
+        tuple(sorted({int(m[1]) for name in stages[stage][chunk] if (m := _LAYER.match(name))}))
+        for chunk in range(vpp)
+        for stage in range(pp)
+    )
+    counts = tuple(map(len, slots))
+    if sum(counts) != spec.num_layers:
+        raise UsageError(
+            f"{files.folder}: the files hold {sum(counts)} layers ({'-'.join(map(str, counts))}), "
+            f"config.json has {spec.num_layers}; give the config.json of this model (--hf-cfg-dir)"
+        )
+    params = {name for chunks in stages for chunk in chunks for name in chunk}
+    names = told_from(params, spec)
+    if names.mtp:  # the config of a model that was converted without them may not know them
+        numbers = {match[1] for name in params if (match := _MTP_LAYER.match(name))}
+        spec = replace(spec, num_mtp_layers=len(numbers))
+    embedding = stages[0][0].get(_EMBEDDING)
+    if embedding is None or embedding.shape[0] * tp < spec.vocab_size:
+        found = "none" if embedding is None else f"{embedding.shape[0]} rows on each of {tp} ranks"
+        raise UsageError(
+            f"{files.folder}: embedding: {found}; config.json has a vocabulary of {spec.vocab_size}"
+        )
+    etp, extends = _expert_cut(files, spec, names, extends_ep)
+    grid = classic_grid(StageLayout(pp, counts), tp, ep, etp, extends)
+    return CheckpointLayout(
+        spec, grid, embedding.shape[0], names=names, slots=slots, extends_ep=extends
+    )
+
+
+def _expert_cut(
+    files: _Files, spec: ModelSpec, names: FileNames, extends_ep: bool
+) -> tuple[int, bool]:
+    """Ranks that share an expert, and whether tensor-parallel ranks extend expert parallelism."""
+    tp, _, ep = files.sizes()
+    if spec.moe is None:
+        return tp, False
+    params = {n: t for key, cs in files.chunks.items() if key[0] == key[2] == 0 for c in cs
+              for n, t in c.items()}  # fmt: skip
+    if names.experts == "stacked":
+        flat = next(t.shape for n, t in params.items() if n.endswith("mlp.experts.weight2"))
+        whole = spec.num_experts * spec.expert_ffn_size // ep
+        if flat[0] * tp != whole or tp == 1:
+            return (1 if tp > 1 else tp), False
+        stored = getattr(files.args, "moe_tp_extend_ep", None)
+        extends = bool(stored) if isinstance(stored, bool) else extends_ep
+        return (1, True) if extends else (tp, False)
+    found = [(m, t.shape) for n, t in params.items() if (m := _EXPERT.search(n))]
+    if not found:
+        raise UsageError(f"{files.folder}: no experts in the files, config.json has some")
+    local = 1 + max(int(m[1] or m[2] or 0) for m, _ in found)
+    etp = 2 * spec.expert_ffn_size // found[0][1][0]
+    extends = tp > 1 and local * ep * tp == spec.num_experts
+    return etp, extends
+
+
+def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, StoredTensor]]:
+    """The parameters of every rank of the layout, under its names and in its shapes."""
+    held: dict[int, dict[str, StoredTensor]] = {}
+    for rank in range(layout.parallel.world):
+        coords = layout.parallel.coords(rank)
+        chunks = files.chunks.get((coords.tp, coords.pp, layout.file_ep(rank)))
+        if chunks is None:
+            raise UsageError(
+                f"{files.folder}: {layout.folder_of(rank)} is missing; the other files are of "
+                f"{_words(layout)}"
+            )
+        found = params_of(chunks)
+        wanted = layout.local_shapes(rank)
+        where = f"{files.folder / layout.folder_of(rank)}"
+        if missing := sorted(wanted.keys() - found.keys()):
+            raise UsageError(f"{where}: {_some(missing)} missing, which config.json implies")
+        if unknown := sorted(found.keys() - wanted.keys()):
+            raise UsageError(f"{where}: {_some(unknown)} in it, which config.json does not imply")
+        for name, shape in wanted.items():
+            stored = layout.stored_shape(name, shape)
+            if found[name].shape != stored:
+                raise UsageError(
+                    f"{where}: {name} has shape {found[name].shape}, config.json implies {stored}"
+                )
+        held[rank] = {name: found[name].reshaped(shape) for name, shape in wanted.items()}
+    if len(files.chunks) > len(held):
+        raise UsageError(
+            f"{files.folder}: {len(files.chunks)} files, of which {_words(layout)} has "
+            f"{len(held)}; remove the files of other layouts"
+        )
+    return held
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,137 @@
+"""Hugging Face checkpoints: plain and block-scaled FP8 ones as sources, plain ones as targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.checkpoint.hf import weight_files
+from mindspeed_rl.checkpoint.mapping import StoredEntry, safetensors_entries
+from mindspeed_rl.convert.source import Part, Scales, Shape, Source
+from mindspeed_rl.convert.stored import StoredTensor
+from mindspeed_rl.convert.target import OutputTensor, Target, safetensors_file
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.hf_files import INDEX, SINGLE
+from mindspeed_rl.weights.layouts.base import Piece
+
+SCALE = "_scale_inv"
+_TYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
+    """The tensors of a Hugging Face checkpoint, quantised ones as bfloat16.
+
+    Args:
+        directory: with safetensors weights.
+        config: its ``config.json``.
+        flag: that names the directory, for messages.
+
+    Raises:
+        UsageError: unreadable files, or a quantisation other than FP8 in blocks.
+    """
+    files = weight_files(directory)
+    entries: dict[str, tuple[Path, StoredEntry]] = {}
+    for path in sorted(set(files.values())):
+        found = safetensors_entries(path)
+        entries |= {name: (path, entry) for name, entry in found.items() if files.get(name) == path}
+    if lacking := sorted(set(files) - set(entries)):
+        raise UsageError(f"{files[lacking[0]]}: lacks {lacking[0]}, which the index says is there")
+    block = _block_size(config, f"{flag} {directory}")
+    parts = {
+        name: (_part(name, path, entry, entries, block),)
+        for name, (path, entry) in entries.items()
+        if not (name.endswith(SCALE) and name.removesuffix(SCALE) in entries)
+    }
+    shapes = {name: part.hf_box.size for name, (part,) in parts.items()}
+    kind = "Hugging Face" + (", FP8 in blocks" if block else "")
+    return Source(
+        str(directory), kind, shapes, parts.__getitem__, tuple(sorted(set(files.values())))
+    )
+
+
+def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns that share a factor; ``None`` where nothing is quantised."""
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return None
+    method, block = quantised.get("quant_method"), quantised.get("weight_block_size")
+    if method != "fp8" or not block or len(block) != 2:
+        raise UsageError(
+            f"{where}: config.json has quantization_config with quant_method {method!r} and "
+            f"weight_block_size {block}; allowed: fp8 with blocks such as [128, 128]. Convert the "
+            "checkpoint to bfloat16 with the tool that came with it first"
+        )
+    return int(block[0]), int(block[1])
+
+
+def _part(
+    name: str,
+    path: Path,
+    entry: StoredEntry,
+    entries: Mapping[str, tuple[Path, StoredEntry]],
+    block: tuple[int, int] | None,
+) -> Part:
+    dtype = _TYPES.get(entry.dtype)
+    scaled = entries.get(name + SCALE)
+    if dtype is None or (dtype.itemsize == 1) != (scaled is not None and block is not None):
+        raise UsageError(
+            f"{path}: {name} has the element type {entry.dtype}"
+            + ("" if scaled else f" and no {name}{SCALE}")
+            + f"; allowed: {', '.join(list(_TYPES)[:4])}, or F8_E4M3 with such factors and "
+            "weight_block_size in config.json"
+        )
+    box = Box.whole(entry.shape)
+    stored = StoredTensor(path, entry.offset, dtype, entry.shape)
+    if scaled is None or block is None:
+        return Part(box, stored, box)
+    factors = scaled[1]
+    wanted = tuple(-(-size // b) for size, b in zip(entry.shape, block, strict=True))
+    if factors.shape != wanted or factors.dtype != "F32":
+        raise UsageError(
+            f"{scaled[0]}: {name}{SCALE} has shape {factors.shape} and type {factors.dtype}, "
+            f"config.json implies {wanted} and F32"
+        )
+    scales = Scales(StoredTensor(scaled[0], factors.offset, torch.float32, factors.shape), block)
+    return Part(box, stored, box, scales=scales)
+
+
+def plan_hf(
+    shapes: Mapping[str, Shape], dtype_of: Callable[[str], torch.dtype], shard_bytes: int
+) -> Target:
+    """Safetensors files of at most ``shard_bytes``, a larger tensor in one of its own.
+
+    Args:
+        shapes: the tensors, in order of writing.
+        dtype_of: element type of each.
+        shard_bytes: see above.
+    """
+    groups: list[list[OutputTensor]] = [[]]
+    filled = total = 0
+    for name, shape in shapes.items():
+        box = Box.whole(shape)
+        tensor = OutputTensor(name, dtype_of(name), shape, (Piece(name, box, name, box),))
+        if groups[-1] and filled + tensor.num_bytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled, total = filled + tensor.num_bytes, total + tensor.num_bytes
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]  # fmt: skip
+    files = tuple(safetensors_file(*file) for file in zip(names, groups, strict=True))
+    weight_map = {tensor.name: file.path for file in files for tensor in file.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True).encode()
+    return Target(files, {} if count == 1 else {INDEX: text}, {n: dtype_of(n) for n in shapes})

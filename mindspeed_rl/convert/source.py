@@ -1,0 +1,165 @@
+"""A checkpoint as a source: any rectangle of any Hugging Face tensor, whatever the files are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from mindspeed_rl.convert.stored import StoredTensor, read_box
+from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
+from mindspeed_rl.core.errors import UsageError
+
+Shape = tuple[int, ...]
+# Tensors are worked on in blocks of about this size, so that memory does not grow with the model.
+BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors of a block-quantised matrix, one for each ``block`` of it."""
+
+    stored: StoredTensor
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangle of an HF tensor in a file.
+
+    Attributes:
+        hf_box: which rectangle.
+        stored: the tensor in the file.
+        param_box: where in what ``view`` shows of it.
+        view: see ``param_box``.
+        scales: of a quantised matrix; it becomes bfloat16.
+    """
+
+    hf_box: Box
+    stored: StoredTensor
+    param_box: Box
+    view: ParamView = PLAIN
+    scales: Scales | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type as read."""
+        return torch.bfloat16 if self.scales else self.stored.dtype
+
+    def read(self, target: torch.Tensor, box: Box) -> None:
+        """Copy a rectangle of this part, in coordinates of the HF tensor, into ``target``."""
+        inside = box.moved(self.hf_box, self.param_box)
+        if self.scales is not None:
+            target.copy_(_dequantised(self.stored, self.scales, inside))
+            return
+        stored_box = in_storage(inside, self.view)
+        shown = target.swapaxes(-1, -2) if self.view.transposed else target
+        for _ in self.view.index:
+            shown = shown.unsqueeze(0)
+        read_box(shown, self.stored, stored_box)
+
+
+def in_storage(box: Box, view: ParamView) -> Box:
+    """A rectangle of what a view shows, as a rectangle of the stored parameter."""
+    lo, size = box.lo, box.size
+    if view.transposed:
+        lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
+    return Box((*view.index, *lo), (*(1 for _ in view.index), *size))
+
+
+def _dequantised(stored: StoredTensor, scales: Scales, box: Box) -> torch.Tensor:
+    """[box.size] bfloat16: numbers times the factor of their block, multiplied in fp32.
+
+    Source: ``weight_dequant`` of DeepSeek-V3's ``inference/kernel.py``.
+    """
+    numbers = torch.empty(box.size, dtype=stored.dtype)
+    read_box(numbers, stored, box)
+    first = tuple(lo // block for lo, block in zip(box.lo, scales.block, strict=True))
+    last = tuple(
+        -(-(lo + size) // block)
+        for lo, size, block in zip(box.lo, box.size, scales.block, strict=True)
+    )
+    needed = Box(first, tuple(b - a for a, b in zip(first, last, strict=True)))
+    factors = torch.empty(needed.size, dtype=torch.float32)
+    read_box(factors, scales.stored, needed)
+    for dim, (lo, block) in enumerate(zip(box.lo, scales.block, strict=True)):
+        factors = factors.repeat_interleave(block, dim)
+        factors = factors.narrow(dim, lo % block, box.size[dim])
+    return (numbers.float() * factors).to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of a checkpoint.
+
+    Attributes:
+        place: the directory, for messages.
+        kind: what it is, in words.
+        shapes: whole shape of every HF tensor.
+        parts_of: where the rectangles of one lie; together they hold each element once.
+        files: all that is read.
+        iteration: training steps it is after; 1 where it does not say.
+    """
+
+    place: str
+    kind: str
+    shapes: Mapping[str, Shape]
+    parts_of: Callable[[str], tuple[Part, ...]]
+    files: tuple[Path, ...]
+    iteration: int = 1
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Element type of a tensor as it is read."""
+        kinds = {part.dtype for part in self._parts(name)}
+        if len(kinds) > 1:
+            raise UsageError(f"{self.place}: {name} has parts of types {sorted(map(str, kinds))}")
+        return kinds.pop()
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[Part, ...]]:
+        return {}
+
+    def _parts(self, name: str) -> tuple[Part, ...]:
+        parts = self._known.get(name)
+        if parts is None:
+            parts = self._known[name] = self.parts_of(name)
+        return parts
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Copy a rectangle of an HF tensor into ``target`` [box.size], cast to its type."""
+        whole = len(parts := self._parts(name)) == 1 and parts[0].hf_box == box
+        for part in parts:
+            common = box if whole else part.hf_box.intersect(box)
+            if common is not None:
+                slices = common.moved(box, Box.whole(box.size)).slices
+                part.read(target[slices], common)
+
+
+def row_blocks(shape: Shape, item_bytes: int) -> Iterator[Box]:
+    """The rectangles of whole rows that a tensor is worked on in; none of an empty one."""
+    whole = Box.whole(shape)
+    if not whole.num_elements:
+        return
+    if not shape:
+        yield whole
+        return
+    step = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * item_bytes))
+    for row in range(0, shape[0], step):
+        yield whole.with_dim(0, row, min(step, shape[0] - row))
+
+
+def same_bits(
+    a: Source, name: str, b: Source, dtype: torch.dtype, other_name: str | None = None
+) -> bool:
+    """Whether two HF tensors, cast to ``dtype``, agree in every bit; of one name unless told."""
+    for box in row_blocks(a.shapes[name], dtype.itemsize):
+        left, right = torch.empty(box.size, dtype=dtype), torch.empty(box.size, dtype=dtype)
+        a.read(name, box, left)
+        b.read(other_name or name, box, right)
+        if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (left, right))):
+            return False
+    return True

@@ -1,0 +1,149 @@
+"""What a conversion writes: every tensor with its place, before any number is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.convert.source import Shape, Source, in_storage
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.weights.layouts.base import Piece, pieces_of
+from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout
+
+SAFETENSORS_TYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of an output file.
+
+    Attributes:
+        name: in its file.
+        dtype: element type.
+        shape: in the coordinates of its pieces; the file may name another of the same size.
+        pieces: HF rectangles it is made of; what they leave is 0.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def fill(self, source: Source, block: Box, values: torch.Tensor) -> None:
+        """Read a rectangle of it from the source into ``values`` [block.size]."""
+        found = [
+            (piece, common)
+            for piece in self.pieces
+            if (common := in_storage(piece.param_box, piece.view).intersect(block)) is not None
+        ]
+        if sum(common.num_elements for _, common in found) < block.num_elements:
+            values.zero_()  # declared padding
+        for piece, common in found:
+            shown = values[common.moved(block, Box.whole(block.size)).slices]
+            depth = len(piece.view.index)
+            lo, size = common.lo[depth:], common.size[depth:]
+            for _ in piece.view.index:
+                shown = shown[0]
+            if piece.view.transposed:
+                lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
+                shown = shown.swapaxes(-1, -2)
+            source.read(piece.hf_name, Box(lo, size).moved(piece.param_box, piece.hf_box), shown)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file whose bytes are all known but for its tensors.
+
+    Attributes:
+        path: below the directory of the target.
+        tensors: what it holds.
+        frame: makes the file at a given path with all else in it; first byte of each tensor.
+    """
+
+    path: str
+    tensors: tuple[OutputTensor, ...]
+    frame: Callable[[Path], Sequence[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Target:
+    """All files of a checkpoint.
+
+    Attributes:
+        files: with tensors.
+        small: path -> bytes of all others.
+        dtypes: element type of every HF tensor in it.
+    """
+
+    files: tuple[OutputFile, ...]
+    small: Mapping[str, bytes]
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(file.num_bytes for file in self.files)
+
+
+def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """A safetensors file; data begin at a multiple of 64 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, starts = 0, []
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.num_bytes],
+        }
+        starts.append(position)
+        position += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    data = struct.pack("<Q", len(text)) + text
+
+    def frame(place: Path) -> list[int]:
+        place.write_bytes(data)
+        return [len(data) + start for start in starts]
+
+    return OutputFile(path, tuple(tensors), frame)
+
+
+def params_of_rank(
+    layout: CheckpointLayout, rank: int, dtype_of: Callable[[str], torch.dtype]
+) -> dict[str, OutputTensor]:
+    """The parameters of a rank by their local names, each of the type of its first HF tensor.
+
+    A share of padding alone is of the type of the embedding.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for shard in pieces_of(layout, rank):
+        pieces.setdefault(shard.piece.param, []).append(shard.piece)
+    first = next(iter(layout.hf_shapes))
+    found = {}
+    for param, shape in layout.local_shapes(rank).items():
+        mine = tuple(pieces.get(param, ()))
+        dtype = dtype_of(mine[0].hf_name if mine else first)
+        found[param] = OutputTensor(param, dtype, shape, mine)
+    return found

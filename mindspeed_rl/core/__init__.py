@@ -1,0 +1,1 @@
+"""What every room may import: plain types, rank arithmetic, versions and patching."""

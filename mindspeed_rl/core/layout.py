@@ -1,0 +1,271 @@
+"""Where each rank stands in the training and rollout grids: pure arithmetic, no process groups.
+
+Rank order is Megatron's default ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline
+stages are furthest apart. Experts have a grid of their own over the ranks of a stage: expert tensor
+parallelism is innermost, then expert parallelism, then their data parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.stages import StageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Coords:
+    """Position of a rank along each axis of the dense grid."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCoords:
+    """Position of a rank along each axis of the expert grid."""
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """The training layout.
+
+    ``dp`` is what remains of the world: ``world / (tp cp pp)``; experts have a data parallelism of
+    ``world / (etp ep pp)``.
+    """
+
+    world: int
+    stages: StageLayout
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        world: int,
+        stages: StageLayout,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+    ) -> ParallelLayout:
+        """Check the sizes; ``etp`` is ``tp`` when not given.
+
+        Raises:
+            UsageError: sizes that do not multiply into ``world``.
+        """
+        etp = tp if etp is None else etp
+        for flag, size in (
+            ("--tensor-model-parallel-size", tp),
+            ("--context-parallel-size", cp),
+            ("--expert-model-parallel-size", ep),
+            ("--expert-tensor-parallel-size", etp),
+        ):
+            if size < 1:
+                raise UsageError(f"{flag} {size}: must be at least 1")
+        pp = stages.pp
+        if world % (tp * pp * cp):
+            raise UsageError(
+                f"world size {world} is not a multiple of --tensor-model-parallel-size {tp} x "
+                f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = "
+                f"{tp * pp * cp}; start torchrun with a multiple of {tp * pp * cp} ranks or "
+                "lower a parallel size"
+            )
+        if world // pp % (ep * etp):
+            raise UsageError(
+                f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} = "
+                f"{ep * etp} does not divide the {world // pp} ranks of a pipeline stage; lower "
+                "one of the two"
+            )
+        return cls(world, stages, tp, cp, ep, etp)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.stages.pp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Data-parallel size of experts."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
+
+    def describe(self, *, experts: bool, sequence_parallel: bool) -> str:
+        """The layout in words, for the start of a run.
+
+        Args:
+            experts: the model has some.
+            sequence_parallel: activations are sharded along the sequence.
+        """
+        sizes = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
+        parts = [f"{sizes} with sequence parallelism" if sequence_parallel else sizes]
+        if experts:
+            parts.append(f"experts: etp {self.etp} x ep {self.ep} x dp {self.expert_dp}")
+        return "; ".join(filter(None, [*parts, self.stages.describe()]))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise IndexError(f"rank {rank} is not in a world of {self.world}")
+
+    def coords(self, rank: int) -> Coords:
+        """The position of ``rank`` in the dense grid."""
+        self._check_rank(rank)
+        return Coords(
+            tp=rank % self.tp,
+            cp=rank // self.tp % self.cp,
+            dp=rank // (self.tp * self.cp) % self.dp,
+            pp=rank // self.ranks_per_stage,
+        )
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """The position of ``rank`` in the expert grid."""
+        self._check_rank(rank)
+        return ExpertCoords(
+            tp=rank % self.etp,
+            ep=rank // self.etp % self.ep,
+            dp=rank // (self.etp * self.ep) % self.expert_dp,
+            pp=rank // self.ranks_per_stage,
+        )
+
+    def rank(self, coords: Coords) -> int:
+        """The rank at a position of the dense grid."""
+        return (
+            coords.tp
+            + self.tp * (coords.cp + self.cp * coords.dp)
+            + self.ranks_per_stage * coords.pp
+        )
+
+    def replicas(self, tp: int, pp: int) -> range:
+        """The ranks that hold the same dense parameters: all of (cp, dp) at one (tp, pp)."""
+        return range(pp * self.ranks_per_stage + tp, (pp + 1) * self.ranks_per_stage, self.tp)
+
+    def expert_replicas(self, etp: int, ep: int, pp: int) -> range:
+        """The ranks that hold the same expert parameters."""
+        first = pp * self.ranks_per_stage
+        return range(first + etp + self.etp * ep, first + self.ranks_per_stage, self.etp * self.ep)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """The rollout layout: an engine is ``tp x pp x dp`` consecutive ranks, innermost first.
+
+    With ``expert_parallel`` the experts of a layer are spread over the ``tp x dp`` ranks of a
+    stage, whole; without, every expert is cut over all of them. Dense models have ``dp`` 1.
+    """
+
+    world: int
+    tp: int
+    dp: int = 1
+    expert_parallel: bool = False
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.world % self.tp:
+            raise UsageError(
+                f"--rollout-tp {self.tp} does not divide the world size {self.world}; allowed: "
+                f"the divisors of {self.world}"
+            )
+        if self.pp < 1 or self.world % (self.tp * self.pp):
+            raise UsageError(
+                f"rollout tp {self.tp} x pp {self.pp} does not divide the world size {self.world}"
+            )
+        if self.dp < 1 or self.world % self.size:
+            raise UsageError(
+                f"--rollout-tp {self.tp} x --rollout-dp {self.dp} = {self.size} does not divide "
+                f"the world size {self.world}; allowed for --rollout-dp: the divisors of "
+                f"{self.world // (self.tp * self.pp)}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Ranks of one engine."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one engine that share the experts of a layer, whole or cut."""
+        return self.tp * self.dp
+
+    @property
+    def ep(self) -> int:
+        """Ranks among which whole experts of a layer are shared out."""
+        return self.expert_ranks if self.expert_parallel else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return 1 if self.expert_parallel else self.expert_ranks
+
+    @property
+    def num_replicas(self) -> int:
+        """Independent engines."""
+        return self.world // self.size
+
+    def replica_of(self, rank: int) -> int:
+        """The engine that a rank belongs to."""
+        return rank // self.size
+
+    def tp_rank(self, rank: int) -> int:
+        """Position among the tensor-parallel ranks of an engine."""
+        return rank % self.tp
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a rank in its engine."""
+        return rank // self.tp % self.pp
+
+    def expert_rank(self, rank: int) -> int:
+        """Position among the ranks of an engine that share the experts of a layer."""
+        return rank // (self.tp * self.pp) % self.dp * self.tp + self.tp_rank(rank)
+
+    def describe(self, *, experts: bool) -> str:
+        """The layout in words, for the start of a run; ``experts``: the model has some."""
+        stages = f" x pp {self.pp}" if self.pp > 1 else ""
+        engines = f"{self.num_replicas} replicas of tp {self.tp}{stages} x dp {self.dp}"
+        return engines + (f"; experts: tp {self.expert_tp} x ep {self.ep}" if experts else "")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks with prompts of their own: data-parallel ranks of all engines."""
+        return self.world // (self.tp * self.pp)
+
+    def group_of(self, rank: int) -> int:
+        """The group with prompts of its own that a rank belongs to."""
+        return rank // (self.tp * self.pp)
+
+    def layers_of(self, stage: int, num_layers: int) -> range:
+        """The layers of a stage: what is left over goes to the stages before the last, as in vLLM.
+
+        Source: ``vllm.distributed.utils.get_pp_indices``.
+        """
+        each, left = divmod(num_layers, self.pp)
+        counts = [each + (self.pp - 1 - left <= s < self.pp - 1) for s in range(self.pp)]
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
+
+    def replicas(self, tp_rank: int, stage: int = 0) -> range:
+        """The ranks that hold the same dense weights."""
+        return range(stage * self.tp + tp_rank, self.world, self.tp * self.pp)
+
+    def expert_replicas(self, position: int, stage: int = 0) -> range:
+        """The ranks at one position of their engine: they hold the same expert weights."""
+        dp, tp = divmod(position, self.tp)
+        return range((dp * self.pp + stage) * self.tp + tp, self.world, self.size)

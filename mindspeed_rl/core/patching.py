@@ -1,0 +1,92 @@
+"""A registry of monkeypatches that check their target before they touch it.
+
+Every patch says why it exists, where upstream stands, for which versions it was checked
+and when it can go. A target that is gone or whose signature changed is refused, not patched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl.core.errors import UsageError
+
+_APPLIED: dict[str, Patch] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One replacement of one attribute.
+
+    Attributes:
+        target: ``"package.module:Class.method"`` or ``"package.module:function"``.
+        parameters: the parameter names of the target that the replacement was written for.
+        make: original -> replacement.
+        why: the reason, in one or two sentences.
+        upstream: the thread or file where the cause lives.
+        versions: where it was checked.
+        remove_when: the condition under which it can go.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    why: str
+    upstream: str
+    versions: str
+    remove_when: str
+
+    def __post_init__(self) -> None:
+        for name in ("why", "upstream", "versions", "remove_when"):
+            if not getattr(self, name).strip():
+                raise UsageError(f"patch {self.target} must say {name}")
+
+
+def _resolve(target: str) -> tuple[Any, str, Any]:
+    module_name, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    # A static method must be replaced by a static method, so look at the raw attribute first.
+    raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
+    if raw is None:
+        raise AttributeError(name)
+    return owner, name, raw
+
+
+def apply_patch(patch: Patch) -> None:
+    """Apply a patch once; a second call does nothing.
+
+    Raises:
+        RuntimeError: the target is missing or has other parameters than the patch was written for.
+    """
+    if patch.target in _APPLIED:
+        return
+    try:
+        owner, name, raw = _resolve(patch.target)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"patch {patch.target}: the target does not exist in the installed version ({error}); "
+            f"checked versions: {patch.versions}. Install a version of the matrix "
+            "(mindspeed_rl/versions.cfg) or update the patch"
+        ) from error
+    is_static = isinstance(raw, staticmethod)
+    function = raw.__func__ if is_static else raw
+    found = tuple(inspect.signature(function).parameters)
+    if found != patch.parameters:
+        raise RuntimeError(
+            f"patch {patch.target}: its parameters are {found}, the patch was written for "
+            f"{patch.parameters}; checked versions: {patch.versions}"
+        )
+    replacement = patch.make(function)
+    setattr(owner, name, staticmethod(replacement) if is_static else replacement)
+    _APPLIED[patch.target] = patch
+
+
+def applied_patches() -> tuple[Patch, ...]:
+    """All patches in force, in the order of application."""
+    return tuple(_APPLIED.values())

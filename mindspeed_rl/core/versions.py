@@ -1,0 +1,36 @@
+"""Reads the version matrix ``versions.cfg``."""
+
+from __future__ import annotations
+
+import configparser
+from pathlib import Path
+
+MATRIX = Path(__file__).parents[1] / "versions.cfg"
+
+
+def read_matrix(path: Path = MATRIX) -> dict[str, dict[str, str]]:
+    """Section -> package -> specifier (possibly empty)."""
+    parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text())
+    return {name: {k: v or "" for k, v in parser[name].items()} for name in parser.sections()}
+
+
+def requirements(section: str, matrix: dict[str, dict[str, str]] | None = None) -> list[str]:
+    """Requirement lines of a section, as pip reads them."""
+    rows = (matrix or read_matrix())[section]
+    return [f"{name}{specifier}" for name, specifier in rows.items()]
+
+
+def mindspeed_branch(matrix: dict[str, dict[str, str]] | None = None) -> str:
+    """The branch of MindSpeed that belongs to the NPU's set."""
+    return (matrix or read_matrix())["npu.system"]["mindspeed"]
+
+
+def pins(platform: str) -> dict[str, str]:
+    """Packages of a platform that are pinned exactly -> version."""
+    matrix = read_matrix()
+    rows: dict[str, str] = {}
+    for section in ("core", platform, f"{platform}.no-deps"):
+        rows |= matrix.get(section, {})
+    return {name: spec[2:] for name, spec in rows.items() if spec.startswith("==")}

@@ -1,0 +1,269 @@
+"""The curves of a run on one page, drawn from its ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.metrics import names
+from mindspeed_rl.metrics.files import atomic_path
+from mindspeed_rl.metrics.jsonl import read_jsonl
+
+FIGURE_INCHES = (16.0, 9.0)
+DOTS_PER_INCH = 100
+
+Record: TypeAlias = Mapping[str, Any]
+
+_MAX_STEPS_WITH_MARKERS = 40
+_MAX_PHASES = 8
+_LEGEND_ROOM = 1.4  # the phases panel is this much taller than its data, for the legend
+_OTHER_PHASES = "other phases"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over the steps that logged it.
+
+    Attributes:
+        steps: [points] int64, increasing.
+        values: [points] float64; NaN where the logged value was not finite.
+    """
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, records: Iterable[Record], name: str) -> Series:
+        """The metric ``name`` of the records; of two records of one step the later one counts."""
+        points = {record["step"]: record[name] for record in records if name in record}
+        steps = sorted(points)
+        values = [np.nan if points[step] is None else points[step] for step in steps]
+        return cls(np.array(steps, np.int64), np.array(values, np.float64))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no finite value to draw."""
+        return not np.isfinite(self.values).any()
+
+    def smoothed(self, window: int) -> Series:
+        """The mean of the last ``window`` finite values at each point; fewer at the start."""
+        finite = np.isfinite(self.values)
+        totals = np.cumsum(np.where(finite, self.values, 0.0))
+        counts = np.cumsum(finite)
+        totals[window:] -= totals[:-window].copy()
+        counts[window:] -= counts[:-window].copy()
+        with np.errstate(invalid="ignore"):
+            return Series(self.steps, totals / counts)
+
+
+def plot_run(metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[str]) -> None:
+    """Draws reward, accuracy, length, mismatch, speed and time per phase into one picture.
+
+    A metric that was never logged leaves a panel that says so.
+
+    Args:
+        metrics_jsonl: the file that ``RunLogger`` writes.
+        out_png: the picture; replaced in one step.
+
+    Raises:
+        UsageError: the file is missing, or a line of it is not a record.
+    """
+    metrics_jsonl = Path(metrics_jsonl)
+    if not metrics_jsonl.exists():
+        raise UsageError(f"{metrics_jsonl} does not exist; give the metrics.jsonl of a run")
+    records = list(read_jsonl(metrics_jsonl))
+    figure = draw_run(records, title=metrics_jsonl.resolve().parent.name)
+    with atomic_path(out_png) as temporary:
+        figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
+
+
+def draw_run(records: Sequence[Record], title: str) -> Figure:
+    """The six panels over ``records``, as a figure that belongs to no window."""
+    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr, call-arg]
+    steps = sorted({record["step"] for record in records})
+    span = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps logged"
+    figure.suptitle(f"{title}: {span}", fontsize=15)
+    panels: list[Callable[[Axes, Sequence[Record]], None]] = [
+        _draw_reward,
+        _draw_accuracy,
+        _draw_length,
+        _draw_mismatch,
+        _draw_speed,
+        _draw_phases,
+    ]
+    for axes, draw in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        draw(axes, records)
+        axes.set_xlabel("training step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        if steps:
+            margin = 0.02 * (steps[-1] - steps[0]) or 0.5
+            axes.set_xlim(steps[0] - margin, steps[-1] + margin)
+    return figure
+
+
+def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
+    _label(axes, "Reward", "mean reward per sample")
+    reward = Series.of(records, names.REWARD)
+    held_out = Series.of(records, names.EVAL_REWARD)
+    if _says_missing(axes, names.REWARD, reward, held_out):
+        return
+    if not held_out.is_empty:
+        _line(axes, held_out, "C2", "held out, greedy", linestyle="--")
+    window = max(5, len(reward.steps) // 20)
+    _line(axes, reward, "C0", "each step", alpha=0.4)
+    smoothed = reward.smoothed(window)
+    axes.plot(smoothed.steps, smoothed.values, color="C0", lw=2.2, label=f"mean of {window} steps")
+    axes.legend(frameon=False, loc="best")
+
+
+def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
+    _label(axes, "Held-out accuracy", "correct answers")
+    strict = Series.of(records, names.ACCURACY)
+    lenient = Series.of(records, names.ACCURACY_LENIENT)
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if _says_missing(axes, names.ACCURACY, strict, lenient):
+        return
+    if not lenient.is_empty:
+        _line(axes, lenient, "C1", "lenient", linestyle="--")
+    if not strict.is_empty:
+        _line(axes, strict, "C2", "strict")
+    axes.legend(frameon=False, loc="best")
+
+
+def _draw_length(axes: Axes, records: Sequence[Record]) -> None:
+    _label(axes, "Response length", "mean tokens per response")
+    length = Series.of(records, names.RESPONSE_LENGTH)
+    if not _says_missing(axes, names.RESPONSE_LENGTH, length):
+        _line(axes, length, "C3")
+        axes.set_ylim(bottom=0)
+
+
+def _draw_mismatch(axes: Axes, records: Sequence[Record]) -> None:
+    _label(axes, "Train/rollout mismatch", "max |log-prob difference| (nats)")
+    mismatch = Series.of(records, names.MISMATCH_MAX)
+    if _says_missing(axes, names.MISMATCH_MAX, mismatch):
+        return
+    _line(axes, mismatch, "C4")
+    # Bit-equal engines differ by 0, which a logarithmic axis cannot show.
+    if (mismatch.values > 0).any():
+        axes.set_yscale("log", nonpositive="mask")
+    else:
+        axes.set_ylim(0, 1)
+
+
+def _draw_speed(axes: Axes, records: Sequence[Record]) -> None:
+    _label(axes, "Throughput", "tokens per second")
+    speed = Series.of(records, names.TOKENS_PER_S)
+    if not _says_missing(axes, names.TOKENS_PER_S, speed):
+        _line(axes, speed, "C5")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
+    _label(axes, "Time per step, by phase", "seconds")
+    phases = _phase_seconds(records)
+    if _says_missing(axes, "time/<phase>_s", *(Series.of(records, name) for name in phases)):
+        return
+    steps = np.array(sorted({r["step"] for r in records if any(n in r for n in phases)}))
+    stacked = _largest_phases({name: _dense(records, name, steps) for name in phases})
+    colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    if len(steps) == 1:  # an area over one step has no width
+        bottom = 0.0
+        for color, (name, seconds) in zip(colors, stacked.items(), strict=False):
+            axes.bar(steps, seconds, bottom=bottom, width=0.4, label=name, color=color)
+            bottom += float(seconds[0])
+    else:
+        axes.stackplot(steps, list(stacked.values()), labels=list(stacked), colors=colors)
+    top = float(np.sum(list(stacked.values()), axis=0).max())
+    whole = Series.of(records, names.STEP_TIME)
+    if not whole.is_empty:
+        _line(axes, whole, "black", "whole step", linestyle=":")
+        top = max(top, float(np.nanmax(whole.values)))
+    axes.set_ylim(0, _LEGEND_ROOM * top or 1.0)
+    axes.legend(frameon=False, loc="upper left", ncol=3, fontsize=8, columnspacing=1.0)
+
+
+def _phase_seconds(records: Sequence[Record]) -> list[str]:
+    """Names of the metrics ``time/<phase>_s`` in the order in which they first appear."""
+    seen = dict.fromkeys(name for record in records for name in record)
+    seen.pop(names.STEP_TIME, None)
+    return [name for name in seen if name.startswith("time/") and name.endswith("_s")]
+
+
+def _dense(records: Sequence[Record], name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Values of a metric at each of ``steps``; 0 where it was not logged or not finite."""
+    series = Series.of(records, name)
+    dense = np.zeros(len(steps))
+    dense[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
+    return dense
+
+
+def _largest_phases(seconds: dict[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+    """The phases by short name, largest first, so many as can be told apart and a rest."""
+    order = sorted(seconds, key=lambda name: -float(seconds[name].sum()))
+    shown, rest = order[:_MAX_PHASES], order[_MAX_PHASES:]
+    result = {name.removeprefix("time/").removesuffix("_s"): seconds[name] for name in shown}
+    if rest:
+        result[_OTHER_PHASES] = np.sum([seconds[name] for name in rest], axis=0)
+    return result
+
+
+def _label(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=12, fontweight="bold")
+    axes.set_ylabel(unit)
+    axes.grid(visible=True, alpha=0.25)
+
+
+def _line(
+    axes: Axes,
+    series: Series,
+    color: str,
+    label: str | None = None,
+    linestyle: str = "-",
+    alpha: float = 1.0,
+) -> None:
+    marker = "o" if len(series.steps) <= _MAX_STEPS_WITH_MARKERS else None
+    axes.plot(
+        series.steps,
+        series.values,
+        color=color,
+        label=label,
+        linestyle=linestyle,
+        alpha=alpha,
+        marker=marker,
+        markersize=3.5,
+        linewidth=1.6,
+    )
+
+
+def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
+    """Writes into a panel that has nothing to draw why it is empty."""
+    if any(not one.is_empty for one in series):
+        return False
+    reason = "no finite value" if any(len(one.steps) for one in series) else "not logged"
+    axes.text(
+        0.5,
+        0.5,
+        f"{reason}\n({metrics})",
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color="gray",
+    )
+    axes.set_yticks([])
+    return True

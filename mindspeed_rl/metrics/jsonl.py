@@ -1,0 +1,157 @@
+"""JSON-lines files of a run: one record per line, each with its step, cut back at resume.
+
+A record is complete when its newline is on disk; a tail without one (the process was killed while
+writing) is no record and disappears at the next write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TextIO
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.metrics.files import atomic_path
+
+_TAIL_CHUNK_BYTES = 1 << 16
+
+
+def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Encodes ``record`` as strict JSON, which has no NaN and no infinity.
+
+    Such numbers become ``null`` and their dotted names are listed under ``"nonfinite"``, a key
+    that is absent when all numbers are finite. NumPy scalars are written as plain numbers.
+
+    Raises:
+        RuntimeError: the record has a ``"nonfinite"`` key of its own.
+        TypeError: a value is not JSON: not a number, string, boolean, None, mapping or sequence.
+    """
+    if "nonfinite" in record:
+        raise RuntimeError('a record has a key "nonfinite", which is reserved; rename it')
+    nonfinite: list[str] = []
+    plain = _plain(record, "", nonfinite)
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
+    match value:
+        case None | bool() | str():
+            return value
+        case Integral():
+            return int(value)
+        case Real():
+            if math.isfinite(value):
+                return float(value)
+            nonfinite.append(name)
+            return None
+        case Mapping():
+            prefix = f"{name}." if name else ""
+            return {str(k): _plain(v, f"{prefix}{k}", nonfinite) for k, v in value.items()}
+        case Sequence() if not isinstance(value, bytes | bytearray):
+            return [_plain(v, f"{name}.{i}", nonfinite) for i, v in enumerate(value)]
+    raise TypeError(f"{name or 'the record'} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yields the complete records of a file, in order; a missing file has none.
+
+    Raises:
+        UsageError: a complete line is not a JSON object with an integer ``"step"``.
+    """
+    for line_number, line in _complete_lines(Path(path)):
+        yield _parse(line, Path(path), line_number)
+
+
+class JsonlWriter:
+    """Appends records to a file, each on disk (past this process) when ``append`` returns.
+
+    The file is opened, and its folder made, at the first append.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def append(self, step: int, record: Mapping[str, Any]) -> None:
+        """Appends one record, ``"step"`` first.
+
+        Raises:
+            RuntimeError: the record has a ``"step"`` of its own.
+        """
+        if "step" in record:
+            raise RuntimeError('a record has a key "step", which is the argument; drop it')
+        line = encode_json({"step": step, **record})
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_tail(self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the records of steps later than ``step``: a resumed run writes them again."""
+        self.keep(lambda record: bool(record["step"] <= step))
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drops the records that are not ``wanted``, and a torn tail."""
+        self.close()
+        if not self.path.exists():
+            return
+        with atomic_path(self.path) as temporary, temporary.open("wb") as kept:
+            for line_number, line in _complete_lines(self.path):
+                if wanted(_parse(line, self.path, line_number)):
+                    kept.write(line)
+
+    def close(self) -> None:
+        """Closes the file; a later append opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    if not path.exists():
+        return
+    # Bytes, because a torn tail may end inside a character and then cannot be decoded.
+    with path.open("rb") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):
+                yield line_number, line
+
+
+def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UsageError(
+            f"{path}, line {line_number}: not JSON ({error}); repair or remove the line"
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise UsageError(
+            f'{path}, line {line_number}: expected a JSON object with an integer "step", '
+            f"got {line[:80]!r}; repair or remove the line"
+        )
+    return record
+
+
+def _drop_torn_tail(path: Path) -> None:
+    """Cuts what follows the last newline, reading from the end: a dump may be large."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _TAIL_CHUNK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)

@@ -1,0 +1,97 @@
+"""How far a training run is: a bar on a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TextIO
+
+from tqdm import tqdm
+
+from mindspeed_rl.metrics.names import format_fields
+
+
+class RunProgress:
+    """Shows the steps done, the given fields, and the time left.
+
+    On a terminal this is one bar, redrawn in place. Elsewhere (a pipe, a scheduler's log) it is
+    one line every ``log_interval`` steps and at the last one.
+
+    Args:
+        total: steps of the whole run.
+        start: steps done before this process began, at a resume; they do not count for the speed.
+        desc: what is running.
+        is_writer: whether this rank shows anything.
+        log_interval: steps per line without a terminal.
+        stream: where to write; the standard error stream unless given.
+        clock: monotonic seconds.
+
+    Raises:
+        UsageError: ``start`` or ``log_interval`` is out of range.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        start: int,
+        desc: str,
+        is_writer: bool,
+        log_interval: int = 1,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= start <= total:
+            raise RuntimeError(f"start is {start}; a run of {total} steps starts at 0 to {total}")
+        if log_interval < 1:
+            raise RuntimeError(f"log_interval is {log_interval}; give 1 or more steps per line")
+        self._total, self._start, self._desc = total, start, desc
+        self._is_writer, self._log_interval = is_writer, log_interval
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._began_s = clock()
+        self._bar = (
+            tqdm(
+                total=total,
+                initial=start,
+                desc=desc,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+            )
+            if is_writer and self._stream.isatty()
+            else None
+        )
+
+    def update(self, step: int, fields: Mapping[str, float]) -> None:
+        """Shows that ``step`` steps are done, with ``fields`` under short names.
+
+        For example ``progress.update(12, headline(values))``.
+        """
+        if self._bar is not None:
+            self._bar.set_postfix_str(format_fields(fields), refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif self._is_writer and (step % self._log_interval == 0 or step == self._total):
+            print(self._line(step, fields), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and ends its line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, step: int, fields: Mapping[str, float]) -> str:
+        elapsed_s = self._clock() - self._began_s
+        num_done = step - self._start
+        left_s = elapsed_s / num_done * (self._total - step) if num_done > 0 else None
+        parts = [
+            f"{self._desc} {step}/{self._total}",
+            format_fields(fields),
+            f"elapsed {_hms(elapsed_s)}",
+            f"left {_hms(left_s)}",
+        ]
+        return " | ".join(part for part in parts if part)
+
+
+def _hms(seconds: float | None) -> str:
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))

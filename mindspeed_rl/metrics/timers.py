@@ -1,0 +1,179 @@
+"""Where the time of a step goes, and how much memory its phases take.
+
+Phases are disjoint: while an inner phase runs the outer one stands still, so that the seconds of
+all phases sum to the step less what no phase covers.
+
+    with timer("rollout"):          # counts a + c
+        ...                         # a
+        with timer("reward"): ...   # counts b
+        ...                         # c
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+
+
+class PeakMeter(Protocol):
+    """What a platform tells of its memory."""
+
+    def reset_peak_memory(self) -> None:
+        """Begin another interval."""
+
+    def peak_memory(self) -> int:
+        """The most bytes since then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseUse:
+    """What one phase took of one step.
+
+    Attributes:
+        seconds: wall time, inner phases excluded.
+        peak_bytes: the most memory that was in use while the phase ran; 0: nobody told.
+    """
+
+    seconds: float
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Wall time of one step on this rank, by phase in order of first entry."""
+
+    step_s: float
+    phases: dict[str, PhaseUse]
+
+    @property
+    def sum_of_phases_s(self) -> float:
+        """Seconds that some phase accounts for."""
+        return sum(use.seconds for use in self.phases.values())
+
+    def check_phases_cover_step(self, tolerance: float = 0.05) -> None:
+        """Checks that the phases sum to the step within ``tolerance`` (a fraction of the step).
+
+        Raises:
+            RuntimeError: they do not; the message lists the phases.
+        """
+        missing = self.step_s - self.sum_of_phases_s
+        if abs(missing) > tolerance * self.step_s:
+            listed = ", ".join(f"{name} {use.seconds:.3f}" for name, use in self.phases.items())
+            raise RuntimeError(
+                f"{missing:.3f} s of a step of {self.step_s:.3f} s belong to no phase, more "
+                f"than {tolerance:.0%}; put the code in a phase (seconds per phase: {listed})"
+            )
+
+    def metrics(self) -> MetricSet:
+        """The numbers of this rank, ready to be reduced over ranks.
+
+        ``time/<phase>_s`` and ``time/step_s`` are means, so that phases still sum to the step;
+        ``time_max/<phase>_s`` is the slowest rank and ``memory/<phase>_peak_bytes`` the
+        fullest. All ranks must have entered the same phases, an empty block being enough.
+        """
+        result = MetricSet({"time/step_s": Mean(self.step_s, 1)})
+        for name, use in self.phases.items():
+            result[f"time/{name}_s"] = Mean(use.seconds, 1)
+            result[f"time_max/{name}_s"] = Max(use.seconds)
+            result[f"memory/{name}_peak_bytes"] = Max(use.peak_bytes)
+        return result
+
+
+class PhaseTimer:
+    """Measures the phases of one step after another; a step begins where the last one ended.
+
+    Args:
+        synchronize: called at every phase border; give the platform's device synchronisation, or
+            work that a phase has only queued is charged to the phase that waits for it.
+        clock: monotonic seconds.
+        memory: of which the peak of every phase is read; ``None``: it is told as 0.
+        mark: names what runs in a phase for others, such as a profiler.
+    """
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        memory: PeakMeter | None = None,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._synchronize = synchronize
+        self._clock = clock
+        self._mark = mark
+        self._memory = memory
+        self._stack: list[str] = []
+        self._phases: dict[str, PhaseUse] = {}
+        self._step_start = self._segment_start = clock()
+        self._excluded_s = 0.0
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Charges the block to ``phase``; entering a phase again adds to it.
+
+        Raises:
+            RuntimeError: the phase is called ``"step"``, the name of the whole.
+        """
+        if phase == "step":
+            raise RuntimeError('a phase cannot be called "step": time/step_s is the whole step')
+        self._end_segment()
+        self._stack.append(phase)
+        self._phases.setdefault(phase, PhaseUse(0.0))
+        try:
+            with self._mark(phase):
+                yield
+        finally:
+            self._end_segment()
+            self._stack.pop()
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Leave the block out of the step: work beside it, such as an evaluation.
+
+        Call it outside all phases; there are none within.
+        """
+        assert not self._stack, f"excluded inside the phases {self._stack}"
+        self._end_segment()
+        start = self._segment_start
+        try:
+            yield
+        finally:
+            assert not self._stack, f"phases {self._stack} end after the excluded block"
+            self._end_segment()
+            self._excluded_s += self._segment_start - start
+
+    def restart(self) -> None:
+        """Begin a step now: what happened since the last one belongs to none."""
+        self.finish_step()
+
+    def step_seconds(self) -> float:
+        """Seconds since the step began."""
+        return self._clock() - self._step_start - self._excluded_s
+
+    def finish_step(self) -> StepTimes:
+        """Returns what the step took and begins the next one. Call it outside all phases."""
+        assert not self._stack, f"finish_step inside the phases {self._stack}"
+        self._end_segment()
+        step_s = self._segment_start - self._step_start - self._excluded_s
+        times = StepTimes(step_s, self._phases)
+        self._phases, self._excluded_s = {}, 0.0
+        self._step_start = self._segment_start
+        return times
+
+    def _end_segment(self) -> None:
+        """Charges everything since the last border to the innermost phase, if there is one."""
+        if self._synchronize is not None:
+            self._synchronize()
+        now = self._clock()
+        if self._stack:
+            use = self._phases[self._stack[-1]]
+            peak = max(use.peak_bytes, self._memory.peak_memory() if self._memory else 0)
+            self._phases[self._stack[-1]] = PhaseUse(use.seconds + now - self._segment_start, peak)
+        if self._memory:
+            self._memory.reset_peak_memory()
+        self._segment_start = now

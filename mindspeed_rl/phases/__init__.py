@@ -1,1 +1,0 @@
-"""The switch between training and rollout on shared devices."""

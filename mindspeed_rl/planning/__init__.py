@@ -1,0 +1,1 @@
+"""What a run will be before it starts: layouts, batches, bytes, and whether they fit."""

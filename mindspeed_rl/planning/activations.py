@@ -1,0 +1,206 @@
+"""Activations of a training step: what the layers of a rank keep, and what they work with.
+
+A model is a list of layers; each keeps bytes for its backward pass by part, as fused kernels do
+(flash attention, fused norms and gated activation): inputs of operators and row statistics. Plain
+PyTorch operators keep up to twice as much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.models.rules import round_up
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+
+_FP32 = 4
+# What a prepared micro-batch holds per token: ids, positions, targets, mask, borders; per trained
+# token: log-probs of engine, old policy and reference, advantage, sequence.
+_TOKEN_BYTES, _TRAINED_BYTES = 6 * 8 + 1, 4 * 4 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step on one rank.
+
+    Attributes:
+        tokens: of a micro-batch, of all context-parallel ranks, padding included.
+        trained: tokens of it with a loss.
+        num_micro_batches: of the optimizer step.
+        entropy_gradient: whether the loss has an entropy term.
+        num_updates: optimizer steps whose micro-batches are prepared together.
+    """
+
+    tokens: int
+    trained: int
+    num_micro_batches: int
+    entropy_gradient: bool = False
+    num_updates: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPeak:
+    """Bytes at the largest moment of a step, besides the model's state.
+
+    Attributes:
+        activations: kept and worked with, and the packed micro-batches of all updates.
+        logits: on top, where the largest moment is in the log-probs.
+    """
+
+    activations: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """A training layout with everything that its activations follow from."""
+
+    layout: MegatronLayout
+    train: TrainConfig
+    shards_sequence: bool
+    imbalance: float = 1.0
+
+    def peak(self, rank: int, work: Workload) -> TrainPeak:
+        """The largest moment of an optimizer step of a rank. Pure.
+
+        All micro-batches in flight keep theirs; the newest also works in one layer or in the head.
+        """
+        parallel = self.layout.parallel
+        stage, vpp = parallel.coords(rank).pp, parallel.stages.vpp
+        chunks = [parallel.stages.layers_of(stage, chunk) for chunk in range(vpp)]
+        in_flight = Counter(chunks_in_flight(stage, parallel.pp, vpp, work.num_micro_batches))
+        kept = sum(self.kept_by(chunks[chunk], work) * n for chunk, n in in_flight.items())
+        working = max(self._working(layers, work) for layers in chunks)
+        head = self._head(work) if stage == parallel.pp - 1 else 0
+        batch = _TOKEN_BYTES * work.tokens // parallel.cp + _TRAINED_BYTES * self._trained(work)
+        waiting = batch * work.num_micro_batches * work.num_updates
+        return TrainPeak(kept + working + waiting, max(0, head - working))
+
+    def inference(self, rank: int, work: Workload) -> int:
+        """The largest moment of a pass that keeps nothing: one layer, or the logits."""
+        parallel = self.layout.parallel
+        stage = parallel.coords(rank).pp
+        layers = (
+            n for c in range(parallel.stages.vpp) for n in parallel.stages.layers_of(stage, c)
+        )
+        largest = max(sum(self.layer_parts(layer, work).values()) for layer in layers)
+        return max(largest, 3 * self._logits(work) if stage == parallel.pp - 1 else 0)
+
+    def kept_by(self, layers: range, work: Workload) -> int:
+        """What a chunk keeps of one micro-batch for its backward pass."""
+        train = self.train
+        residual = self._residual(work)
+        plain = [sum(self.layer_parts(layer, work).values()) for layer in layers]
+        if train.recompute_granularity == "selective":
+            return sum(size - self._again(n, work) for n, size in zip(layers, plain, strict=True))
+        if train.recompute_granularity == "full":
+            count = train.recompute_num_layers or 1
+            if train.recompute_method == "uniform":
+                return residual * -(-len(plain) // count)
+            return residual * len(plain[:count]) + sum(plain[count:])
+        return sum(plain)
+
+    def layer_parts(self, layer: int, work: Workload) -> dict[str, int]:
+        """Bytes that one layer keeps, by the parts that ``--recompute-modules`` names."""
+        spec, parallel = self.layout.spec, self.layout.parallel
+        tokens, item, tp = work.tokens // parallel.cp, self._item, parallel.tp
+        mixed = spec.q_size + (spec.q_size if spec.latent else spec.kv_size)
+        mixed += spec.attention_size if spec.latent else spec.kv_size  # values
+        if spec.qk_norm:  # queries and keys before their norms
+            mixed += spec.q_size + spec.kv_size
+        parts = {
+            # inputs of both norms and of the projections behind them
+            "stream": 4 * self._residual(work),
+            "attention": tokens * (mixed + spec.attention_size) // tp * item,
+            "core_attn": tokens * spec.num_heads // tp * _FP32,  # row statistics
+        }
+        if spec.latent:
+            parts["attention"] += tokens // tp * (spec.q_lora_rank + spec.kv_a_size) * item
+        if spec.moe is None or not spec.has_experts(layer):
+            parts["mlp"] = 3 * tokens * spec.ffn_hidden_size // tp * item
+            return parts
+        moe, local = spec.moe, self._local_tokens(work)
+        # copies of tokens that this rank's experts take, from all ranks
+        taken = local * moe.top_k * parallel.etp
+        taken = int(taken * (self.imbalance if parallel.ep > 1 else 1.0))
+        experts = taken * (spec.hidden_size + 3 * moe.ffn_hidden_size // parallel.etp)
+        shared = 3 * tokens * moe.shared_ffn_hidden_size // tp
+        parts["moe"] = (experts + shared) * item + local * moe.num_experts * 2 * _FP32  # routing
+        return parts
+
+    def _again(self, layer: int, work: Workload) -> int:
+        """What ``--recompute-modules`` compute again in a layer instead of keeping it."""
+        parts = self.layer_parts(layer, work)
+        return sum(parts.get(name, 0) for name in self.train.recompute_modules)
+
+    def _working(self, layers: range, work: Workload) -> int:
+        """What the fullest layer works with in its backward pass.
+
+        The gradients of its widest part, as large as what that keeps, and the gathered stream; what
+        is recomputed is there once more.
+        """
+        gathered = (
+            work.tokens // self.layout.parallel.cp * self.layout.spec.hidden_size * self._item
+        )
+        sizes = [self.layer_parts(layer, work) for layer in layers]
+        working = max((max(parts.values()) for parts in sizes), default=0) + 2 * gathered
+        if self.train.recompute_granularity == "full":
+            uniform = self.train.recompute_method == "uniform"
+            unit = (self.train.recompute_num_layers or 1) if uniform else 1
+            units = (sizes[first : first + unit] for first in range(0, len(sizes), unit))
+            return working + max((sum(sum(p.values()) for p in u) for u in units), default=0)
+        if self.train.recompute_granularity == "selective":
+            return working + max((self._again(layer, work) for layer in layers), default=0)
+        return working
+
+    def _head(self, work: Workload) -> int:
+        """Log-probs in chunks: logits, gradients of the weight and of the hidden states."""
+        spec = self.layout.spec
+        states = self._trained(work) * spec.hidden_size * _FP32
+        if spec.value_head:
+            return 2 * states
+        weight = self._vocab_rows * spec.hidden_size
+        matrices = 5 if work.entropy_gradient else 3
+        return matrices * self._logits(work) + weight * (_FP32 + self._item) + 2 * states
+
+    def _logits(self, work: Workload) -> int:
+        """One chunk of logits in fp32; a value head has none."""
+        if self.layout.spec.value_head:
+            return 0
+        rows = min(self.train.logprob_chunk_tokens, self._trained(work))
+        return rows * self._vocab_rows * _FP32
+
+    @property
+    def _vocab_rows(self) -> int:
+        rows = round_up(self.layout.spec.vocab_size, self.layout.vocab_multiple)
+        return rows // self.layout.parallel.tp
+
+    @property
+    def _item(self) -> int:
+        return 2 if self.train.bf16 else _FP32
+
+    def _trained(self, work: Workload) -> int:
+        return work.trained // self.layout.parallel.cp
+
+    def _local_tokens(self, work: Workload) -> int:
+        """Tokens of the residual stream on this rank."""
+        parallel = self.layout.parallel
+        return work.tokens // parallel.cp // (parallel.tp if self.shards_sequence else 1)
+
+    def _residual(self, work: Workload) -> int:
+        return self._local_tokens(work) * self.layout.spec.hidden_size * self._item
+
+
+def chunks_in_flight(stage: int, pp: int, vpp: int, num_micro_batches: int) -> Sequence[int]:
+    """The chunk of every micro-batch that has run forward and not backward, at the fullest moment.
+
+    Of the one-forward-one-backward schedule, plain or interleaved (Narayanan et al. 2021,
+    arXiv:2104.04473).
+    """
+    if vpp == 1:
+        return [0] * min(num_micro_batches, pp - stage)
+    total = num_micro_batches * vpp
+    deepest = min(total, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1)
+    return [k % (pp * vpp) // pp for k in range(deepest)]

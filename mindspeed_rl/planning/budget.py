@@ -1,0 +1,72 @@
+"""What a run may use of a device and what leaves it: one answer for dry runs and runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.machines import MACHINES, Machine
+from mindspeed_rl.core.memory import FIXED_MODES, OffloadMode
+from mindspeed_rl.planning.prediction import Config, MemoryPrediction
+
+_GIB = 2**30
+
+
+def machine_on(config: Config, platform: str | None = None) -> Machine:
+    """The machine of ``--rl-dry-run-machine``, or the first one of a run's platform.
+
+    ``HCCL_BUFFSIZE`` counts on NPUs.
+
+    Args:
+        config: of the run.
+        platform: ``"cpu"``, ``"cuda"`` or ``"npu"``; ``None``: that of the flag's machine.
+    """
+    machine = MACHINES[config.dry_run.rl_dry_run_machine]
+    if platform not in (None, machine.platform):
+        machine = next(m for m in MACHINES.values() if m.platform == platform)
+    buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
+    if buffer_mb.isdecimal() and machine.platform == "npu":
+        return replace(machine, communicator_mib=2.0 * int(buffer_mb))  # one to send, one to take
+    return machine
+
+
+def device_bytes(config: Config, found_bytes: float) -> int:
+    """Memory of a device: ``--device-memory-gb``, else what the machine or the driver says."""
+    return int(config.device.device_memory_gb * _GIB or found_bytes)
+
+
+def usable_bytes(device: int, machine: Machine, taken: int = 0) -> int:
+    """What predictions may fill of a device.
+
+    Args:
+        device: bytes of it that the run may use.
+        machine: driver, runtime and rounding are expected to take its ``reserved_gib``.
+        taken: in use before the run; what of it exceeds ``reserved_gib`` is other processes'.
+    """
+    return max(0, device - max(taken, int(machine.reserved_gib * _GIB)))
+
+
+def resolve_offload(
+    prediction: MemoryPrediction, ranks: Sequence[int], usable: int
+) -> tuple[OffloadMode, str]:
+    """What leaves the device during rollouts, and why. Pure.
+
+    Args:
+        prediction: of the run.
+        ranks: that have to fit.
+        usable: bytes of a device.
+    """
+    config = prediction.config
+    if not isinstance(config, RLRunConfig):
+        return OffloadMode.NONE, "nothing shares the device"
+    asked = OffloadMode(config.memory.rl_offload)
+    if asked is not OffloadMode.AUTO:
+        return asked, "as --rl-offload says"
+    limit = f"{usable / _GIB:.3g} GiB that may be used"
+    for mode in FIXED_MODES:
+        if replace(prediction, offload=mode).peak(ranks).num_bytes <= usable:
+            return mode, f"auto: the least whose predicted peak fits the {limit}"
+    most = FIXED_MODES[-1]
+    return most, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"

@@ -1,0 +1,121 @@
+"""A dry run: everything that follows from the flags of a run, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.memory import MemoryPhase
+from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.prediction import (
+    Config,
+    MemoryPrediction,
+    Peak,
+    Table,
+    engine_is_bf16,
+    predict,
+)
+from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
+from mindspeed_rl.planning.volumes import update_volume
+from mindspeed_rl.weights.traffic import RankTraffic
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class RankClass:
+    """Ranks of one pipeline stage; they differ by the padding of buffers alone.
+
+    Attributes:
+        first: the rank that was looked at.
+        last: the last of them.
+        table: its bytes.
+    """
+
+    first: int
+    last: int
+    table: Mapping[MemoryPhase, Table]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a dry run found.
+
+    Attributes:
+        prediction: memory of every rank, with the configuration and the plan of the run.
+        classes: of ranks that are alike.
+        peak: the fullest moment.
+        budget_bytes: what the run may use of a device.
+        offload_reason: why trainer memory leaves as it does.
+        volume: of a weight update, for some ranks; none in supervised runs.
+        suggestions: single changes that lower the peak of a run that does not fit.
+    """
+
+    prediction: MemoryPrediction
+    classes: tuple[RankClass, ...]
+    peak: Peak
+    budget_bytes: int
+    offload_reason: str
+    volume: Sequence[RankTraffic]
+    suggestions: Sequence[Suggestion]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest moment fits into the budget."""
+        return self.peak.num_bytes <= self.budget_bytes
+
+
+def world_size(config: Config, environment: Mapping[str, str]) -> int:
+    """Ranks of the run that is predicted.
+
+    Raises:
+        UsageError: neither the flag nor the environment says.
+    """
+    if config.dry_run.rl_world_size:
+        return config.dry_run.rl_world_size
+    given = environment.get("WORLD_SIZE", "")
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(
+            "--rl-dry-run needs the number of ranks: add --rl-world-size N (nodes x ranks per "
+            "node), or set WORLD_SIZE"
+        )
+    return int(given)
+
+
+def find_out(config: Config, world: int) -> Findings:
+    """Predict a run of ``world`` ranks. Pure but for reading config.json.
+
+    Args:
+        config: of the run.
+        world: ranks.
+
+    Raises:
+        UsageError: flags that are not possible.
+    """
+    machine, plan = machine_on(config), plan_of(config, world)
+    budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
+    prediction = predict(config, plan, machine)
+    ranks = prediction.representatives()
+    mode, why = resolve_offload(prediction, ranks, budget)
+    prediction = replace(prediction, offload=mode)
+    peak = prediction.peak(ranks)
+    volume: Sequence[RankTraffic] = ()
+    if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
+        node = machine.ranks_per_node
+        relay = config.rollout.reshard_relay == "auto" and world > node
+        looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
+        item = 2 if engine_is_bf16(config) else 4
+        volume = update_volume(plan, looked_at, node, item, relay)
+    last = plan.parallel.ranks_per_stage - 1
+    return Findings(
+        prediction=prediction,
+        classes=tuple(RankClass(r, r + last, prediction.rank_table(r)) for r in ranks),
+        peak=peak,
+        budget_bytes=budget,
+        offload_reason=why,
+        volume=volume,
+        suggestions=() if peak.num_bytes <= budget else suggest(prediction, ranks, budget),
+    )

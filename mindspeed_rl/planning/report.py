@@ -1,0 +1,156 @@
+"""A dry run in words and as JSON. Every number of it is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.planning.findings import Findings, RankClass
+from mindspeed_rl.planning.run_plan import RLPlan
+
+_GIB, _MIB = 2**30, 2**20
+
+
+def lines(found: Findings) -> Iterator[str]:
+    """The report for the terminal."""
+    yield "dry run: everything below is predicted, nothing was measured"
+    for part in (_arithmetic, _memory, _volume, _verdict):
+        if text := list(part(found)):
+            yield from ("", *text)
+
+
+def _arithmetic(found: Findings) -> Iterator[str]:
+    prediction = found.prediction
+    plan, work = prediction.plan, prediction.workload
+    parallel, experts = plan.parallel, plan.spec.moe is not None
+    sharded = prediction.config.parallel.shards_sequence
+    layout = parallel.describe(experts=experts, sequence_parallel=sharded)
+    yield f"layout: {parallel.world} ranks = {layout}"
+    if isinstance(plan, RLPlan):
+        yield f"engines: {plan.engine.describe(experts=experts)}"
+        yield from plan.batch.lines(parallel.dp, plan.engine.num_replicas)
+    yield (
+        f"training: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
+        "optimizer step"
+    )
+
+
+def _table(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        yield "  " + "  ".join(cells)
+
+
+def _unit(found: Findings) -> tuple[str, int]:
+    """GiB, or MiB for models of tests."""
+    return ("GiB", _GIB) if found.peak.num_bytes >= _GIB else ("MiB", _MIB)
+
+
+def fullest_classes(found: Findings) -> Iterable[RankClass]:
+    """The first and the last stage, and the one with the peak."""
+    peak = next(c for c in found.classes if c.first <= found.peak.rank <= c.last)
+    chosen = (found.classes[0], peak, found.classes[-1])
+    return {c.first: c for c in chosen}.values()
+
+
+def _memory(found: Findings) -> Iterator[str]:
+    prediction, machine = found.prediction, found.prediction.machine
+    name, unit = _unit(found)
+    yield (
+        f"memory, {name}; machine {machine.name}; offload during rollouts: "
+        f"{prediction.offload.value} ({found.offload_reason})"
+    )
+    yield (
+        f"assumed: fused kernels, expert imbalance {prediction.imbalance:g}, "
+        f"{machine.reserved_gib:g} GiB reserved"
+    )
+    if prediction.swap_parts:
+        yield (
+            "optimizer state: on the host, moved through the device by MindSpeed in "
+            f"{prediction.swap_parts} parts (--swap-optimizer); a run without MindSpeed refuses it"
+        )
+    elif prediction.config.ascend.swap_optimizer:
+        yield (
+            f"--swap-optimizer has no effect on {machine.platform}, where a run refuses it; take "
+            "--rl-offload optimizer"
+        )
+    if sizes := prediction.group_bytes(0):
+        groups = prediction.groups(0)
+        named = ", ".join(
+            f"{name} {size / _MIB:.0f} MiB ({len(groups[name])} ranks)"
+            for name, size in sizes.items()
+        )
+        yield f"communicators of rank 0, {sum(sizes.values()) / _MIB:.0f} MiB: {named}"
+    for ranks in fullest_classes(found):
+        yield f"ranks {ranks.first}-{ranks.last}:"
+        tables = ranks.table.values()
+        rows = [["owner", *(phase.value for phase in ranks.table)]]
+        for owner in (o for o in Owner if any(o in table for table in tables)):
+            sizes_of = (table.get(owner, 0) for table in tables)
+            rows.append([owner.value, *(f"{s / unit:.3f}" if s else "-" for s in sizes_of)])
+        rows.append(["sum", *(f"{sum(table.values()) / unit:.3f}" for table in tables)])
+        yield from _table(rows)
+
+
+def _volume(found: Findings) -> Iterator[str]:
+    if not found.volume:
+        return
+    yield "weight update, GB (planned for some ranks):"
+    rows = [["rank", "in", "out", "kept", "in from other nodes", "senders"]]
+    for t in found.volume:
+        sizes = (t.receive_bytes, t.send_bytes, t.copy_bytes, t.inter_node_receive_bytes)
+        rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
+    yield from _table(rows)
+
+
+def _verdict(found: Findings) -> Iterator[str]:
+    peak, budget = found.peak, found.budget_bytes
+    name, unit = _unit(found)
+    yield (
+        f"peak: {peak.num_bytes / unit:.2f} {name} in phase {peak.phase.value} on rank "
+        f"{peak.rank}; {budget / _GIB:.2f} GiB may be used: "
+        f"{'fits' if found.fits else 'DOES NOT FIT'}"
+    )
+    if found.suggestions:
+        yield "single changes that would help, each predicted anew:"
+    for change in found.suggestions:
+        after = change.peak
+        verdict = "fits" if after.num_bytes <= budget else "still too much"
+        yield (
+            f"  {change.flags}: {after.num_bytes / unit:.2f} {name} in phase {after.phase.value}, "
+            f"{verdict}"
+        )
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """Everything, in bytes."""
+    prediction = found.prediction
+    return {
+        "predicted": True,
+        "world": prediction.world,
+        "machine": asdict(prediction.machine),
+        "assumptions": {
+            "offload": prediction.offload.value,
+            "offload_reason": found.offload_reason,
+            "expert_imbalance": prediction.imbalance,
+            "swap_optimizer": bool(prediction.swap_parts),
+        },
+        "rank_classes": [
+            {"first_rank": c.first, "last_rank": c.last, "bytes": c.table} for c in found.classes
+        ],
+        "communicators": {n: len(prediction.groups(0)[n]) for n in prediction.group_bytes(0)},
+        "peak": {
+            "rank": found.peak.rank,
+            "phase": found.peak.phase,
+            "bytes": found.peak.num_bytes,
+        },
+        "budget_bytes": found.budget_bytes,
+        "fits": found.fits,
+        "weight_update": [asdict(traffic) for traffic in found.volume],
+        "suggestions": [
+            {"flags": s.flags, "peak_bytes": s.peak.num_bytes} for s in found.suggestions
+        ],
+    }

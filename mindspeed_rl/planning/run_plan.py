@@ -1,0 +1,429 @@
+"""Checks of a whole configuration before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rl.config import (
+    ModelConfig,
+    ParallelConfig,
+    PretrainRunConfig,
+    RLRunConfig,
+    ScoreRunConfig,
+)
+from mindspeed_rl.config.architecture import check_architecture, model_config
+from mindspeed_rl.config.check_algorithms import check_algorithms
+from mindspeed_rl.config.check_balance import check_balance
+from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
+from mindspeed_rl.config.environment import check_environment
+from mindspeed_rl.config.indexed_data import check_indexed_data
+from mindspeed_rl.config.launch import check_environment_workers
+from mindspeed_rl.config.layouts import engine_layout, training_layout
+from mindspeed_rl.config.modules import module_names
+from mindspeed_rl.config.outputs import check_output_file, check_paths
+from mindspeed_rl.config.recompute import check_recompute
+from mindspeed_rl.config.rewards import check_rewards
+from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
+from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.planning.check_engine import check_engine
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """What the batch flags of an RL run amount to."""
+
+    prompts: int
+    group_size: int
+    samples: int
+    samples_per_update: int
+    updates_per_iteration: int
+    iterations: int
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one RL step."""
+        return self.updates_per_iteration * self.iterations
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every sample is trained on by the policy that sampled it."""
+        return self.updates == 1
+
+    def lines(self, dp: int, replicas: int) -> list[str]:
+        """The arithmetic in words, for the start of a run."""
+        verdict = (
+            "on-policy: one optimizer step per rollout batch, ratio 1"
+            if self.on_policy
+            else f"off-policy within a step: {self.updates} optimizer steps per rollout batch"
+        )
+        return [
+            f"samples/step {self.samples} = {self.prompts} prompts x {self.group_size} samples",
+            f"optimizer steps/step {self.updates} of {self.samples_per_update} samples "
+            f"({self.samples_per_update / dp:g} per data-parallel rank)",
+            f"rollouts: {replicas} engines, {self.samples / replicas:g} samples each",
+            verdict,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What follows from the configuration alone: spec, layouts, arithmetic."""
+
+    spec: ModelSpec
+    parallel: ParallelLayout
+    megatron: MegatronLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan(RunPlan):
+    """A :class:`RunPlan` with the engine's layout."""
+
+    vllm: VllmLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RLPlan(RunPlan):
+    """A :class:`RunPlan` with the rollout side."""
+
+    engine: EngineLayout
+    vllm: VllmLayout
+    batch: BatchArithmetic
+    max_model_len: int
+    critic: MegatronLayout | None = None
+    reward_model: MegatronLayout | None = None
+
+
+def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
+    """Validate an RL configuration for ``world`` ranks; ``files``: also what it reads and writes.
+
+    Raises:
+        UsageError: naming the flag, its value, what is allowed and the fix.
+    """
+    rl = config.rl
+    check_algorithms(config)
+    check_balance(config)
+    _check_sampling(config)
+    if files:
+        _need_file("--prompt-data", config.prompts.prompt_data)
+        for name, file in config.prompts.eval_files.items():
+            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
+        check_paths(config)
+        check_trackers(config.trackers)
+    check_profiler(config.profiler, world)
+    if config.rollout.rollout_kv_cache_gb <= 0:
+        raise UsageError(
+            f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
+            "sequence of the longest length must fit"
+        )
+    _check_dropout(config.model)
+    _check_steps(config.train)
+    environment = config.environment.rl_environment
+    check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
+    check_environment(config.environment, files=files)
+    check_environment_workers(config.environment, config.launch)
+    base = check_layout(config.model, config.parallel, config.train, world, files)
+    if files:
+        _check_tokenizer(config.model)
+    _check_mtp(config.checkpoint, config.model, base.spec)
+    if rl.rl_routing_replay != "none" and not base.spec.moe:
+        raise UsageError(
+            f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
+        )
+    engine = engine_layout(config.rollout, world)
+    limit = config.train.seq_length or (
+        config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
+    )
+    _check_length(limit, config, base.spec)
+    _check_kv_cache(limit, config, base.spec)
+    batch = batch_arithmetic(config, base.parallel.dp)
+    slots = check_engine(config.engine, engine, base.spec)
+    vllm = VllmLayout(base.spec, engine, physical_experts=slots)
+    _check_rollout_share(batch, engine)
+    critic = reward_model = None
+    if config.has_critic:
+        source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
+        critic = value_layout(config, base.spec, world, source, files=files)
+    if scorer := config.rewards.reward_model_hf_checkpoint:
+        source = (scorer, "--reward-model-hf-checkpoint")
+        reward_model = value_layout(config, base.spec, world, source, files=files)
+    return RLPlan(
+        base.spec, base.parallel, base.megatron, engine, vllm, batch, limit, critic, reward_model
+    )
+
+
+def _check_sampling(config: RLRunConfig) -> None:
+    """Sampling keeps the distribution that the loss assumes."""
+    rl = config.rl
+    if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
+        raise UsageError(
+            f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
+            "truncated sampling renormalises the engine's log-probs and biases the update; "
+            "allowed: top-p 1, top-k -1"
+        )
+    if rl.rl_default_temperature <= 0:
+        raise UsageError(
+            f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
+            "for training are sampled, evaluation is greedy by itself"
+        )
+    if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
+        raise UsageError(
+            "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
+            "response, which is evaluated anyway; give a temperature above 0, or leave both out"
+        )
+
+
+def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
+    """Validate a scoring configuration for ``world`` ranks.
+
+    Raises:
+        UsageError: naming the flag, its value, what is allowed and the fix.
+    """
+    score = config.score
+    _need_file("--tokens", score.tokens, "an .npz file")
+    if not score.output:
+        raise UsageError("--output is required: give the .npz file to write")
+    check_output_file("--output", score.output)
+    if score.temperature <= 0:
+        raise UsageError(f"--temperature {score.temperature}: must be positive")
+    if score.temperature != 1 and score.backend == "engine":
+        raise UsageError(
+            f"--temperature {score.temperature} with --backend engine: vLLM scores prompts without "
+            "temperature; allowed: 1"
+        )
+    base = check_layout(config.model, config.parallel, config.train, world)
+    vllm = VllmLayout(base.spec, engine_layout(config.rollout, world))
+    return ScorePlan(base.spec, base.parallel, base.megatron, vllm)
+
+
+def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
+    """Samples, updates and their divisibility."""
+    rl, train = config.rl, config.train
+    samples = rl.grpo_prompts_per_step * rl.grpo_group_size
+    per_update = train.global_batch_size or samples
+    if samples % per_update:
+        raise UsageError(
+            f"--global-batch-size {per_update} does not divide the {samples} samples of a step "
+            f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
+            f"{rl.grpo_group_size}); allowed: its divisors, or 0 for all of them"
+        )
+    if per_update % dp and not train.global_batch_size:
+        raise UsageError(
+            f"the {samples} samples of a step (--grpo-prompts-per-step "
+            f"{rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}) are not a "
+            f"multiple of the data-parallel size {dp}; change one of the two, or raise a parallel "
+            "size so that fewer replicas share them"
+        )
+    if per_update % dp:
+        raise UsageError(
+            f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}; "
+            "raise it to one, or raise a parallel size so that fewer replicas share it"
+        )
+    return BatchArithmetic(
+        prompts=rl.grpo_prompts_per_step,
+        group_size=rl.grpo_group_size,
+        samples=samples,
+        samples_per_update=per_update,
+        updates_per_iteration=samples // per_update,
+        iterations=rl.grpo_iterations,
+    )
+
+
+def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
+    """Validate a supervised configuration for ``world`` ranks; ``files``: also what it reads.
+
+    Raises:
+        UsageError: naming the flag, its value, what is allowed and the fix.
+    """
+    if files and config.sft.stage == "pretrain":
+        check_indexed_data(config.indexed, config.train.seq_length)
+    elif files:
+        _check_sft_data(config)
+    _check_steps(config.train)
+    if files:
+        check_paths(config)
+        check_trackers(config.trackers)
+    check_profiler(config.profiler, world)
+    base = check_layout(config.model, config.parallel, config.train, world, files)
+    if files and config.sft.stage == "sft":
+        _check_tokenizer(config.model)
+    _check_mtp(config.checkpoint, config.model, base.spec)
+    if config.train.seq_length > base.spec.max_position_embeddings:
+        raise UsageError(
+            f"--seq-length {config.train.seq_length} exceeds the model's max_position_embeddings "
+            f"{base.spec.max_position_embeddings}; lower it"
+        )
+    if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
+        raise UsageError(
+            f"--global-batch-size {config.train.global_batch_size}: must be a positive multiple "
+            f"of the data-parallel size {base.parallel.dp}"
+        )
+    return base
+
+
+def _check_sft_data(config: PretrainRunConfig) -> None:
+    if config.indexed.data_path and not config.sft.sft_data:
+        raise UsageError(
+            "--data-path without --stage pretrain: with --stage sft the data is --sft-data; add "
+            "one of the two"
+        )
+    _need_file("--sft-data", config.sft.sft_data)
+
+
+def _check_tokenizer(model: ModelConfig) -> None:
+    if model.tokenizer_name_or_path:
+        check_tokenizer_files(model.tokenizer_name_or_path, "--tokenizer-name-or-path")
+    else:
+        check_tokenizer_files(model.hf_checkpoint, "--hf-checkpoint")
+
+
+def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec) -> None:
+    if checkpoint.keep_mtp and not spec.num_mtp_layers:
+        raise UsageError(
+            f"--keep-mtp: {model.hf_checkpoint}/config.json has no multi-token-prediction layers "
+            "(num_nextn_predict_layers); remove the flag"
+        )
+
+
+def _check_steps(train: TrainConfig) -> None:
+    if train.train_iters < 1:
+        raise UsageError("--train-iters is required: give the number of steps, at least 1")
+
+
+def _check_dropout(model: ModelConfig) -> None:
+    """The policy that samples has no dropout, so neither may the one that is updated."""
+    for name, rate in (
+        ("--hidden-dropout", model.hidden_dropout),
+        ("--attention-dropout", model.attention_dropout),
+    ):
+        if rate:
+            raise UsageError(
+                f"{name} {rate:g}: RL allows 0 only; the engine samples without dropout, so the "
+                "ratio and the trainer/engine mismatch would measure dropout instead of learning; "
+                "remove the flag"
+            )
+
+
+def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
+    prompt, response = (
+        config.prompts.max_prompt_length,
+        config.rollout.rollout_max_response_length,
+    )
+    if prompt + response > limit:
+        raise UsageError(
+            f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
+            f"--seq-length {limit}; raise --seq-length or lower one of the two"
+        )
+    if limit > spec.engine_positions:
+        what = "max_position_embeddings"
+        if spec.engine_positions < spec.max_position_embeddings:
+            what = "YaRN factor x original_max_position_embeddings"
+        raise UsageError(
+            f"sequences of up to {limit} tokens exceed the model's {what} "
+            f"{spec.engine_positions}; lower --max-prompt-length, "
+            "--rollout-max-response-length or --seq-length"
+        )
+
+
+def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> None:
+    if not value:
+        raise UsageError(f"{name} is required: give {kind}")
+    if not Path(value).is_file():
+        raise UsageError(f"{name} {value}: no such file")
+
+
+def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
+    """One sequence of ``limit`` tokens must fit; the engine would find out after half a minute."""
+    rollout = config.rollout
+    wide = rollout.rollout_dtype == "float32" or (
+        rollout.rollout_dtype == "auto" and not config.train.bf16
+    )
+    tp = rollout.rl_inference_tensor_model_parallel_size
+    token_bytes = spec.num_layers * spec.cached_values(tp) * (4 if wide else 2)
+    needed_gb = limit * token_bytes / 2**30
+    if rollout.rollout_kv_cache_gb < needed_gb:
+        raise UsageError(
+            f"--rollout-kv-cache-gb {rollout.rollout_kv_cache_gb:g}: one sequence of {limit} "
+            f"tokens needs {needed_gb:.3g} GiB per rank; raise it, or lower --max-prompt-length, "
+            "--rollout-max-response-length or --seq-length"
+        )
+
+
+def check_layout(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    world: int,
+    files: bool = True,
+) -> RunPlan:
+    """Spec and training layout of a model on ``world`` ranks; ``files``: its weights are there.
+
+    Raises:
+        UsageError: naming the flag, its value, what is allowed and the fix.
+    """
+    if not model.hf_checkpoint:
+        raise UsageError("--hf-checkpoint is required: give a Hugging Face model directory")
+    if train.lr_warmup_iters and train.lr_warmup_fraction:
+        raise UsageError(
+            f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
+            f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
+        )
+    check_recompute(train)
+    checkpoint = model.hf_checkpoint
+    spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
+    if files:
+        find_weights(checkpoint)
+    check_architecture(model, spec, parallel.tensor_model_parallel_size)
+    layout = training_layout(model, parallel, spec, world)
+    modules = module_names(model, parallel.platform)
+    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
+    return RunPlan(spec, layout, megatron)
+
+
+def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
+    if batch.samples < engine.num_groups:
+        raise UsageError(
+            f"{batch.samples} samples per step for {engine.num_groups} rollout groups of "
+            f"--rollout-tp {engine.tp} ranks: some would have none; raise --grpo-prompts-per-step "
+            "or --rollout-tp"
+        )
+
+
+def value_layout(
+    config: RLRunConfig, policy: ModelSpec, world: int, source: tuple[str, str], *, files: bool
+) -> MegatronLayout:
+    """The layout of a critic or reward model: the parallel sizes of the policy.
+
+    Args:
+        config: of the run.
+        policy: its spec.
+        world: ranks.
+        source: directory of the checkpoint (empty: the policy's), and the flag that names it.
+        files: whether weights are read later.
+
+    Raises:
+        UsageError: the model cannot be cut like the policy, has another vocabulary, or lacks
+            its weights.
+    """
+    checkpoint, flag = source
+    model = config.model
+    spec = value_spec_from_hf_config(
+        model_config(checkpoint or model.hf_checkpoint, flag, files=files)
+    )
+    if files and checkpoint:
+        find_weights(checkpoint, flag)
+    if spec.vocab_size < policy.vocab_size:
+        raise UsageError(
+            f"{flag} {checkpoint}: a vocabulary of {spec.vocab_size}, the policy has "
+            f"{policy.vocab_size} and its token ids are read by both; give a model with the "
+            "tokenizer of the policy"
+        )
+    parallel = training_layout(model, config.parallel, spec, world)
+    modules = module_names(model, config.parallel.platform)
+    return MegatronLayout(spec, parallel, model.make_vocab_size_divisible_by, modules)

@@ -1,0 +1,87 @@
+"""Single changes of flags that make the fullest moment of a run smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.memory import FIXED_MODES
+from mindspeed_rl.planning.budget import resolve_offload
+from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak
+from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain, check_rl
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What to add or change, and the fullest moment then."""
+
+    flags: str
+    peak: Peak
+
+
+def plan_of(config: Config, world: int) -> RunPlan:
+    """The plan of a configuration, whatever files it names.
+
+    Raises:
+        UsageError: the configuration is not possible.
+    """
+    if isinstance(config, RLRunConfig):
+        return check_rl(config, world, files=False)
+    return check_pretrain(config, world, files=False)
+
+
+def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> list[Suggestion]:
+    """The changes that lower the fullest moment of some ranks, the most saving first. Pure."""
+    config, found = prediction.config, []
+    before = prediction.peak(ranks).num_bytes
+    for flags, section, values in _changes(config):
+        part: Any = getattr(config, section)
+        new: Any = part | values if isinstance(part, dict) else replace(part, **values)
+        sections: dict[str, Any] = {section: new}
+        changed = replace(config, **sections)
+        try:
+            plan = plan_of(changed, prediction.world)
+        except ValueError:  # the model or the layout does not allow it
+            continue
+        after = replace(prediction, config=changed, plan=plan)
+        after = replace(after, offload=resolve_offload(after, ranks, usable)[0])
+        if (peak := after.peak(ranks)).num_bytes < 0.995 * before:
+            found.append(Suggestion(flags, peak))
+    return sorted(found, key=lambda suggestion: suggestion.peak.num_bytes)
+
+
+def _changes(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
+    """What is tried: words of a command line, and the fields of a section that they set."""
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    batch = max(1, config.train.micro_batch_size // 2)
+    chunk = max(1, config.train.logprob_chunk_tokens // 4)
+    changes: list[tuple[str, str, dict[str, Any]]] = [
+        ("--use-distributed-optimizer", "parallel", {"use_distributed_optimizer": True}),
+        ("--sequence-parallel", "parallel", {"sequence_parallel": True}),
+        ("--swap-optimizer", "ascend", {"swap_optimizer": True}),
+        (recompute, "train", full),
+        (f"--micro-batch-size {batch}", "train", {"micro_batch_size": batch}),
+        (f"--logprob-chunk-tokens {chunk}", "train", {"logprob_chunk_tokens": chunk}),
+    ]
+    if isinstance(config, RLRunConfig):
+        half = config.rollout.rollout_kv_cache_gb / 2
+        changes += [
+            (f"--rl-offload {mode}", "memory", {"rl_offload": mode.value}) for mode in FIXED_MODES
+        ]
+        changes += [
+            ("--rollout-sleep all", "memory", {"rollout_sleep": "all"}),
+            (f"--rollout-kv-cache-gb {half:g}", "rollout", {"rollout_kv_cache_gb": half}),
+            (
+                "--vllm-max-num-batched-tokens 1024",
+                "vllm_options",
+                {"max_num_batched_tokens": 1024},
+            ),
+        ]
+    return changes

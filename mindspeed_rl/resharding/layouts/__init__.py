@@ -1,1 +1,0 @@
-"""Who holds which rectangle of which Hugging Face tensor: trainer, engine, files."""

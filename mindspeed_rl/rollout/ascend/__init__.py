@@ -1,1 +1,0 @@
-"""vLLM-Ascend behind the engine interface: versions, expert layouts, memory."""

@@ -1,1 +1,0 @@
-"""Patches of vLLM: one per file, each checks its target."""

@@ -1,0 +1,136 @@
+"""What the engine of each platform can do, in the version that ``versions.cfg`` pins.
+
+The row of the CPU is proven by tests that run three syncs on that version. That of the NPU was read
+in the sources of vLLM-Ascend, and its classes take three syncs on the emulator (``tests/ascend``).
+That of CUDA was read in vLLM's sources alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.versions import pins
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.weights.layouts.vllm import EXPERT_MODULE, VllmLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """Capabilities of the engine of one platform.
+
+    Attributes:
+        expert_multiple: each rank's channels of an expert are padded to a multiple of this.
+        whole_shared_experts: see :class:`~mindspeed_rl.weights.layouts.vllm.VllmLayout`.
+        transposed_experts: see :class:`~mindspeed_rl.weights.layouts.vllm.VllmLayout`.
+        expert_module: path of the module with the experts of a layer, below the layer.
+        packed_sync: data-parallel ranks may agree through our reduction.
+        streams: a request's random stream may go on in another engine; see
+            :mod:`~mindspeed_rl.rollout.vllm.patches.sampling_stream`.
+        routed_experts: the experts of a response can be had; see
+            :mod:`~mindspeed_rl.rollout.vllm.patches.routed_experts`.
+        head_sizes: channels of a head that its attention kernels know; empty: not limited here.
+        latent_sizes: the same of what latent attention caches of a token.
+    """
+
+    expert_multiple: int = 1
+    whole_shared_experts: bool = True
+    transposed_experts: bool = False
+    expert_module: str = EXPERT_MODULE
+    packed_sync: bool = False
+    streams: bool = False
+    routed_experts: bool = False
+    head_sizes: tuple[int, ...] = ()
+    latent_sizes: tuple[int, ...] = ()
+
+
+CAPABILITIES: Mapping[str, EngineCapabilities] = MappingProxyType(
+    {
+        "cpu": EngineCapabilities(
+            expert_multiple=32,
+            packed_sync=True,
+            streams=True,
+            routed_experts=True,
+            head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+            latent_sizes=(576,),
+        ),
+        # experts by the Triton kernel, which alone leaves them as they are loaded: model_settings
+        "cuda": EngineCapabilities(),
+        "npu": EngineCapabilities(
+            whole_shared_experts=False,
+            transposed_experts=True,
+            expert_module="mlp.experts",
+            packed_sync=True,
+            streams=True,
+        ),
+    }
+)
+
+
+def check_installed_engine(platform: str) -> None:
+    """Refuse an engine of another minor version than the pinned one. Local; nothing is imported.
+
+    ``MINDSPEED_RL_ALLOW_VERSIONS`` does not pass over it: where weights are would be a guess, and a
+    wrong guess gives wrong rollouts.
+
+    Raises:
+        UsageError: naming the version and the pinned one, or nothing is installed.
+    """
+    for name, pinned in pins(platform).items():
+        if not name.startswith("vllm"):
+            continue
+        installed = _installed_version(name)
+        if installed.split(".")[:2] != pinned.split(".")[:2]:
+            raise UsageError(
+                f"{name} {installed} on {platform}: where it keeps its weights is known of "
+                f"{pinned} only; run pretrain_scripts/setup_env.sh"
+            )
+
+
+def _installed_version(name: str) -> str:
+    """Of a distribution; vLLM for the CPU has one of two names."""
+    for spelling in (name, name.removesuffix("-cpu")):
+        try:
+            return version(spelling)
+        except PackageNotFoundError:
+            continue
+    raise UsageError(f"{name} is not installed; see pretrain_scripts/setup_env.sh")
+
+
+def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
+    """The layout as the installed engine keeps experts. Local; vLLM is not imported.
+
+    Raises:
+        UsageError: see :func:`check_installed_engine`.
+    """
+    check_installed_engine(platform)
+    if not layout.spec.moe:
+        return layout
+    row = CAPABILITIES[platform]
+    return replace(
+        layout,
+        expert_multiple=row.expert_multiple,
+        whole_shared_experts=row.whole_shared_experts,
+        transposed_experts=row.transposed_experts,
+        expert_module=row.expert_module,
+    )
+
+
+def check_model_support(platform: str, spec: ModelSpec) -> None:
+    """Refuse models that the engine has no kernels for.
+
+    Raises:
+        UsageError: naming the size and those there are.
+    """
+    row = CAPABILITIES[platform]
+    size, known, keys = spec.head_dim, row.head_sizes, "head_dim"
+    if spec.latent:
+        size, known, keys = spec.kv_a_size, row.latent_sizes, "kv_lora_rank + qk_rope_head_dim"
+    if known and size not in known:
+        raise UsageError(
+            f"config.json: {keys} {size}: vLLM on {platform} has attention kernels for "
+            f"{', '.join(map(str, known))} channels only; run it on another device"
+        )

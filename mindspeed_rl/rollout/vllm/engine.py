@@ -1,0 +1,406 @@
+"""vLLM in the training process: build, in-place weights, cache memory, the step loop.
+
+The engine is built once, with ``external_launcher``, inside the trainer's process group. Its
+weights are parameters like any others: a reshard writes into :meth:`VllmEngine.weight_views`.
+``generate`` refuses unless the weights are those of the trainer's current version.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.types import Completion
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.rollout.agreement import check_agreement
+from mindspeed_rl.rollout.engine import (
+    EngineState,
+    GenerationRequest,
+    OnStep,
+    SamplingSettings,
+    requests_digest,
+)
+from mindspeed_rl.rollout.graph_sizes import decode_batches
+from mindspeed_rl.rollout.rebalance import Rebalancer
+from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.vllm.backend import Backend
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, Parcel, RequestPort
+from mindspeed_rl.rollout.vllm.patches import sampling_stream
+from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
+from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
+from mindspeed_rl.rollout.vllm.requests import VllmPort, score_params, token_scores
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+
+
+class VllmEngine:
+    """One rank of a vLLM engine.
+
+    Collective over the world when built: every rank builds its engine at the same time.
+
+    Args:
+        model_dir: Hugging Face directory; only its configuration is read.
+        layout: where vLLM keeps each weight; checked against the built model.
+        rank: global rank.
+        platform: the device.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        max_model_len: longest sequence, in tokens.
+        kv_cache_bytes: key/value cache of this rank.
+        seed: engine seed; every request brings its own.
+        options: further arguments of ``vllm.LLM``, from ``--vllm-*``; none that is set here.
+        tuning: flags of the engine's execution.
+        graph_sizes: what ``--rollout-graph-sizes`` came to.
+        experts: what completions take the experts of their tokens from.
+
+    Attributes:
+        stats: what :meth:`generate` ran since the caller last took it.
+
+    Raises:
+        UsageError: an unproven version.
+        RuntimeError: the built model is not laid out as the layout says.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_dir: str,
+        layout: VllmLayout,
+        rank: int,
+        platform: Platform,
+        dtype: str,
+        max_model_len: int,
+        kv_cache_bytes: int,
+        seed: int,
+        options: Mapping[str, object],
+        tuning: EngineTuningConfig = EngineTuningConfig(),  # noqa: B008
+        graph_sizes: tuple[int, ...] = (),
+        experts: ExpertRecorder | None = None,
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._platform = platform
+        self._state = EngineState.AWAKE
+        self._version = -1
+        self._updating = False
+        self.stats = StepStats()
+        backend = self._backend(platform, layout, model_dir, tuning, graph_sizes)
+        settings: dict[str, Any] = {
+            "dtype": dtype,
+            "enforce_eager": True,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": layout.engine.tp,
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "logprobs_mode": "processed_logprobs",
+            # A step begun ahead outlives its call: the next request of its number would get it.
+            "async_scheduling": False,
+        }
+        settings |= backend.cache_settings(kv_cache_bytes, dtype) | backend.settings(options)
+        with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
+            self._agreement = backend.prepare()
+            self._llm = self._build(model_dir, settings)
+            parts = backend.parts(self._llm)
+        self._experts = experts
+        if experts is not None:
+            experts.attach(self._llm)
+        self._interval = tuning.rollout_dp_sync_interval
+        self._engine: Any = self._llm.llm_engine
+        self._model, self._derived = parts.model, parts.derived
+        self._cache, self._weights = parts.cache, parts.weights
+        self._stable_addresses = parts.stable_addresses
+        #: what is known of the memory format of the weights, for people; may be empty
+        self.weight_format = parts.weight_format
+        self._check_layout()
+        self._pointers = self._addresses()
+
+    def _backend(self, *about: Any) -> Backend:
+        return make_backend(*about)
+
+    def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
+        from vllm import LLM
+
+        engine = self._layout.engine
+        if engine.dp > 1:
+            # vLLM derives the data-parallel rank from the global one and knows of no replicas
+            os.environ["RANK"] = str(self._rank % engine.size)
+        try:
+            return LLM(str(Path(model_dir)), **settings)
+        except ValueError as error:
+            if "KV cache" not in str(error):
+                raise
+            raise UsageError(f"--rollout-kv-cache-gb is too small: {error}") from error
+
+    def _check_layout(self) -> None:
+        built = {name: tuple(p.shape) for name, p in self._views().items()}
+        declared = dict(self._layout.local_shapes(self._rank))
+        if built != declared:
+            wrong = sorted(
+                f"{name}: vLLM {built.get(name)}, layout {declared.get(name)}"
+                for name in built.keys() | declared.keys()
+                if built.get(name) != declared.get(name)
+            )
+            raise RuntimeError("vLLM's parameters differ from the layout: " + "; ".join(wrong[:5]))
+
+    @property
+    def state(self) -> EngineState:
+        """What is in memory."""
+        return self._state
+
+    @property
+    def weights_version(self) -> int:
+        """The trainer's update count of the weights; -1 while they are incomplete."""
+        return self._version
+
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
+        """Live parameters by vLLM's names, for writing between begin and finish of an update.
+
+        Raises:
+            RuntimeError: outside an update, of a model whose experts the engine keeps packed.
+        """
+        if self._version != -1 and self._derived.packs_experts:
+            raise RuntimeError("weight_views: expert weights are packed outside an update")
+        return self._views()
+
+    def _views(self) -> Mapping[str, torch.Tensor]:
+        return self._derived.views(self._params())
+
+    def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
+        """Write one whole HF tensor through vLLM's loader, which passes over unknown names."""
+        assert self._version == -1, "load_tensor outside an update"
+        self._model.load_weights([(hf_name, tensor)])  # type: ignore[operator]
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """Parameters by vLLM's names in plain order; packed ones are copies."""
+        return {name: self._derived.read(name, p) for name, p in self._params().items()}
+
+    def _params(self) -> dict[str, torch.Tensor]:
+        return {
+            name: p.data
+            for name, p in self._model.named_parameters()
+            if not name.endswith(DERIVED_PARAMS)
+        }
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self._params().items()}
+
+    def begin_update(self) -> None:
+        """Generating is refused until :meth:`finish_update`, which needs all weights written.
+
+        Raises:
+            RuntimeError: the weights are freed.
+        """
+        if self._state is EngineState.ASLEEP:
+            raise RuntimeError("begin_update: the engine's weights are freed; wake them first")
+        self._version = -1
+        self._derived.begin()
+        self._updating = True
+
+    def finish_update(self, version: int) -> None:
+        """Derive what follows from the weights, forget what was computed with others.
+
+        Raises:
+            RuntimeError: no update is open, parameters moved, or requests are running.
+        """
+        if not self._updating:
+            raise RuntimeError("finish_update: no update has begun, or its weights were freed")
+        self._derived.finish()
+        now = self._addresses()
+        if moved := [n for n, address in now.items() if address != self._pointers[n]]:
+            raise RuntimeError(f"parameters moved in memory, graphs read the old: {moved[:5]}")
+        self._reset_prefix_cache()
+        self._updating = False
+        self._version = version
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters on this rank while they are there."""
+        return self._weights.num_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key/value cache on this rank while it is there."""
+        return self._cache.num_bytes
+
+    def free_cache(self) -> None:
+        """Give the key/value cache back to the system. Local."""
+        if self._state is EngineState.AWAKE:
+            self._reset_prefix_cache()
+            self._state = EngineState.WEIGHTS
+        if self._state is EngineState.WEIGHTS:
+            self._cache.free()
+
+    def free_weights(self) -> None:
+        """Give the parameters back to the system; what they held is gone. Local.
+
+        Raises:
+            RuntimeError: the cache is still there.
+        """
+        if self._state is EngineState.AWAKE:
+            raise RuntimeError("free_weights: the key/value cache leaves first")
+        self._version = -1
+        self._updating = False
+        self._state = EngineState.ASLEEP
+        self._weights.free()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.
+
+        Raises:
+            RuntimeError: an unknown tag, the cache before the weights, or no memory.
+        """
+        if unknown := set(tags) - {"weights", "kv_cache"}:
+            raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
+        if "weights" in tags and self._state is EngineState.ASLEEP:
+            self._weights.bring_back()
+            if not self._stable_addresses:
+                self._pointers = self._addresses()  # without graphs nothing has kept the old ones
+            self._state = EngineState.WEIGHTS
+        if "kv_cache" in tags and self._state is not EngineState.AWAKE:
+            if self._state is EngineState.ASLEEP:
+                raise RuntimeError("wake: the weights come back before the key/value cache")
+            self._cache.bring_back()
+            self._state = EngineState.AWAKE
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        settings: SamplingSettings,
+        trainer_version: int,
+        on_step: OnStep | None = None,
+        rebalancer: Rebalancer | None = None,
+    ) -> dict[int, Completion]:
+        """Sample one completion per request: those that ended on this rank, by sample id.
+
+        ``on_step`` gets what each step of the engine has finished. With ``rebalancer`` requests may
+        end on other engines, and theirs here. Collective: the ranks of this engine; with
+        ``rebalancer`` the world.
+
+        Raises:
+            RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
+                ranks of the engine were given different requests, or vLLM gave a request up.
+        """
+        self._require("generate", trainer_version)
+        digest = requests_digest(requests, settings, trainer_version)
+        check_agreement(digest, self._layout.engine, self._rank)
+        if rebalancer is not None and rebalancer.rules.running:
+            sampling_stream.apply()
+        done: dict[int, Completion] = {}
+        with preserved_rng(self._platform):
+            port = self._port(settings, rebalancer is not None)
+            self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
+            self._open.add(Parcel(r, r.begun, r.begun_logprobs) for r in requests)
+            for outputs in self._shared_steps(rebalancer):
+                self._open.note(outputs)
+                ended = {int(o.request_id): o for o in outputs if o.finished}
+                finished = self._open.finish(ended, trainer_version)
+                done |= finished
+                if on_step is not None:
+                    on_step(finished)
+        if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
+            lengths = [len(c.token_ids) for _, c in sorted(done.items())]
+            self.stats.running += decode_batches(lengths, self.max_num_seqs)
+        if rebalancer is not None:
+            return done
+        return {r.sample_id: done[r.sample_id] for r in requests}
+
+    def _port(self, settings: SamplingSettings, follow: bool) -> RequestPort:
+        return VllmPort(self._engine, settings, follow)
+
+    def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
+        """The steps of a generation; with ``rebalancer``, those of the whole world together."""
+        if rebalancer is None:
+            yield from self._steps()
+            return
+        going_on = True
+        while going_on:
+            yield from self._steps(rebalancer.steps)
+            going_on = rebalancer.settle(self._open, self.stats)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once on this rank."""
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def _require(self, call: str, trainer_version: int) -> None:
+        """Only weights that are known are computed with."""
+        if self._state is not EngineState.AWAKE or self._version != trainer_version:
+            raise RuntimeError(
+                f"{call}: the engine is {self._state.value} with weights of version "
+                f"{self._version}, the trainer is at {trainer_version}; sync and wake it first"
+            )
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        trainer_version: int,
+    ) -> list[list[tuple[float, float]]]:
+        """log-prob and entropy of every token after the first of each sequence.
+
+        Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs the
+        argument ``max_logprobs=-1`` of the engine and time for its whole distribution.
+
+        Raises:
+            RuntimeError: the engine is not awake, or its weights are not ``trainer_version``.
+        """
+        self._require("score", trainer_version)
+        from vllm.inputs.engine import tokens_input
+
+        params = score_params(temperature, with_entropy)
+        with preserved_rng(self._platform):
+            for number, ids in enumerate(sequences):
+                prompt = tokens_input(prompt_token_ids=list(ids))
+                self._engine.add_request(str(number), prompt, copy.copy(params))
+            outputs = {int(o.request_id): o for step in self._steps() for o in step if o.finished}
+        return [
+            token_scores(ids, outputs[number].prompt_logprobs, with_entropy)
+            for number, ids in enumerate(sequences)
+        ]
+
+    def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
+        """The step loop: ours, so that other work can be put between the steps of the engine.
+
+        Yields the outputs of each step. Ranks without requests of their own keep stepping while
+        others of their engine have some.
+        """
+        follows = max_steps is not None
+        return run_steps(
+            self._engine, self._agreement, self._interval, self.stats, max_steps, follows
+        )
+
+
+def make_backend(
+    platform: Platform,
+    layout: VllmLayout,
+    model_dir: str,
+    tuning: EngineTuningConfig,
+    graph_sizes: tuple[int, ...],
+) -> Backend:
+    """The backend of this process.
+
+    Raises:
+        UsageError: a version or a model that is not proven, or a flag that this platform has
+            nothing for.
+    """
+    if platform.name == "npu":
+        from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
+
+        return AscendBackend(platform, layout, model_dir, tuning, graph_sizes)
+    from mindspeed_rl.rollout.vllm.host_backend import HostBackend
+
+    return HostBackend(platform, layout, tuning)

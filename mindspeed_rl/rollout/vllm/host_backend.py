@@ -1,0 +1,116 @@
+"""vLLM as it is published, on CPU and CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.rollout.step_loop import RankAgreement
+from mindspeed_rl.rollout.vllm.backend import EngineParts
+from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
+from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
+from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
+from mindspeed_rl.rollout.vllm.requests import model_settings
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+
+# Flags of the engine's execution that mean the same everywhere.
+_EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
+
+
+class HostBackend:
+    """CPU and CUDA. Memory is freed by storages, so nothing may keep addresses on a device.
+
+    Args:
+        platform: the device.
+        layout: where vLLM keeps each weight.
+        tuning: flags of the engine's execution.
+
+    Raises:
+        UsageError: a flag that needs vLLM-Ascend.
+    """
+
+    def __init__(self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig) -> None:
+        self._platform, self._layout, self._tuning = platform, layout, tuning
+        for field in dataclasses.fields(tuning):
+            value = getattr(tuning, field.name)
+            foretold = field.name == "rollout_graph_sizes" and value == ("auto",)
+            if value != field.default and field.name not in _EVERYWHERE and not foretold:
+                raise UsageError(
+                    f"--{field.name.replace('_', '-')}: needs vLLM-Ascend, this is "
+                    f"{platform.name}; remove the flag, or give vLLM's own option as --vllm-*"
+                )
+
+    def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """Our values, then the user's; see :class:`~mindspeed_rl.rollout.vllm.backend.Backend`."""
+        own = model_settings(self._layout, self._platform.name)
+        if clash := sorted(set(own) & set(options)):
+            raise UsageError(
+                f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
+                f"own ({own[clash[0]]}); remove the flag"
+            )
+        if options.get("enforce_eager") is False and self._platform.name != "cpu":
+            raise UsageError(
+                "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
+                "which leave the device between the phases; remove the flag"
+            )
+        return own | dict(options)
+
+    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
+        """In bytes."""
+        return {"kv_cache_memory_bytes": kv_cache_bytes}
+
+    def prepare(self) -> RankAgreement | None:
+        """Portable kernels, expert parallelism and names of shared memory on CPU."""
+        from mindspeed_rl.rollout.vllm.patches import (
+            expert_parallel,
+            plain_linear,
+            portable_kernels,
+            shared_memory_names,
+            step_sync,
+        )
+
+        check_model_support(self._platform.name, self._layout.spec)
+        engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
+        if self._platform.name == "cpu":
+            plain_linear.apply()
+            portable_kernels.apply()
+            if engine.expert_parallel or engine.dp > 1:
+                expert_parallel.apply()
+            nonce = [os.urandom(6).hex()]
+            dist.broadcast_object_list(nonce, 0)
+            shared_memory_names.apply(nonce[0])
+        asked = self._tuning.rollout_dp_sync
+        if asked == "packed" and not packs:
+            raise UsageError(
+                f"--rollout-dp-sync packed: not with vLLM on {self._platform.name}; use engine"
+            )
+        packed = engine.dp > 1 and packs and asked != "engine"
+        return step_sync.apply(self._platform.name) if packed else None
+
+    def parts(self, llm: Any) -> EngineParts:
+        """Weights and cache by their tensors."""
+        from mindspeed_rl.rollout.vllm.patches import shared_memory_names
+
+        if self._platform.name == "cpu" and self._layout.engine.tp > 1:
+            dist.barrier()
+            shared_memory_names.unlink()
+        return parts_by_storage(llm)
+
+
+def parts_by_storage(llm: Any) -> EngineParts:
+    """A built engine whose memory is that of its tensors."""
+    runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    cache = ZeroedMemory(kv_tensors(runner))
+    assert cache.num_bytes, "no key/value cache found in vLLM's runner"
+    # derived ones, too: they are views of others, or are made anew by every update
+    parameters = [p.data for _, p in runner.model.named_parameters()]
+    weights = ZeroedMemory(parameters, refilled=True)
+    derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
+    return EngineParts(runner.model, derived, weights, cache, stable_addresses=False)

@@ -1,0 +1,1 @@
+"""Changes to vLLM, each with its reason and the versions that it is for."""

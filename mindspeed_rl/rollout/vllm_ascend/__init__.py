@@ -1,0 +1,1 @@
+"""What vLLM-Ascend does differently."""

@@ -1,0 +1,230 @@
+"""vLLM-Ascend in the training process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.npu import memory_format
+from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
+from mindspeed_rl.platforms.storages import as_bytes, storages_of
+from mindspeed_rl.rollout.step_loop import RankAgreement
+from mindspeed_rl.rollout.vllm.backend import EngineParts
+from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
+from mindspeed_rl.rollout.vllm.requests import model_settings
+from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
+from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
+from mindspeed_rl.rollout.vllm_ascend.weights import AscendWeights
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
+
+_ADDITIONAL = "additional_config"
+_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
+# Keys of config.json of models whose attention cannot be updated.
+_SPARSE_KEYS = ("index_topk", "index_head_dim", "compress_ratios")
+
+
+class AscendBackend:
+    """How an engine is built on NPUs.
+
+    Args:
+        platform: the device.
+        layout: where vLLM-Ascend keeps each weight.
+        model_dir: Hugging Face directory; its configuration is read.
+        tuning: flags of the engine's execution.
+        graph_sizes: what ``--rollout-graph-sizes`` came to.
+        modules: a module of vLLM or vLLM-Ascend by its name.
+        format_of: the memory format of a tensor on the device, as a number of CANN.
+
+    Raises:
+        UsageError: a model that cannot be updated.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        layout: VllmLayout,
+        model_dir: str,
+        tuning: EngineTuningConfig,
+        graph_sizes: tuple[int, ...],
+        modules: Callable[[str], Any] = importlib.import_module,
+        format_of: Callable[[torch.Tensor], int] = memory_format,
+    ) -> None:
+        self._modules, self._format_of = modules, format_of
+        self._platform, self._layout, self._tuning = platform, layout, tuning
+        sizes = graph_sizes if tuning.rollout_graph_mode != "eager" else ()
+        self._arguments = ascend_arguments(tuning, sizes)
+        check_updatable(Path(model_dir))
+
+    def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """Ours, then the user's; see :class:`~mindspeed_rl.rollout.vllm.backend.Backend`."""
+        own: dict[str, Any] = {
+            **model_settings(self._layout, "npu"),
+            **self._arguments,
+            "enable_sleep_mode": True,
+            "disable_custom_all_reduce": True,
+        }
+        if "enforce_eager" in options:
+            raise UsageError("--vllm-enforce-eager: use --rollout-graph-mode")
+        _refuse_keys(options.get(_ADDITIONAL))
+        return _merged(own, options, "--vllm")
+
+    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
+        """In bytes."""
+        return {"kv_cache_memory_bytes": kv_cache_bytes}
+
+    def prepare(self) -> RankAgreement | None:
+        """Environment and patches; expandable segments are off while the pool is filled."""
+        from mindspeed_rl.rollout.vllm.patches import step_sync
+
+        os.environ.update(ENVIRONMENT)
+        if swaps_segments():
+            set_expandable_segments(False)
+        packed = self._tuning.rollout_dp_sync != "engine"
+        return step_sync.apply("npu") if packed and self._layout.engine.dp > 1 else None
+
+    def parts(self, llm: Any) -> EngineParts:
+        """The worker's model, with sleep mode's pool as its memory.
+
+        Raises:
+            RuntimeError: the engine keeps weights in the NZ format.
+        """
+        engine = llm.llm_engine
+        worker = engine.model_executor.driver_worker.worker
+        model = worker.get_model()
+        weight_format = self._refuse_nz(model)
+        process = self._processing(model, engine.vllm_config)
+        camem = self._modules("vllm_ascend.device_allocator.camem")
+        swap = swaps_segments()
+
+        def pool_in_use(in_use: bool) -> None:
+            if swap:
+                set_expandable_segments(not in_use)
+
+        weights = PoolMemory(
+            camem,
+            "weights",
+            worker.wake_up,
+            self._platform,
+            save=True,
+            lost=lambda: written_by_updates(model),
+            pool_in_use=pool_in_use,
+        )
+        whole = [as_bytes(s) for s in storages_of(kv_tensors(worker.model_runner))]
+        cache = PoolMemory(
+            camem, "kv_cache", worker.wake_up, self._platform, save=False, lost=lambda: whole
+        )
+        derived = AscendWeights(model, process)
+        return EngineParts(model, derived, weights, cache, True, weight_format)
+
+    def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
+        configs = self._modules("vllm.config")
+        utils = self._modules("vllm.model_executor.model_loader.utils")
+
+        def process() -> None:
+            with configs.set_current_vllm_config(vllm_config):
+                # looked up at every call: vLLM-Ascend puts its own in this place
+                utils.process_weights_after_loading(
+                    model, vllm_config.model_config, self._platform.device
+                )
+
+        return process
+
+    def _refuse_nz(self, model: torch.nn.Module) -> str:
+        """Fail when the engine keeps weights in the NZ format, whatever we asked for.
+
+        Returns:
+            Formats and switches, for the start of a run.
+
+        Raises:
+            RuntimeError: it does, by its configuration, by the variable that updates ask, or by
+                what torch_npu says of a parameter.
+        """
+        configured = self._modules("vllm_ascend.ascend_config").get_ascend_config()
+        variables = self._modules("vllm_ascend.envs")
+        modes = {
+            "weight_nz_mode": getattr(configured, "weight_nz_mode", 0),
+            "VLLM_ASCEND_ENABLE_NZ": getattr(variables, "VLLM_ASCEND_ENABLE_NZ", 0),
+            "enable_fused_mc2": getattr(configured, "enable_fused_mc2", 0),
+        }
+        formats = {name: self._format_of(param) for name, param in model.named_parameters()}
+        found = [f"{name} = {mode}" for name, mode in modes.items() if mode]
+        found += [f"{name} has format {n}" for name, n in formats.items() if n == _NZ]
+        if found:
+            raise RuntimeError(
+                f"vLLM-Ascend keeps weights in the NZ format ({found[0]}): updates would be "
+                "written in another format than read"
+            )
+        switches = ", ".join(f"{name} {mode}" for name, mode in modes.items())
+        numbers = ", ".join(map(str, sorted(set(formats.values()))))
+        return (
+            f"engine weights: not in NZ; formats of the {len(formats)} parameters: {numbers}; "
+            f"{switches}"
+        )
+
+
+def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every parameter: the layout, all of which updates write, has these and what they imply."""
+    return [param.data for param in model.parameters()]
+
+
+_REFUSED_KEYS: Mapping[str, str] = {
+    "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
+    "dynamic_eplb": "experts would move away from where the reshard writes them",
+    "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
+    "on another stream; that a request keeps its own draws was never shown",
+    "multistream_overlap_gate": "it chooses experts on another stream and through other code than "
+    "what updates were run with",
+}
+
+
+def _refuse_keys(additional: object) -> None:
+    """Keys of ``--vllm-additional-config`` that make rollouts wrong, at any depth."""
+    for key, value in additional.items() if isinstance(additional, dict) else ():
+        if value and key in _REFUSED_KEYS:
+            raise UsageError(
+                f"--vllm-additional-config {key}: {_REFUSED_KEYS[key]}; remove the key"
+            )
+        _refuse_keys(value)
+
+
+def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
+    """Nested dictionaries are merged; a value that both set is refused."""
+    merged = dict(own)
+    for name, value in options.items():
+        flag = f"{prefix}-{name.replace('_', '-')}" if prefix == "--vllm" else f"{prefix}.{name}"
+        if name not in merged:
+            merged[name] = value
+        elif isinstance(merged[name], dict) and isinstance(value, dict):
+            merged[name] = _merged(merged[name], value, flag)
+        elif merged[name] != value:
+            raise UsageError(
+                f"{flag}: training and updates need {merged[name]!r}, or a flag of ours sets it; "
+                "remove it"
+            )
+    return merged
+
+
+def check_updatable(model_dir: Path) -> None:
+    """Refuse models whose attention vLLM-Ascend cannot be given new weights for.
+
+    Raises:
+        UsageError: a model with sparse attention (SFA, DSA).
+    """
+    config = json.loads((model_dir / "config.json").read_text())
+    config = config.get("text_config", config)
+    if found := [key for key in _SPARSE_KEYS if config.get(key)]:
+        raise UsageError(
+            f"--hf-checkpoint {model_dir}: sparse attention ({found[0]} in config.json); "
+            "vLLM-Ascend throws the key/value up projection away once it has derived "
+            "its products, so that no update can be written; allowed: models with dense or latent "
+            "attention"
+        )

@@ -1,0 +1,1 @@
+"""Proofs that users run on their own ranks."""

@@ -1,0 +1,476 @@
+"""``--rl-selftest loss``: loss, metrics and gradients do not depend on the layout.
+
+A tiny random model trains on the same few samples in every layout that the world can be factored
+into and with every way of cutting the samples into micro-batches; the results are compared with
+those of one rank and one micro-batch. Every policy loss is tried with every aggregation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from mindspeed_rl.algorithms.correction import CorrectionSettings
+from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
+from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
+from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.algorithms.token_advantages import rewards_to_tokens
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
+from mindspeed_rl.algorithms.value_loss import ValueLossSettings
+from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
+from mindspeed_rl.config.algorithms import AGGREGATIONS, POLICY_LOSSES
+from mindspeed_rl.launch.job import Job
+from mindspeed_rl.metrics.metric_set import reduce_metrics
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.tensors import tensor_groups
+from mindspeed_rl.planning.run_plan import RLPlan, check_layout, value_layout
+from mindspeed_rl.rl.build_models import (
+    batch_rules,
+    build_engine,
+    initialize_parallel,
+    load_value_model,
+    value_engine,
+)
+from mindspeed_rl.rl.critic import empty_value_metrics, value_loss_function, value_targets
+from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
+from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
+from mindspeed_rl.trainer import parallel_state
+from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
+from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.transports import AllToAllTransport
+
+NUM_LAYERS, NUM_HEADS = 4, 4
+VOCAB_SIZE = 307  # no tensor-parallel degree divides it
+CONFIG = {
+    # no biases: keys' have almost no gradient (softmax), so only rounding to compare
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "head_dim": 16,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+LONGEST = 32
+# Prompt and trained tokens: ragged, one sequence of a single trained token, one of none.
+PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 0), (3, 2), (9, 11))
+
+# The norm rule: sums in another order over ranks, and products in another order within layers.
+METRIC_TOLERANCE = 1e-6
+EXTREME_TOLERANCE = 5e-6  # of single tokens, where layers are cut
+GRADIENT_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE_CUT = 2e-5
+# How many token means an aggregation adds up in these metrics, which may cancel.
+_SUMS = ("loss/policy", "value/loss")
+_TOKENS = float(sum(trained for _, trained in PAIRS))
+_SCALES = {
+    "token-sum": _TOKENS,
+    "seq-mean-token-sum": _TOKENS / sum(trained > 0 for _, trained in PAIRS),
+}
+
+RLJobOf = Job[RLRunConfig, RLPlan]
+Gradients = dict[str, torch.Tensor]
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A training layout; what is left of the world is data parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    sp: bool = False
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether the numbers within a layer are summed in another order."""
+        return self.tp * self.cp > 1
+
+    def name(self, world: int) -> str:
+        """As people write it."""
+        dp = world // (self.tp * self.pp * self.cp)
+        return f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the samples of a rank become micro-batches: by number, or packed up to some tokens."""
+
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """As people write it."""
+        return f"packed to {self.tokens} tokens" if self.tokens else f"micro-batch {self.samples}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A policy loss, or the critic's, with an aggregation."""
+
+    loss: str
+    aggregation: str
+
+    @property
+    def settings(self) -> LossSettings:
+        """Every term is on: dual clip, KL, entropy, weights and rejection of whole sequences."""
+        return LossSettings(
+            policy_loss=self.loss,
+            surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3),
+            aggregation=self.aggregation,
+            longest=LONGEST,
+            kl_beta=0.05,
+            entropy_weight=0.01,
+            correction=CorrectionSettings("mask", "geometric", 1.05, 0.9, "k3", "sequence", 0.09),
+        )
+
+
+CUTS = (Cut(samples=1), Cut(samples=2), Cut(samples=8), Cut(tokens=48))
+#: the critic's loss, with the values of a pass and the returns of GAE as its targets
+VALUE = "value"
+CASES = tuple(Case(loss, mode) for loss, mode in product((*POLICY_LOSSES, VALUE), AGGREGATIONS))
+Trial = tuple[Layout, Cut, Case]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one case: reduced metrics, and gradients by HF name, whole, on rank 0 only."""
+
+    metrics: Mapping[str, float]
+    gradients: Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The worst differences of one layout and cut over its cases.
+
+    Attributes:
+        layout: name.
+        cut: name.
+        metric: largest difference of a metric over its tolerance, and whose.
+        gradient: largest |g - g_ref| / |g_ref| over its tolerance, and whose.
+    """
+
+    layout: str
+    cut: str
+    metric: tuple[float, str]
+    gradient: tuple[float, str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether both are within their tolerance; a NaN is not."""
+        return self.metric[0] <= 1.0 and self.gradient[0] <= 1.0
+
+
+def layouts_of(world: int) -> list[Layout]:
+    """All factorings of a world that the tiny model allows, also with sequence parallelism."""
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    return [
+        Layout(tp, pp, cp, sp)
+        for tp, pp, cp in product(sizes, repeat=3)
+        if world % (tp * pp * cp) == 0 and NUM_HEADS % tp == 0 and NUM_LAYERS % pp == 0
+        for sp in ((False, True) if tp > 1 else (False,))
+    ]
+
+
+def check(job: RLJobOf) -> None:
+    """The self-test of the command line: every case in every layout. Collective: the world.
+
+    Raises:
+        RuntimeError: something depends on the layout.
+    """
+    job.say(
+        f"self-test of the loss: {len(CASES)} cases in {len(layouts_of(job.world.size))} "
+        f"layouts of {job.world.size} ranks, {len(CUTS)} cuts each"
+    )
+    findings = run(job, list(product(layouts_of(job.world.size), CUTS, CASES)))
+    for f in findings:
+        job.say(
+            f"{'ok  ' if f.holds else 'FAIL'} {f.layout}, {f.cut}: worst metric "
+            f"{f.metric[0]:.2g} ({f.metric[1]}), worst gradient {f.gradient[0]:.2g} "
+            f"({f.gradient[1]}) of its tolerance"
+        )
+    failed = torch.tensor([sum(not f.holds for f in findings)], device=job.platform.device)
+    dist.broadcast(failed, 0)
+    if int(failed):
+        raise RuntimeError(
+            f"self-test of the loss: {int(failed)} layouts or cuts give other results than one "
+            "rank; the lines above name the worst of each"
+        )
+    job.say("self-test of the loss: passed")
+
+
+def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
+    """Compare layouts with one rank. Collective: the world.
+
+    Args:
+        job: of the RL entry; its model and batches are not used.
+        trials: what to compare.
+
+    Returns:
+        One finding per layout and cut on rank 0, nothing elsewhere.
+    """
+    job = _tiny_job(job)
+    cases: dict[tuple[Layout, Cut], list[Case]] = {}
+    for layout, cut, case in trials:
+        cases.setdefault((layout, cut), []).append(case)
+    with job.watchdog.phase("selftest: one rank"), in_layout(job, Layout()) as models:
+        samples = _with_behaviour(models.policy, _samples())
+        everything = models.policy.prepare([pack(samples, sum(s.length for s in samples))])
+        wanted = {
+            case: _outcome(models, everything, samples, case, lambda values: values)
+            for case in dict.fromkeys(case for _, _, case in trials)
+        }
+    for outcome in wanted.values():  # every rank had all samples
+        for gradient in outcome.gradients.values():
+            gradient /= job.world.size
+    findings = []
+    for layout in dict.fromkeys(layout for layout, _ in cases):
+        where = layout.name(job.world.size)
+        with job.watchdog.phase(f"selftest: {where}"), in_layout(job, layout) as models:
+            for cut in (cut for at, cut in cases if at == layout):
+                batches = models.policy.prepare(
+                    batch_rules(_cut(models.job, cut)).pack_own(samples)
+                )
+                found = {c: _outcome(models, batches, samples, c) for c in cases[layout, cut]}
+                if job.world.rank == 0:
+                    findings.append(_compare(where, cut.name, layout, found, wanted))
+    return findings
+
+
+def _tiny_job(job: RLJobOf) -> RLJobOf:
+    """The job with a random model, which the first rank of every node writes. Collective."""
+    folder = Path(job.config.logging.output_dir) / "selftest_model"
+    if job.world.local_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        generator, weights = torch.Generator().manual_seed(0), {}
+        for group in tensor_groups(spec_from_hf_config(CONFIG)):
+            for name in group.names():
+                weight = 0.05 * torch.randn(group.shape, generator=generator)
+                weights[name] = torch.ones(group.shape) if "norm" in name else weight
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+    dist.barrier()
+    model = ModelConfig(hf_checkpoint=str(folder), make_vocab_size_divisible_by=8)
+    return replace(job, config=replace(job.config, model=model, train=TrainConfig(train_iters=1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The job in a layout, with a policy and a critic on this rank."""
+
+    job: RLJobOf
+    policy: TrainEngine
+    critic: TrainEngine
+    policy_gradients: Callable[[], Gradients]
+    critic_gradients: Callable[[], Gradients]
+
+
+def _gradients_of(job: RLJobOf, engine: TrainEngine) -> Callable[[], Gradients]:
+    """What gathers whole gradients: by HF name on rank 0, fp32; empty elsewhere. Collective."""
+    target = HfFileLayout(engine.layout.hf_shapes)
+    resharder = Resharder(
+        engine.layout,
+        target,
+        rank=job.world.rank,
+        ranks_per_node=job.world.size,
+        transport=AllToAllTransport(job.world.size, job.platform.device, None),
+        dtype=torch.float32,
+        bucket_bytes=1 << 20,
+    )
+
+    def gather() -> Gradients:
+        whole = {
+            name: torch.full(shape, math.nan, device=job.platform.device)
+            for name, shape in target.local_shapes(job.world.rank).items()
+        }
+        resharder.run(engine.gradients(), whole)
+        return whole
+
+    return gather
+
+
+@contextmanager
+def in_layout(job: RLJobOf, layout: Layout) -> Iterator[Models]:
+    """The models of a layout; megatron-core's state is undone at the end. Collective."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sp,
+        platform=job.config.parallel.platform,
+    )
+    config = replace(job.config, parallel=parallel)
+    base = check_layout(config.model, parallel, config.train, job.world.size)
+    plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
+    job = replace(job, config=config, plan=plan)
+    flags = ("", "--hf-checkpoint")
+    values = value_layout(config, base.spec, job.world.size, flags, files=True)
+    initialize_parallel(job)
+    try:
+        policy = build_engine(job, "policy", 1)
+        critic = value_engine(job, "critic", values, config.train, 1)
+        load_value_model(job, values, critic, *flags)
+        if critic.is_last:  # a head of 0 passes no gradient on
+            weight = critic.named_parameters()["output_layer.weight"]
+            with torch.no_grad():
+                weight.copy_(torch.linspace(-0.3, 0.5, weight.numel()).view_as(weight))
+        critic.weights_changed()
+        yield Models(job, policy, critic, _gradients_of(job, policy), _gradients_of(job, critic))
+    finally:
+        parallel_state.forget()
+
+
+def _cut(job: RLJobOf, cut: Cut) -> RLJobOf:
+    train = replace(
+        job.config.train,
+        micro_batch_size=max(1, cut.samples),
+        max_tokens_per_micro_batch=cut.tokens,
+    )
+    return replace(job, config=replace(job.config, train=train))
+
+
+def _samples() -> list[TrainSample]:
+    """The same on every rank; behaviour log-probs are noise so far."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for i, (num_prompt, num_trained) in enumerate(PAIRS):
+        ids = torch.randint(5, VOCAB_SIZE, (num_prompt + num_trained,), generator=generator)
+        noise = torch.randn(num_trained, generator=generator)
+        advantage = (-1.0) ** i * (0.2 + float(torch.rand((), generator=generator)))
+        columns = {
+            "rollout_logprobs": noise,
+            "advantages": torch.full((num_trained,), advantage),
+        }
+        samples.append(TrainSample(i, ids, num_prompt, columns))
+    return samples
+
+
+def _with_behaviour(engine: TrainEngine, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The engine's log-probs 0.15 sigma around the policy's: some ratios are clipped."""
+    result = []
+    for sample in samples:
+        (logp,) = engine.logprobs(engine.prepare([pack([sample], sample.length)]))
+        assert logp is not None
+        near = logp.cpu() + 0.15 * sample.columns["rollout_logprobs"]
+        result.append(replace(sample, columns={**sample.columns, "rollout_logprobs": near}))
+    return result
+
+
+def _outcome(
+    models: Models,
+    batches: Sequence[MicroBatch],
+    samples: Sequence[TrainSample],
+    case: Case,
+    reduce: Reduce | None = None,
+) -> Outcome:
+    """One update without its step. Collective: the world.
+
+    ``reduce`` replaces the sum over the ranks with other tokens where there are none.
+    """
+    batches = [_annotated(b) for b in batches]
+    counts = Denominators.of(s.num_trained for s in samples)
+    if case.loss == VALUE:
+        critic, settings = models.critic, ValueLossSettings(0.2, case.aggregation, LONGEST)
+        batches = _with_targets(critic, batches, reduce or critic.sum_over_context)
+        value_loss = value_loss_function(settings, counts)
+        metrics = empty_value_metrics(value_loss)
+        metrics = metrics.merge(critic.forward_backward(batches, value_loss))
+        return Outcome(reduce_metrics(metrics), models.critic_gradients())
+    engine, loss = models.policy, make_loss(case, counts)
+    if case.loss in ("clip_cov", "kl_cov"):
+        chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
+        current = engine.logprobs(batches)
+        if engine.is_last:
+            total = reduce or engine.sum_over_tokens
+            batches = with_covariance_mask(batches, current, chosen, total)
+    metrics = empty_loss_metrics(loss).merge(engine.forward_backward(batches, loss))
+    return Outcome(reduce_metrics(metrics), models.policy_gradients())
+
+
+def make_loss(case: Case, denominators: Denominators) -> LossFunction:
+    """The loss of a case."""
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        return policy_loss(inputs, case.settings, denominators)
+
+    return loss
+
+
+def _annotated(micro: MicroBatch) -> MicroBatch:
+    """Old and reference log-probs that are a function of the token alone."""
+    places, known = micro.positions[micro.loss_mask].float(), micro.column("rollout_logprobs")
+    micro = micro.with_column("old_logprobs", known + 0.05 * places.sin())
+    return micro.with_column("ref_logprobs", known - 0.1)
+
+
+def _with_targets(
+    engine: TrainEngine, batches: Sequence[MicroBatch], reduce: Reduce
+) -> list[MicroBatch]:
+    """Values of a pass, moved a little, and the returns of GAE; one sample has no reward."""
+    result = []
+    for micro, values in zip(batches, engine.values(batches), strict=True):
+        if values is None:
+            result.append(micro)
+            continue
+        values = values + 0.3 * micro.positions[micro.loss_mask].float().sin()
+        ids = torch.tensor(micro.sample_ids, dtype=torch.long, device=values.device)
+        annotated = micro.with_column("old_values", values)
+        targets = value_targets(
+            annotated,
+            rewards_to_tokens(ids.float().cos(), micro.num_trained),
+            reduce,
+            discount=0.98,
+            trace_decay=0.9,
+        )
+        returns = targets.returns.masked_fill((ids == 1)[micro.sequence_of], math.nan)
+        result.append(annotated.with_column("returns", returns))
+    return result
+
+
+def _compare(
+    where: str,
+    cut: str,
+    layout: Layout,
+    found: Mapping[Case, Outcome],
+    wanted: Mapping[Case, Outcome],
+) -> Finding:
+    """The worst of all cases. Local."""
+    metrics, gradients = [], []
+    for case, outcome in found.items():
+        label, reference = f"{case.loss} {case.aggregation}", wanted[case].metrics
+        assert outcome.metrics.keys() == reference.keys()
+        for name, value in outcome.metrics.items():
+            extreme = "max" in name and layout.cuts_layers
+            scale = _SCALES.get(case.aggregation, 1.0) if name in _SUMS else 0.0
+            limit = EXTREME_TOLERANCE if extreme else METRIC_TOLERANCE
+            limit *= max(1.0, abs(reference[name]), scale)
+            metrics.append((abs(value - reference[name]) / limit, f"{label} {name}"))
+        limit = GRADIENT_TOLERANCE_CUT if layout.cuts_layers else GRADIENT_TOLERANCE
+        errors = relative_errors(outcome.gradients, wanted[case].gradients)
+        gradients += [(error / limit, f"{label} {name}") for name, error in errors.items()]
+    return Finding(where, cut, _worst(metrics), _worst(gradients))
+
+
+def relative_errors(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """|g - g_ref| / |g_ref| by name, Euclidean norms in fp64."""
+    assert found.keys() == wanted.keys()
+    return {
+        name: float((found[name].double() - ref.double()).norm() / ref.double().norm())
+        for name, ref in wanted.items()
+    }
+
+
+def _worst(errors: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest; a NaN is larger than everything."""
+    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0])

@@ -1,0 +1,115 @@
+"""Exports of trained models as Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.checkpoint.hf import read_tensor, weight_files
+from mindspeed_rl.checkpoint.hf_writer import HfWriter
+from mindspeed_rl.checkpoint.names import mtp_tensors
+from mindspeed_rl.checkpoint.writers import export_writers
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.registry import CLASSIFIER, weight_table
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.weights.stream import TensorStream
+from mindspeed_rl.weights.transports import AllToAllTransport
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config import RLRunConfig
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+    from mindspeed_rl.trainer.train_engine import TrainEngine
+
+_EXPORT_BUCKET_BYTES = 512 << 20
+
+
+def export_critic(job: Job[RLRunConfig, RLPlan], critic: TrainEngine, step: int) -> None:
+    """Write the critic where ``--critic-export-hf`` says. Collective: the world."""
+    options = job.config.critic
+    export_policy(job, critic, options.critic_export_hf, step, options.critic_hf_checkpoint)
+
+
+def export_policy(
+    job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: int, checkpoint: str = ""
+) -> None:
+    """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
+
+    ``checkpoint`` is where the config comes from; empty: ``--hf-checkpoint``. The tokenizer is that
+    of the run. Tensors travel to the writer in rounds and are written as they come. Rank 0 writes;
+    nodes that do not share its file system write a copy of their own, so that the next job finds
+    it.
+    """
+    rank, platform = job.world.rank, job.platform
+    source, value_head = engine.layout, engine.spec.value_head
+    writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
+    dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
+    stream = TensorStream(
+        source,
+        writers,
+        rank=rank,
+        ranks_per_node=job.world.local_size,
+        transport=AllToAllTransport(job.world.size, platform.device, None),
+        dtype=dtype,
+        bucket_bytes=_EXPORT_BUCKET_BYTES,
+    )
+    with ExitStack() as stack:
+        writer = None
+        if rank in writers:
+            checkpoint = checkpoint or job.config.model.hf_checkpoint
+            keys = value_export_keys(checkpoint, engine.spec) if value_head else export_keys(job)
+            tokenizer = job.config.model.tokenizer_directory
+            opened = HfWriter(
+                target, checkpoint, dtype, step=step, tokenizer=tokenizer, config_keys=keys
+            )
+            writer = stack.enter_context(opened)
+        stream.run(engine.named_parameters(), writer.add if writer else None)
+        if writer and not value_head:
+            for name, file in kept_mtp(job).items():
+                writer.add(name, read_tensor(file, name))
+    dist.barrier()
+
+
+def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
+    """With ``--keep-mtp``: the tensors to copy unchanged into every export, and their files.
+
+    Raises:
+        UsageError: the checkpoint has none.
+    """
+    if not job.config.checkpoint.keep_mtp:
+        return {}
+    checkpoint = job.config.model.hf_checkpoint
+    files = weight_files(checkpoint)
+    found = mtp_tensors(job.plan.spec, files)
+    if not found:
+        raise UsageError(
+            f"--keep-mtp: {checkpoint} has no multi-token-prediction layers; remove the flag, or "
+            "give a checkpoint that has them (num_nextn_predict_layers in config.json, and "
+            "weights behind the last layer)"
+        )
+    return {name: files[name] for name in found}
+
+
+def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
+    """Keys of the export's config.json that may differ from the source's."""
+    keys: dict[str, Any] = dict(weight_table(job.plan.spec.family).config_keys)
+    if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
+        keys["num_nextn_predict_layers"] = 0
+    return keys
+
+
+def value_export_keys(checkpoint: str, spec: ModelSpec) -> dict[str, Any]:
+    """Keys of config.json that make of a causal model's config that of a classifier."""
+    names = read_hf_config(checkpoint)["architectures"]
+    keys: dict[str, Any] = dict(weight_table(spec.family).config_keys)
+    if spec.num_mtp_layers:
+        keys["num_nextn_predict_layers"] = 0
+    return keys | {
+        "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in names],
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+    }

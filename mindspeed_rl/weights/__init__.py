@@ -1,0 +1,1 @@
+"""The trainer's weights into the engine: layouts, plans, transfers and the proof."""

@@ -1,0 +1,219 @@
+"""Layout-invariant checksums of HF tensors: the proof that both sides hold the same bits.
+
+The checksum of a tensor is the sum over its elements of (bit pattern x odd hash of the element's
+global index) modulo 2^64. It does not depend on how the tensor is cut or ordered, so trainer and
+engine compute it from their own pieces and compare one integer per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.weights.difference import Difference, first_difference
+from mindspeed_rl.weights.executor import wire_dtype
+from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
+
+_MULTIPLIER_1 = -4658895280553007687  # 0xbf58476d1ce4e5b9 of splitmix64, as a signed integer
+_MULTIPLIER_2 = -7723592293110705685  # 0x94d049bb133111eb
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Hashes of rectangles up to this size are kept: 8 bytes per element, the same in every sync.
+_CACHED_ELEMENTS = 1 << 16
+_CHUNK_ELEMENTS = 1 << 20  # whose hashes, 36 bytes per element with all that is on the way, exist
+
+
+def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """splitmix64's mixer of the row-major global index of each element, made odd: [box.size]."""
+    if box.num_elements <= _CACHED_ELEMENTS:
+        return _small_index_hash(box, shape, device)
+    return _hash_indices(box, shape, device)
+
+
+@lru_cache(maxsize=1024)
+def _small_index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return _hash_indices(box, shape, device)
+
+
+def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (lo, size) in enumerate(zip(box.lo, box.size, strict=True)):
+        line = torch.arange(lo, lo + size, dtype=torch.int64, device=device)
+        index = index.unsqueeze(-1) * shape[dim] + line
+    value = index
+    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
+    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2
+    return (value ^ ((value >> 31) & ((1 << 33) - 1))) | 1
+
+
+def box_checksum(
+    values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The share of one rectangle in its tensor's checksum, in slices of about 40 MB of memory.
+
+    Args:
+        values: [box.size], any floating type.
+        box: its place in the HF tensor.
+        shape: of the whole HF tensor.
+        dtype: values are cast to it first.
+
+    Returns:
+        0-d int64 (modulo 2^64), on the device of the values.
+    """
+    if box.num_elements <= _CHUNK_ELEMENTS:
+        return _chunk_checksum(values, box, shape, dtype)
+    whole = Box.whole(box.size)
+    parts = -(-box.num_elements // _CHUNK_ELEMENTS)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part in (box.slice(i, parts) for i in range(parts)):
+        if part.num_elements:
+            total += _chunk_checksum(values[part.moved(box, whole).slices], part, shape, dtype)
+    return total
+
+
+def _chunk_checksum(
+    values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    taken = values.to(dtype).contiguous()
+    bits = taken.view(_BITS[taken.element_size()]).to(torch.int64)
+    return (bits * _index_hash(box, shape, values.device)).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rectangle of this rank and its row in the table of HF tensors."""
+
+    piece: Piece
+    row: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _shares(
+    layout: ShardLayout, rank: int, rows: Mapping[str, int], *, primary_only: bool
+) -> tuple[_Share, ...]:
+    return tuple(
+        _Share(
+            shard.piece,
+            rows[shard.piece.hf_name],
+            layout.hf_shapes[shard.piece.hf_name],
+            layout.dtype_of(shard.piece.hf_name),
+        )
+        for shard in pieces_of(layout, rank)
+        if not primary_only or (not shard.mirror and shard.holders[0] == rank)
+    )
+
+
+def _sum_shares(
+    shares: Sequence[_Share], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
+) -> torch.Tensor:
+    found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for share in shares:
+        piece = share.piece
+        shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
+        wire = wire_dtype(share.dtype, dtype)
+        value = box_checksum(shown, piece.hf_box, share.shape, wire)
+        found.setdefault(value.device, []).append((share.row, value))
+    total = torch.zeros(count, dtype=torch.int64)
+    for rows, values in (zip(*pairs, strict=True) for pairs in found.values()):
+        # one transfer to the host per device
+        total.index_add_(0, torch.tensor(rows), torch.stack(values).cpu())
+    return total
+
+
+def local_checksums(
+    layout: ShardLayout,
+    rank: int,
+    params: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    primary_only: bool,
+) -> torch.Tensor:
+    """This rank's share in the checksum of every HF tensor of ``layout``. Local.
+
+    Args:
+        layout: where the rank keeps what.
+        rank: global rank.
+        params: its parameters by local name.
+        dtype: values are cast to it first, as on the wire.
+        primary_only: count each element on one rank only, so that the sum over all ranks is the
+            checksum; else every copy counts, and the sum is the checksum times the copies.
+
+    Returns:
+        [number of HF tensors] int64, in the order of ``layout.hf_shapes``.
+    """
+    rows = {name: i for i, name in enumerate(layout.hf_shapes)}
+    shares = _shares(layout, rank, rows, primary_only=primary_only)
+    return _sum_shares(shares, params, dtype, len(rows))
+
+
+def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
+    """How many ranks hold each element of each HF tensor, of all or of ``names``: [n] int64."""
+    copies = []
+    for name in names or layout.hf_shapes:
+        held = sum(s.piece.hf_box.num_elements * len(s.holders) for s in layout.shards(name))
+        copies.append(held // prod(layout.hf_shapes[name]))
+    return torch.tensor(copies, dtype=torch.int64)
+
+
+class WeightProof:
+    """Compares the bits of two layouts again and again; what is constant is computed once.
+
+    Args:
+        source: the layout that was read; each element counts once.
+        target: the layout that was written; every copy counts.
+        rank: global rank.
+        dtype: element type on the wire.
+    """
+
+    def __init__(
+        self, source: ShardLayout, target: ShardLayout, rank: int, dtype: torch.dtype
+    ) -> None:
+        self._layouts, self._rank = (source, target), rank
+        self._names = list(source.hf_shapes)
+        rows = {name: i for i, name in enumerate(self._names)}
+        self._source = _shares(source, rank, rows, primary_only=True)
+        self._target = _shares(target, rank, rows, primary_only=False)
+        self._copies = copies_held(target, self._names)
+        self._dtype = dtype
+
+    def differing_tensors(
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+    ) -> list[str]:
+        """HF tensors whose bits differ between the two sides on any rank. Collective: the world.
+
+        Two int64 per tensor go to every rank.
+        """
+        count = len(self._names)
+        sums = torch.stack(
+            [
+                _sum_shares(self._source, read, self._dtype, count),
+                _sum_shares(self._target, write, self._dtype, count),
+            ]
+        )
+        sums = sum_over_ranks(sums, group)
+        differs = (sums[0] * self._copies) != sums[1]
+        return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
+
+    def first_difference(
+        self,
+        hf_name: str,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+    ) -> Difference | None:
+        """Rank, parameter and element of what :meth:`differing_tensors` found. Collective."""
+        device = next(iter((*write.values(), *read.values()))).device
+        return first_difference(
+            *self._layouts, hf_name, self._rank, read, write, self._dtype, device
+        )

@@ -1,0 +1,229 @@
+"""One round on its way: what is packed, and what travels from and into the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rl.core.boxes import Box, ParamView
+from mindspeed_rl.weights.planner import Transfer
+from mindspeed_rl.weights.transports import Pending, Tensors, Transport
+
+Messages = Mapping[int, tuple[Transfer, ...]]
+Params = Mapping[str, torch.Tensor]
+# What is to be copied into or out of it, and the memory that travels.
+Message = tuple[Sequence[Transfer], torch.Tensor]
+
+ALIGNMENT_BYTES = 16  # between what is sent and what is received
+ALONE_BYTES = 256 << 10  # from here on a rectangle is a message of its own, where these may be many
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One rank's messages of one exchange, by ascending peer."""
+
+    sends: Messages
+    receives: Messages
+
+    @property
+    def send_sizes(self) -> dict[int, int]:
+        """Elements for each peer."""
+        return _sizes(self.sends)
+
+    @property
+    def receive_sizes(self) -> dict[int, int]:
+        """Elements from each peer."""
+        return _sizes(self.receives)
+
+    def staging_bytes(self, item_bytes: int) -> int:
+        """What both directions take when everything is packed."""
+        sent, received = (sum(s.values()) for s in (self.send_sizes, self.receive_sizes))
+        return _aligned(sent * item_bytes) + received * item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One rank's part of one round; its tensors have one element type.
+
+    Attributes:
+        legs: one exchange, or two with a relay.
+        copies: what the rank has itself.
+        repeats: what it keeps twice, once it has arrived.
+        names: the HF tensors that are complete after this round.
+        dtype: declared element type; empty: that of the model.
+    """
+
+    legs: tuple[Leg, ...]
+    copies: tuple[Transfer, ...]
+    repeats: tuple[Transfer, ...]
+    names: tuple[str, ...]
+    dtype: str
+
+
+class Exchange:
+    """One round on its way, with the staging it lives in.
+
+    Args:
+        part: the round.
+        staging: [bytes] memory of its messages.
+        dtype: element type on the wire.
+        transport: moves them.
+        write: the target parameters; messages may arrive in them from the beginning.
+    """
+
+    def __init__(
+        self,
+        part: Round,
+        staging: torch.Tensor,
+        dtype: torch.dtype,
+        transport: Transport,
+        write: Params,
+    ) -> None:
+        self._round = part
+        self._staging = staging
+        self._dtype = dtype
+        self._transport = transport
+        self._write = write
+        self._pending: Pending | None = None
+        self._arriving: list[Message] = []
+
+    def post(self, leg: int, read: Params) -> None:
+        """Pack the messages of a leg and send them."""
+        part, item = self._round.legs[leg], self._dtype.itemsize
+        sent, received = (sum(s.values()) * item for s in (part.send_sizes, part.receive_sizes))
+        start = _aligned(sent)
+        outgoing = shared_view(self._staging[:sent], self._dtype)
+        incoming = shared_view(self._staging[start : start + received], self._dtype)
+        sends = self._messages(part.sends, outgoing, lambda t: source_view(read, t))
+        receives = self._messages(part.receives, incoming, lambda t: target_view(self._write, t))
+        for transfers, flat in (m for several in sends.values() for m in several):
+            for t, span in _spans(flat, transfers):
+                span.copy_(source_view(read, t))
+        self._arriving = [m for several in receives.values() for m in several]
+        self._pending = self._transport.start(_tensors(sends), _tensors(receives), self._dtype)
+
+    def _messages(
+        self,
+        of_peers: Messages,
+        buffer: torch.Tensor,
+        view_of: Callable[[Transfer], torch.Tensor],
+    ) -> dict[int, list[Message]]:
+        """The messages of each peer: what is still to be copied, and the memory that travels.
+
+        A large rectangle that is one run of memory of the right type travels as it is, where the
+        transport can; then nothing is left to be copied. Both ends cut alike, and each looks at its
+        own memory.
+        """
+        result: dict[int, list[Message]] = {}
+        used = 0
+        alone = ALONE_BYTES // self._dtype.itemsize if self._transport.many_messages else None
+        for peer, transfers in of_peers.items():
+            messages = result.setdefault(peer, [])
+            for together in _cut(transfers, alone):
+                size = sum(t.num_elements for t in together)
+                if alone is not None and size >= alone and len(together) == 1:
+                    view = view_of(together[0])
+                    if view.is_contiguous() and view.dtype is self._dtype:
+                        messages.append(((), shared_view(view, (-1,))))
+                        continue
+                messages.append((together, buffer[used : used + size]))
+                used += size
+        return result
+
+    def finish(self, after_round: Callable[[Round], None] | None) -> None:
+        """Take what arrives; with a relay pass it on and take that, too."""
+        self._take()
+        for leg in range(1, len(self._round.legs)):
+            self.post(leg, self._write)
+            self._take()
+        copy_within(self._round.repeats, self._write, self._write)
+        if after_round is not None:
+            after_round(self._round)
+
+    def _take(self) -> None:
+        assert self._pending is not None
+        self._pending.wait()
+        for transfers, flat in self._arriving:
+            for t, span in _spans(flat, transfers):
+                target_view(self._write, t).copy_(span)
+
+
+def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> torch.Tensor:
+    """Memory without gaps as another element type or shape: never a copy.
+
+    MindSpeed replaces ``torch.Tensor.view`` by one that copies memory with gaps and says nothing;
+    a message would be packed into the copy, or stay there when it has arrived.
+
+    Args:
+        memory: contiguous; of bytes aligned to the element type, where that changes.
+        what: element type, or sizes, as for ``torch.Tensor.view``.
+
+    Raises:
+        RuntimeError: what ``torch.Tensor.view`` returns lies elsewhere.
+    """
+    shown = memory.view(what)
+    if shown.data_ptr() != memory.data_ptr():
+        raise RuntimeError(
+            "reshard: torch.Tensor.view returns copies (tensor of size "
+            f"{tuple(memory.shape)}, strides {memory.stride()}): weights would be lost; remove "
+            "what replaces torch.Tensor.view"
+        )
+    return shown
+
+
+def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> int:
+    """From parameter to parameter of this rank; the bytes that were written."""
+    num_bytes = 0
+    for t in transfers:
+        target = target_view(write, t)
+        target.copy_(source_view(read, t))
+        num_bytes += target.numel() * target.element_size()
+    return num_bytes
+
+
+def source_view(params: Params, transfer: Transfer) -> torch.Tensor:
+    """What a transfer reads (shares the parameter's memory)."""
+    return _view(params, transfer.src_param, transfer.src_view, transfer.src_box)
+
+
+def target_view(params: Params, transfer: Transfer) -> torch.Tensor:
+    """What a transfer writes (shares the parameter's memory)."""
+    return _view(params, transfer.dst_param, transfer.dst_view, transfer.dst_box)
+
+
+def _view(params: Params, name: str, view: ParamView, box: Box) -> torch.Tensor:
+    shown: torch.Tensor = view.of(params[name])
+    return shown[box.slices]
+
+
+def _cut(transfers: Sequence[Transfer], alone: int | None) -> list[Sequence[Transfer]]:
+    """What travels together: everything, or the small ones and each large one."""
+    if alone is None:
+        return [transfers]
+    small = [t for t in transfers if t.num_elements < alone]
+    large = [[t] for t in transfers if t.num_elements >= alone]
+    return [*([small] if small else []), *large]
+
+
+def _tensors(of_peers: Mapping[int, list[Message]]) -> Tensors:
+    return {peer: [tensor for _, tensor in several] for peer, several in of_peers.items()}
+
+
+def _sizes(messages: Messages) -> dict[int, int]:
+    return {peer: sum(t.num_elements for t in part) for peer, part in messages.items()}
+
+
+def _spans(
+    buffer: torch.Tensor, transfers: Sequence[Transfer]
+) -> Iterable[tuple[Transfer, torch.Tensor]]:
+    """Every transfer with its part of a buffer, in its shape."""
+    start = 0
+    for t in transfers:
+        yield t, shared_view(buffer[start : start + t.num_elements], t.hf_box.size)
+        start += t.num_elements
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,209 @@
+"""Carries out reshard plans round by round, two rounds on their way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from mindspeed_rl.weights.exchange import ALIGNMENT_BYTES, Exchange, Leg, Round, copy_within
+from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.weights.layouts.base import ShardLayout
+from mindspeed_rl.weights.planner import ReshardPlan, Transfer, check_same_tensors, plan_reshard
+from mindspeed_rl.weights.schedule import Schedule, plan_schedule
+from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.transports import Transport
+
+ROUNDS_IN_FLIGHT = 2
+
+
+def round_bytes(bucket_bytes: int) -> int:
+    """The budget of one round: the rounds on their way share the bucket."""
+    return max(0, bucket_bytes // ROUNDS_IN_FLIGHT - ALIGNMENT_BYTES)
+
+
+def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
+    """The element type on the wire of a tensor with a declared type (``""``: none of its own)."""
+    if not declared:
+        return default
+    dtype: torch.dtype = getattr(torch, declared)
+    return dtype
+
+
+@without_collection
+def split_rounds(
+    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_legs: int
+) -> tuple[Round, ...]:
+    """Distribute a plan over the rounds of a schedule. Both ends keep the plan's order."""
+    count = schedule.num_rounds
+
+    def by_round(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+        rounds: list[list[Transfer]] = [[] for _ in range(count)]
+        for transfer in transfers:
+            slots = schedule.slots_of(source, transfer.hf_name)
+            for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+                if part:
+                    rounds[slot.round].append(part)
+        return rounds
+
+    sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
+    repeats: list[list[Transfer]] = [[] for _ in range(count)]
+    for transfer in plan.repeats:  # whole: the slices of what arrives are others
+        repeats[schedule.slots_of(source, transfer.hf_name)[-1].round].append(transfer)
+    return tuple(
+        Round(
+            tuple(
+                Leg(
+                    _by_peer(sends[i], leg, lambda t: t.dst_rank),
+                    _by_peer(receives[i], leg, lambda t: t.src_rank),
+                )
+                for leg in range(1, num_legs + 1)
+            ),
+            tuple(copies[i]),
+            tuple(repeats[i]),
+            schedule.completed[i],
+            schedule.dtypes[i],
+        )
+        for i in range(count)
+    )
+
+
+def _by_peer(
+    transfers: Iterable[Transfer], leg: int, peer: Callable[[Transfer], int]
+) -> dict[int, tuple[Transfer, ...]]:
+    groups: dict[int, list[Transfer]] = {}
+    for transfer in transfers:
+        if transfer.leg == leg:
+            groups.setdefault(peer(transfer), []).append(transfer)
+    return {p: tuple(group) for p, group in sorted(groups.items())}
+
+
+class Resharder:
+    """A prepared reshard from one layout to another on this rank.
+
+    Every rank plans alone, so before anything moves all ranks compare what they planned from.
+
+    Args:
+        source: the layout to read.
+        target: the layout to write.
+        rank: global rank.
+        ranks_per_node: for the choice of near sources.
+        transport: moves the messages.
+        dtype: element type on the wire of tensors that have none of their own: the target's.
+        bucket_bytes: bound of all staging of this rank: what is sent and received of the rounds on
+            their way.
+        relay: send each rectangle once to a node and pass it on there.
+
+    Raises:
+        RuntimeError: the layouts speak of different tensors.
+        UsageError: the budget is too small.
+    """
+
+    def __init__(
+        self,
+        source: ShardLayout,
+        target: ShardLayout,
+        *,
+        rank: int,
+        ranks_per_node: int,
+        transport: Transport,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        relay: bool = False,
+    ) -> None:
+        check_same_tensors(source, target)
+        self.plan = plan_reshard(source, target, rank, ranks_per_node, relay=relay)
+        self.schedule = plan_schedule(
+            source,
+            target,
+            bucket_bytes=round_bytes(bucket_bytes),
+            item_bytes=dtype.itemsize,
+            ranks_per_node=ranks_per_node,
+            relay=relay,
+        )
+        self.rounds = split_rounds(self.plan, self.schedule, source, 2 if relay else 1)
+        self._transport = transport
+        self._dtype = dtype
+        self._budget = bucket_bytes
+        self._compared = False
+
+    @torch.no_grad()
+    def run(
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        after_round: Callable[[Round], None] | None = None,
+    ) -> SyncTraffic:
+        """Move everything. Collective over the transport's ranks.
+
+        Args:
+            read: this rank's source parameters by name.
+            write: this rank's target parameters by name; a round's targets must exist when it
+                runs.
+            after_round: called when a round's targets are complete.
+
+        Returns:
+            What this rank moved.
+
+        Raises:
+            RuntimeError: on all ranks, before the first round: some have another plan.
+        """
+        if not self._compared:
+            self._compare_plans()
+        transport, copied_bytes = self._transport, 0
+        sent_bytes, received_bytes = transport.sent_bytes, transport.received_bytes
+        staging = [self._new_staging() for _ in range(self._num_slots)]
+        on_the_way: Exchange | None = None
+        for i, part in enumerate(self.rounds):
+            dtype = wire_dtype(part.dtype, self._dtype)
+            started = Exchange(part, staging[i % len(staging)], dtype, transport, write)
+            started.post(0, read)
+            copied_bytes += copy_within(part.copies, read, write)
+            if on_the_way is not None:
+                on_the_way.finish(after_round)
+            on_the_way = started
+        if on_the_way is not None:
+            on_the_way.finish(after_round)
+        return SyncTraffic(
+            transport.received_bytes - received_bytes,
+            transport.sent_bytes - sent_bytes,
+            copied_bytes,
+        )
+
+    def staging_bytes(self) -> int:
+        """What :meth:`run` allocates besides the parameters."""
+        return self._slot_bytes() * self._num_slots
+
+    @property
+    def _num_slots(self) -> int:
+        return min(ROUNDS_IN_FLIGHT, len(self.rounds))
+
+    def _slot_bytes(self) -> int:
+        return max(
+            (
+                leg.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)
+                for part in self.rounds
+                for leg in part.legs
+            ),
+            default=0,
+        )
+
+    def _new_staging(self) -> torch.Tensor:
+        return torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
+
+    def _compare_plans(self) -> None:
+        """32 bytes per rank, once: messages that do not fit together would hang or mix tensors."""
+        state = hashlib.blake2b(self.plan.digest.encode(), digest_size=32)
+        transport = type(self._transport).__name__
+        state.update(repr((self._dtype, self._budget, transport)).encode())
+        digests = self._transport.all_gather(state.digest())
+        usual, _ = Counter(digests).most_common(1)[0]
+        if odd := [rank for rank, digest in enumerate(digests) if digest != usual]:
+            raise RuntimeError(
+                f"reshard: ranks {odd} of {len(digests)} have another plan than the rest (layouts, "
+                "ranks per node, precision, --reshard-bucket-mb or --reshard-transport differ); "
+                "start all nodes with the same flags, config.json and mindspeed_rl"
+            )
+        self._compared = True

@@ -1,0 +1,139 @@
+"""Where the files of a Megatron checkpoint keep each rectangle of each HF tensor.
+
+The classic layout has one file for each pair of (tensor, pipeline, expert) parallel ranks,
+``iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, with the parameters of the rank under
+its local names. megatron-core's distributed format keeps parameters whole, so it is a layout of one
+rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import Place, StageLayout
+from mindspeed_rl.models.blocks import EMBED_NAME
+from mindspeed_rl.models.file_names import FileNames
+from mindspeed_rl.models.rules import Row, Vocab
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.weights.layouts.base import RowPlacement
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+
+MODEL_FILE = "model_optim_rng.pt"
+
+
+@dataclass(frozen=True)
+class CheckpointLayout(MegatronLayout):
+    """A training layout under the names of a checkpoint.
+
+    Attributes:
+        names: the dialect.
+        slots: local numbers of the layers of each chunk, in the order of the model; MindSpeed
+            counts empty layers. Empty: from 0 on.
+        extends_ep: tensor-parallel ranks extend expert parallelism, which file names do not count.
+    """
+
+    names: FileNames = field(default_factory=FileNames)
+    slots: tuple[tuple[int, ...], ...] = ()
+    extends_ep: bool = False
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of the model in the dialect."""
+        return self.names.rows(self.spec)
+
+    @cached_property
+    def present_rows(self) -> tuple[Row, ...]:
+        """All rows; on a single stage the head of a tied model is the embedding itself."""
+        if self.parallel.pp > 1:
+            return self.rows
+        return tuple(r for r in self.rows if not (self._is_tied(r) or _repeats_embedding(r)))
+
+    def _pattern(self, row: Row, layer: int) -> str:
+        return self.names.param(row.param, self.spec, layer)
+
+    def _place_of(self, row: Row, layer: int) -> Place:
+        place = super()._place_of(row, layer)
+        if not self.slots or row.stage in ("first", "last", "mtp"):
+            return place
+        chunk = place.chunk * self.parallel.pp + place.stage
+        return Place(place.stage, place.chunk, self.slots[chunk][place.local])
+
+    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+        """The one place of a row at a layer and expert; none where the row is of other layers."""
+        if (layer >= self.spec.num_layers) != (row.stage == "mtp"):
+            return
+        for place in super().places(row, layer, expert):
+            mirror = place.mirror or _repeats_embedding(row)
+            yield RowPlacement(place.row, place.param, place.shares, mirror)
+
+    # --- files ---
+
+    def folder_of(self, rank: int) -> str:
+        """Name of the folder of a rank's file."""
+        parallel = self.parallel
+        coords = parallel.coords(rank)
+        expert = self.file_ep(rank)
+        name = f"mp_rank_{coords.tp:02d}"
+        if parallel.pp > 1:
+            name += f"_{coords.pp:03d}"
+        return name + (f"_{expert:03d}" if self.num_file_ep > 1 else "")
+
+    @property
+    def num_file_ep(self) -> int:
+        """Expert parallelism as file names count it."""
+        return self.parallel.ep // (self.parallel.tp if self.extends_ep else 1)
+
+    def file_ep(self, rank: int) -> int:
+        """Expert-parallel rank as file names count it."""
+        return self.parallel.expert_coords(rank).ep // (self.parallel.tp if self.extends_ep else 1)
+
+    def stored_shape(self, param: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape in the file: the stacks of experts are flat matrices."""
+        if param.endswith("mlp.experts.weight1"):
+            return shape[1], math.prod(shape) // shape[1]
+        if param.endswith("mlp.experts.weight2"):
+            return math.prod(shape) // shape[2], shape[2]
+        return shape
+
+
+def _repeats_embedding(row: Row) -> bool:
+    return isinstance(row, Vocab) and row.stage == "last" and row.hf == EMBED_NAME
+
+
+def classic_grid(
+    stages: StageLayout, tp: int, ep: int, etp: int, extends_ep: bool
+) -> ParallelLayout:
+    """The smallest world whose ranks are the files of a classic checkpoint, one each.
+
+    Args:
+        stages: layers of the pipeline stages.
+        tp: tensor parallelism.
+        ep: expert parallelism as file names count it.
+        etp: ranks that share an expert.
+        extends_ep: whether tensor-parallel ranks extend expert parallelism.
+
+    Raises:
+        UsageError: several ranks would share a file.
+    """
+    if etp not in (1, tp):
+        raise UsageError(
+            f"--expert-tensor-parallel-size {etp}: a classic checkpoint has one file per tensor- "
+            f"and expert-parallel rank; allowed: 1 or --target-tensor-parallel-size {tp}, or "
+            "--ckpt-format torch_dist, which every layout can load"
+        )
+    if extends_ep:
+        ep, etp = ep * tp, 1
+    ranks = math.lcm(tp, ep * etp)
+    return ParallelLayout.build(world=stages.pp * ranks, stages=stages, tp=tp, ep=ep, etp=etp)
+
+
+def whole_layout(spec: ModelSpec, names: FileNames, padded_vocab: int) -> CheckpointLayout:
+    """The layout of one rank that holds everything: what a distributed checkpoint is cut from."""
+    stages = StageLayout(1, (spec.num_layers,))
+    grid = ParallelLayout.build(world=1, stages=stages)
+    return CheckpointLayout(spec, grid, padded_vocab, names=names)

@@ -1,0 +1,285 @@
+"""Which rank sends which rectangle to whom: pure arithmetic, each rank alone.
+
+HF tensors are the common coordinates. A destination needs the intersection of its own piece with
+each rectangle that the source layout cuts a tensor into; among the ranks that hold that rectangle
+exactly one sends (:mod:`~mindspeed_rl.weights.sources`). A rank looks only at tensors of which
+it holds something on either side, so a plan costs O(own transfers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mindspeed_rl.core.boxes import Box, ParamView
+from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate
+from mindspeed_rl.weights.sources import Assignment, Wanted, share_out
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One rectangle from one rank's parameter to another's (or the same rank's).
+
+    ``leg`` 1 reads the source layout; leg 2 passes on, after it, what the sender itself received in
+    leg 1: ``src_param`` is then a parameter of the target layout.
+    """
+
+    src_rank: int
+    dst_rank: int
+    hf_name: str
+    hf_box: Box
+    src_param: str
+    src_box: Box
+    src_view: ParamView
+    dst_param: str
+    dst_box: Box
+    dst_view: ParamView
+    leg: int = 1
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that travel."""
+        return self.hf_box.num_elements
+
+    def parts(self, count: int) -> tuple[Transfer | None, ...]:
+        """``count`` slices, ``None`` where one is empty."""
+        if count == 1:
+            return (self,)
+        slices = _slices((self.hf_box, self.src_box, self.dst_box), count)
+        return tuple(
+            Transfer(
+                self.src_rank,
+                self.dst_rank,
+                self.hf_name,
+                boxes[0],
+                self.src_param,
+                boxes[1],
+                self.src_view,
+                self.dst_param,
+                boxes[2],
+                self.dst_view,
+                self.leg,
+            )
+            if boxes
+            else None
+            for boxes in slices
+        )
+
+
+@lru_cache(maxsize=1 << 12)
+def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...] | None, ...]:
+    """Slices of rectangles of one size; layers and experts are sliced alike."""
+    slices = (tuple(box.slice(index, count) for box in boxes) for index in range(count))
+    return tuple(several if several[0].num_elements else None for several in slices)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """Everything that one rank does in a reshard.
+
+    ``sends``, ``receives`` and ``copies`` are in one order on all ranks, so that both ends of a
+    message list its rectangles alike. ``repeats`` copy within the target what the rank keeps twice
+    (a redundant expert beside itself) once it has arrived. ``digest`` is equal on all ranks of a
+    reshard.
+    """
+
+    rank: int
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    copies: tuple[Transfer, ...]
+    repeats: tuple[Transfer, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A rectangle that a layout cuts a tensor into, and the ranks that hold it."""
+
+    box: Box
+    shards: tuple[Shard, ...]
+    holders: tuple[range, ...]
+
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...]) -> Cell:
+        """Shards of one rectangle, mirrors included."""
+        return cls(shards[0].piece.hf_box, shards, tuple(shard.holders for shard in shards))
+
+    def is_held_by(self, rank: int) -> bool:
+        """Whether ``rank`` holds it."""
+        return any(rank in several for several in self.holders)
+
+    def piece_of(self, rank: int) -> Piece:
+        """Where ``rank`` holds it."""
+        return next(shard.piece for shard in self.shards if rank in shard.holders)
+
+
+def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
+    """The rectangles of a tensor that hold every element exactly once, with all their holders."""
+    shards = source.shards(hf_name)
+    if len(shards) == 1:
+        return [Cell.of(shards)]
+    same: dict[Box, list[Shard]] = {}
+    for shard in shards:
+        same.setdefault(shard.piece.hf_box, []).append(shard)
+    return [Cell.of(tuple(same[s.piece.hf_box])) for s in shards if not s.mirror]
+
+
+def repeats_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]:
+    """Shards whose rectangle the same ranks keep in another shard already: that one by this one."""
+    shards = target.shards(hf_name)
+    if len(shards) == 1:
+        return {}
+    first: dict[tuple[Box, range], Shard] = {}
+    for shard in shards:
+        first.setdefault((shard.piece.hf_box, shard.holders), shard)
+    if len(first) == len(shards):
+        return {}
+    found = {shard: first[shard.piece.hf_box, shard.holders] for shard in shards}
+    return {again: once for again, once in found.items() if again is not once}
+
+
+def needs_of(target: ShardLayout, hf_name: str) -> list[Cell]:
+    """The rectangles of a tensor that have to arrive, each with all ranks that need it.
+
+    What a rank keeps twice arrives once (:func:`repeats_of`).
+    """
+    shards = target.shards(hf_name)
+    if len(shards) == 1:
+        return [Cell.of(shards)]
+    repeats = repeats_of(target, hf_name)
+    same: dict[Box, list[Shard]] = {}
+    for shard in shards:
+        if shard not in repeats:
+            same.setdefault(shard.piece.hf_box, []).append(shard)
+    return [Cell.of(tuple(several)) for several in same.values()]
+
+
+@lru_cache(maxsize=4096)
+def _turn_of_pattern(pattern: str) -> int:
+    return zlib.crc32(pattern.encode()) & 0xFFFF
+
+
+def turn_of(hf_name: str, experts_per_rank: int = 1) -> int:
+    """Whose turn it is among equal sources: experts and layers of one rank follow each other."""
+    pattern, layer, expert = locate(hf_name)
+    return _turn_of_pattern(pattern) + layer * experts_per_rank + expert
+
+
+def overlaps(
+    source: ShardLayout, target: ShardLayout, hf_name: str, ranks_per_node: int, relay: bool
+) -> Iterator[tuple[Cell, Cell, Box, Assignment]]:
+    """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
+
+    With ``relay`` rectangles are sliced so that every destination on a node without a holder
+    receives one slice from afar and passes it on to the others. Each rectangle has a turn of its
+    own, so that all holders of a tensor serve its shards. Where a stage has too few layers to even
+    out what its ranks send, matrices are sliced.
+    """
+    num_layers, num_experts = source.num_alike(hf_name)
+    turn = turn_of(hf_name, num_experts)
+    needs = needs_of(target, hf_name)
+    for cell in cells_of(source, hf_name):
+        found = [(dst, box) for dst in needs if (box := cell.box.intersect(dst.box))]
+        if not found:
+            continue
+        wanted = tuple(Wanted(d.holders, b.num_elements, len(b.size) > 1) for d, b in found)
+        # not the experts: some of a rank's may be needed where they are, and then take no turn
+        shared = share_out(cell.holders, wanted, ranks_per_node, turn, num_layers, relay)
+        for (dst, box), slices in zip(found, shared, strict=True):
+            for i, assigned in enumerate(slices):
+                if (part := box.slice(i, len(slices))).num_elements:
+                    yield cell, dst, part, assigned
+
+
+def _transfer(
+    piece: Piece, wanted: Piece, box: Box, src_rank: int, dst_rank: int, leg: int
+) -> Transfer:
+    return Transfer(
+        src_rank,
+        dst_rank,
+        piece.hf_name,
+        box,
+        piece.param,
+        box.moved(piece.hf_box, piece.param_box),
+        piece.view,
+        wanted.param,
+        box.moved(wanted.hf_box, wanted.param_box),
+        wanted.view,
+        leg,
+    )
+
+
+@without_collection
+def plan_reshard(
+    source: ShardLayout,
+    target: ShardLayout,
+    rank: int,
+    ranks_per_node: int,
+    *,
+    relay: bool = False,
+) -> ReshardPlan:
+    """The plan of one rank. Local and pure: every rank may call it alone.
+
+    Args:
+        source: the layout that is read.
+        target: the layout that is written; it has the source's HF tensors
+            (:func:`check_same_tensors`).
+        rank: whose plan.
+        ranks_per_node: size of a node: near sources are preferred.
+        relay: send each rectangle once to a node and pass it on there (two legs).
+    """
+    sends: list[Transfer] = []
+    receives: list[Transfer] = []
+    copies: list[Transfer] = []
+    repeats: list[Transfer] = []
+    for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
+        for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
+            if needed := dst.is_held_by(rank):
+                sender, leg = assigned.source_of(rank)
+                piece = (dst if leg == 2 else cell).piece_of(sender)
+                where = copies if sender == rank else receives
+                wanted = dst.piece_of(rank)
+                where.append(_transfer(piece, wanted, box, sender, rank, max(1, leg)))
+            if needed or cell.is_held_by(rank):
+                for receiver, leg in assigned.served_by(rank):
+                    piece = (dst if leg == 2 else cell).piece_of(rank)
+                    wanted = dst.piece_of(receiver)
+                    sends.append(_transfer(piece, wanted, box, rank, receiver, leg))
+        for again, once in repeats_of(target, name).items():
+            if rank in again.holders:
+                box = once.piece.hf_box
+                repeats.append(_transfer(once.piece, again.piece, box, rank, rank, 1))
+    digest = layout_digest(source, target, ranks_per_node, relay)
+    return ReshardPlan(rank, tuple(sends), tuple(receives), tuple(copies), tuple(repeats), digest)
+
+
+def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:
+    """Both sides must speak of the same HF tensors. O(model).
+
+    Raises:
+        RuntimeError: naming those that differ.
+    """
+    if source.hf_shapes == target.hf_shapes:
+        return
+    differing = [
+        f"{name}: {source.hf_shapes.get(name)} -> {target.hf_shapes.get(name)}"
+        for name in sorted({*source.hf_shapes, *target.hf_shapes})
+        if source.hf_shapes.get(name) != target.hf_shapes.get(name)
+    ]
+    if differing:
+        raise RuntimeError("reshard: source and target disagree on " + "; ".join(differing[:5]))
+
+
+def layout_digest(
+    source: ShardLayout, target: ShardLayout, ranks_per_node: int, relay: bool = False
+) -> str:
+    """A hex digest of everything that a plan depends on; equal on all ranks or nobody sends."""
+    state = hashlib.blake2b(repr((ranks_per_node, relay)).encode(), digest_size=32)
+    for layout in (source, target):
+        for text in layout.fingerprint():
+            state.update(text.encode())
+    return state.hexdigest()

@@ -1,0 +1,314 @@
+"""Rounds of a reshard: which slices of which tensors travel together, under a byte budget.
+
+A pure function of the two layouts, so all ranks agree without talking. Tensors queue up by pipeline
+stage of the source, and every round takes the next slice of every queue, each in proportion to its
+length: all stages send from the first round to the last, and the sum over rounds of the busiest
+rank stays close to what the busiest rank moves in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from math import ceil, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, locate
+from mindspeed_rl.weights.planner import overlaps
+
+_ITEM_BYTES = {"float32": 4}
+_MAX_PARTS = 1 << 16
+
+Loads = NDArray[np.float64]
+# Units that travel side by side.
+Batch = tuple[Unit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slice of a tensor's rectangles: ``part`` of ``parts`` travels in ``round``."""
+
+    round: int
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When everything travels.
+
+    Attributes:
+        slots: by key of a unit or by tensor, in order; see :meth:`slots_of`.
+        completed: by round, the tensors that are whole after it.
+        dtypes: by round, the declared element type of its tensors; empty: that of the model.
+        staging_bytes: bound of what one rank sends plus receives in one leg of one round.
+    """
+
+    slots: Mapping[str, tuple[Slot, ...]]
+    completed: tuple[tuple[str, ...], ...]
+    dtypes: tuple[str, ...]
+    staging_bytes: int
+
+    def slots_of(self, source: ShardLayout, hf_name: str) -> tuple[Slot, ...]:
+        """When the slices of a tensor travel."""
+        return self.slots.get(hf_name) or self.slots[source.unit_of(hf_name)]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds."""
+        return len(self.completed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Bounds of one unit.
+
+    Attributes:
+        loads: [legs, world] bytes that each rank sends plus receives, if all of the unit travels.
+        most: the largest of them.
+        narrowest: the least extent of its rectangles along what slices cut: into more parts they do
+            not go.
+    """
+
+    loads: Loads
+    most: float
+    narrowest: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One slice of a unit."""
+
+    unit: Unit
+    cost: _Cost
+    part: int
+    parts: int
+
+    @property
+    def loads(self) -> Loads:
+        """Bound of the slice: slices of n rows into k parts have at most n / k + 1 of them."""
+        if self.parts == 1:
+            return self.cost.loads
+        return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
+
+
+@without_collection
+def plan_schedule(
+    source: ShardLayout,
+    target: ShardLayout,
+    *,
+    bucket_bytes: int,
+    item_bytes: int,
+    ranks_per_node: int,
+    relay: bool = False,
+) -> Schedule:
+    """The rounds of a reshard, the same on every rank. A round has one element type.
+
+    Args:
+        source: the sending layout.
+        target: the receiving layout.
+        bucket_bytes: bound of send plus receive staging of one round on one rank.
+        item_bytes: bytes of one element on the wire, for tensors without a type of their own.
+        ranks_per_node: as in the plans.
+        relay: as in the plans.
+
+    Raises:
+        UsageError: the budget is too small for the narrowest slices.
+    """
+    if bucket_bytes < 1:
+        raise UsageError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
+    costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
+    lanes_of: dict[str, dict[int, list[Batch]]] = {}
+    for unit in sorted(source.units(), key=lambda unit: unit.layer):
+        lanes = lanes_of.setdefault(source.dtype_of(unit.names[0]), {})
+        batches = _tensors(source, unit, bucket_bytes // (2 * item_bytes))
+        lanes.setdefault(unit.lane, []).extend(batches if target.wants_whole_tensors else [(unit,)])
+    slots: dict[str, list[Slot]] = {}
+    completed: list[tuple[str, ...]] = []
+    dtypes: list[str] = []
+    staging = 0.0
+    for dtype in sorted(lanes_of):
+        rounds, largest = _fill(list(lanes_of[dtype].values()), costs, bucket_bytes)
+        staging = max(staging, largest)
+        for items in rounds:
+            for item in items:
+                slot = Slot(len(completed), item.part, item.parts)
+                slots.setdefault(item.unit.key, []).append(slot)
+            whole = (i.unit.names for i in items if i.part == i.parts - 1)
+            completed.append(tuple(name for names in whole for name in names))
+        dtypes += [dtype] * len(rounds)
+    return Schedule(
+        {key: tuple(several) for key, several in slots.items()},
+        tuple(completed),
+        tuple(dtypes),
+        int(staging),
+    )
+
+
+def _tensors(source: ShardLayout, unit: Unit, elements: int) -> Iterator[Batch]:
+    """Every tensor as a unit of its own; those of several holders travel side by side.
+
+    Else the experts of one rank would come one after another and the other ranks wait. A batch has
+    one tensor, or at most ``elements``: until its end it lies about in parts.
+    """
+    width = max(1, elements // prod(source.shape_of(unit.names[0])))
+    of_holders: dict[range, list[Unit]] = {}
+    for name in unit.names:
+        holders = source.shards(name)[0].holders
+        of_holders.setdefault(holders, []).append(Unit(name, unit.lane, unit.layer, (name,)))
+    for column in zip_longest(*of_holders.values()):
+        present = tuple(tensor for tensor in column if tensor is not None)
+        for start in range(0, len(present), width):
+            yield present[start : start + width]
+
+
+class _Costs:
+    """Bounds of units, computed once for units that are placed alike."""
+
+    def __init__(
+        self,
+        source: ShardLayout,
+        target: ShardLayout,
+        item_bytes: int,
+        ranks_per_node: int,
+        relay: bool,
+    ) -> None:
+        self._source, self._target = source, target
+        self._item_bytes = item_bytes
+        self._ranks_per_node, self._relay = ranks_per_node, relay
+        self._known: dict[Hashable, _Cost] = {}
+
+    def of(self, unit: Unit) -> _Cost:
+        """The bounds of a unit."""
+        first = unit.names[0]
+        expert = locate(first)[2]
+        key = self._source.class_of(first), self._target.class_of(first), expert, len(unit.names)
+        if key not in self._known:
+            self._known[key] = self._measure(unit)
+        return self._known[key]
+
+    def _measure(self, unit: Unit) -> _Cost:
+        """Every source is charged with what the busiest of its peers sends, every destination with
+        all that it needs: both whatever the turn of the tensor is. In leg 2 of n destinations each
+        receives what it needs and sends less than that, n - 1 copies of one slice of n; where nodes
+        differ in n, less than twice that.
+        """
+        loads: dict[tuple[int, range], float] = {}
+        narrowest = _MAX_PARTS
+        dtype = self._source.dtype_of(unit.names[0])
+        size = _ITEM_BYTES.get(dtype, self._item_bytes)
+        for name in unit.names:
+            found = overlaps(self._source, self._target, name, self._ranks_per_node, self._relay)
+            for cell, dst, box, assigned in found:
+                narrowest = min(narrowest, box.size[box.sliced_dim])
+                num_bytes = float(box.num_elements * size)
+                charges = [(1, ranks, assigned.most_sent) for ranks in cell.holders]
+                charges += [(1, ranks, 1) for ranks in dst.holders]
+                if assigned.leg.max(initial=0) == 2:
+                    charges += [(2, ranks, 2 if assigned.even else 3) for ranks in dst.holders]
+                for leg, ranks, times in charges:
+                    loads[leg, ranks] = loads.get((leg, ranks), 0.0) + num_bytes * times
+        world = 1 + max((ranks[-1] for _, ranks in loads), default=0)
+        table = np.zeros((2 if self._relay else 1, world))
+        for (leg, ranks), load in loads.items():
+            table[leg - 1, ranks.start : ranks.stop : ranks.step] += load
+        return _Cost(table, float(table.max(initial=0.0)), narrowest)
+
+
+def _fill(
+    lanes: list[list[Batch]], costs: _Costs, bucket_bytes: int
+) -> tuple[list[list[_Item]], float]:
+    """The items of every round, and the largest load of a rank in one of them."""
+    _check_budget(lanes, costs, bucket_bytes)
+    quantum = bucket_bytes / (2 * len(lanes))
+    queues = [[i for batch in lane for i in _slices(batch, costs, quantum)] for lane in lanes]
+    world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
+    most = max(len(queue) for queue in queues)
+    total = np.sum([_total(queue, world) for queue in queues], axis=0)
+    count = max(1, int(np.ceil(total.max() / bucket_bytes)))
+    progress = [_progress(queue, world) for queue in queues]
+    while True:
+        rounds = _spread(queues, progress, min(count, most))
+        largest = max(float(_total(items, world).max(initial=0.0)) for items in rounds)
+        if largest <= bucket_bytes:
+            return [items for items in rounds if items], largest
+        if count >= most:
+            raise _too_small(bucket_bytes, largest)
+        count = min(most, max(count + 1, int(count * 1.1)))
+
+
+def _check_budget(lanes: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> None:
+    """Refuse a budget that the narrowest slice of some unit exceeds, before any is made."""
+    narrowest = [
+        max(_Item(u, cost, 0, cost.narrowest).loads.max(initial=0.0) for u, cost in priced)
+        for priced in ([(u, costs.of(u)) for batch in lane for u in batch] for lane in lanes)
+    ]
+    if max(narrowest) > bucket_bytes:
+        raise _too_small(bucket_bytes, sum(narrowest))
+
+
+def _too_small(bucket_bytes: int, needed: float) -> ValueError:
+    return ValueError(
+        f"--reshard-bucket-mb gives {bucket_bytes} bytes for one round; the smallest slices of "
+        f"this model and these layouts need {int(needed)}: raise it to at least "
+        f"{2 * needed / 2**20:.3g}"
+    )
+
+
+def _slices(batch: Batch, costs: _Costs, quantum: float) -> Iterator[_Item]:
+    """The first slices of all units of a batch, then the second ones, ..."""
+    priced = [(unit, costs.of(unit)) for unit in batch]
+    counts = [max(1, min(ceil(cost.most / quantum), cost.narrowest)) for _, cost in priced]
+    for part in range(max(counts)):
+        for (unit, cost), parts in zip(priced, counts, strict=True):
+            if part < parts:
+                yield _Item(unit, cost, part, parts)
+
+
+def _total(items: list[_Item], world: int) -> Loads:
+    """[world] load of every rank in the busier leg."""
+    amounts: dict[tuple[int, int], tuple[_Item, int]] = {}
+    for item in items:
+        key = (id(item.cost), item.parts)
+        amounts[key] = (item, amounts.get(key, (item, 0))[1] + 1)
+    table = np.zeros((2, world))
+    for item, times in amounts.values():
+        legs, ranks = item.cost.loads.shape
+        table[:legs, :ranks] += item.loads * times
+    result: Loads = table.max(axis=0)
+    return result
+
+
+def _spread(queues: list[list[_Item]], progress: list[Loads], count: int) -> list[list[_Item]]:
+    """Every queue over ``count`` rounds, in proportion to its progress."""
+    rounds: list[list[_Item]] = [[] for _ in range(count)]
+    for queue, middles in zip(queues, progress, strict=True):
+        for item, number in zip(queue, (middles * count).astype(int).tolist(), strict=True):
+            rounds[min(count - 1, number)].append(item)
+    return rounds
+
+
+def _progress(queue: list[_Item], world: int) -> Loads:
+    """[items] share of the busiest rank's load that has travelled by the middle of each item.
+
+    Of large worlds some ranks are looked at, an odd number apart: all positions in turn.
+    """
+    some = slice(None, None, world // 512 | 1)
+    load = np.zeros((2, len(range(world)[some])))
+    reached = [np.zeros(1)]
+    for _, alike in groupby(queue, lambda item: (id(item.cost), item.parts)):
+        items = list(alike)
+        adding = items[0].cost.loads[:, some]
+        legs, ranks = adding.shape
+        parts = np.arange(1, len(items) + 1) / items[0].parts
+        rising = load[:legs, :ranks] + parts[:, None, None] * adding
+        load[:legs, :ranks] = rising[-1]
+        reached.append(np.maximum(rising.max(axis=(1, 2)), reached[-1][-1]))
+    ends = np.concatenate(reached)
+    middles: Loads = (ends[1:] + ends[:-1]) / max(2 * ends[-1], 1e-300)
+    return middles

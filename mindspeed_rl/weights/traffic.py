@@ -1,0 +1,244 @@
+"""What a reshard moves, and the least that any reshard could move: counted, not timed.
+
+Floors are sets of elements: what a rank needs and does not hold must arrive there; what no rank of
+a node holds and some rank of it needs must arrive at the node. Units are bytes on the wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.weights.layouts.base import ShardLayout, Unit
+from mindspeed_rl.weights.planner import ReshardPlan, Transfer
+from mindspeed_rl.weights.schedule import Schedule
+
+# HF tensor -> bytes of one of its elements.
+ElementBytes = Callable[[str], int]
+
+_DECLARED_BYTES = {"float32": 4}
+
+
+def element_bytes_of(layout: ShardLayout, default: int) -> ElementBytes:
+    """Bytes of an element of each HF tensor; ``default`` where it has the model's type."""
+    return lambda name: _DECLARED_BYTES.get(layout.dtype_of(name), default)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Smallest, mean and largest of some ranks."""
+
+    min: int
+    mean: float
+    max: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Spread:
+        """The spread of at least one value."""
+        return cls(min(values), sum(values) / len(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """What one rank moves in a reshard.
+
+    Attributes:
+        rank: whose traffic it is.
+        receive_bytes: from other ranks.
+        send_bytes: to other ranks.
+        copy_bytes: from its own training shard to its own inference shard.
+        inter_node_receive_bytes: the part of ``receive_bytes`` from other nodes.
+        inter_node_send_bytes: the part of ``send_bytes`` to other nodes.
+        num_senders: ranks that it receives from.
+        num_receivers: ranks that it sends to.
+    """
+
+    rank: int
+    receive_bytes: int
+    send_bytes: int
+    copy_bytes: int
+    inter_node_receive_bytes: int
+    inter_node_send_bytes: int
+    num_senders: int
+    num_receivers: int
+
+    @property
+    def busiest_bytes(self) -> int:
+        """The larger direction: links are full duplex."""
+        return max(self.receive_bytes, self.send_bytes)
+
+    @property
+    def busiest_inter_node_bytes(self) -> int:
+        """The larger direction of what crosses nodes."""
+        return max(self.inter_node_receive_bytes, self.inter_node_send_bytes)
+
+
+def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
+    """The traffic of one rank's plan. Local and pure."""
+    node = plan.rank // ranks_per_node
+
+    def size(transfers: Iterable[Transfer]) -> int:
+        return sum(t.hf_box.num_elements * bytes_of(t.hf_name) for t in transfers)
+
+    return RankTraffic(
+        rank=plan.rank,
+        receive_bytes=size(plan.receives),
+        send_bytes=size(plan.sends),
+        copy_bytes=size(plan.copies),
+        inter_node_receive_bytes=size(
+            t for t in plan.receives if t.src_rank // ranks_per_node != node
+        ),
+        inter_node_send_bytes=size(t for t in plan.sends if t.dst_rank // ranks_per_node != node),
+        num_senders=len({t.src_rank for t in plan.receives}),
+        num_receivers=len({t.dst_rank for t in plan.sends}),
+    )
+
+
+# --- rounds ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTraffic:
+    """What one rank moves in each exchange of a schedule: the legs of round 0, of round 1, ...
+
+    Attributes:
+        receive_bytes: by exchange.
+        send_bytes: by exchange.
+        num_messages: received messages of all exchanges: one per sender and exchange.
+    """
+
+    receive_bytes: tuple[int, ...]
+    send_bytes: tuple[int, ...]
+    num_messages: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sent plus received in the largest exchange: its staging."""
+        return max(map(sum, zip(self.receive_bytes, self.send_bytes, strict=True)))
+
+
+def round_traffic(
+    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, bytes_of: ElementBytes
+) -> RoundTraffic:
+    """The traffic of one rank's plan by exchanges. Local and pure.
+
+    Args:
+        plan: of one rank, with a relay or without.
+        schedule: of the same reshard.
+        source: its sending layout.
+        bytes_of: bytes of an element of each tensor.
+    """
+    num_legs = max((t.leg for t in (*plan.sends, *plan.receives)), default=1)
+    num_exchanges = num_legs * schedule.num_rounds
+
+    def parts(transfers: Iterable[Transfer]) -> Iterator[tuple[int, int, int]]:
+        """(exchange, bytes, sender)."""
+        for t in transfers:
+            size = bytes_of(t.hf_name)
+            for slot in schedule.slots_of(source, t.hf_name):
+                elements = t.hf_box.slice(slot.part, slot.parts).num_elements
+                if elements:
+                    yield slot.round * num_legs + t.leg - 1, elements * size, t.src_rank
+
+    received, sent = [0] * num_exchanges, [0] * num_exchanges
+    messages = set()
+    for exchange, size, sender in parts(plan.receives):
+        received[exchange] += size
+        messages.add((exchange, sender))
+    for exchange, size, _ in parts(plan.sends):
+        sent[exchange] += size
+    return RoundTraffic(tuple(received), tuple(sent), len(messages))
+
+
+def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
+    """Sum over exchanges of the largest max(sent, received) of any of the ranks."""
+    busiest = (
+        [max(pair) for pair in zip(r.receive_bytes, r.send_bytes, strict=True)] for r in ranks
+    )
+    return sum(max(exchange) for exchange in zip(*busiest, strict=True))
+
+
+# --- floors ------------------------------------------------------------------------------------
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """Disjoint rectangles that cover ``box`` but not ``hole``."""
+    common = box.intersect(hole)
+    if common is None:
+        yield box
+        return
+    rest = box
+    for dim in range(len(box.lo)):
+        lo, end = rest.lo[dim], rest.lo[dim] + rest.size[dim]
+        inner_lo, inner_end = common.lo[dim], common.lo[dim] + common.size[dim]
+        if lo < inner_lo:
+            yield rest.with_dim(dim, lo, inner_lo - lo)
+        if inner_end < end:
+            yield rest.with_dim(dim, inner_end, end - inner_end)
+        rest = rest.with_dim(dim, inner_lo, inner_end - inner_lo)
+
+
+@lru_cache(maxsize=1 << 16)
+def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
+    """Elements in the union of ``wanted`` that no rectangle of ``present`` holds."""
+    holes, count = list(present), 0
+    for box in wanted:
+        parts = [box]
+        for hole in holes:
+            parts = [rest for part in parts for rest in _without(part, hole)]
+        count += sum(part.num_elements for part in parts)
+        holes.append(box)
+    return count
+
+
+def rank_floor(source: ShardLayout, target: ShardLayout, rank: int, bytes_of: ElementBytes) -> int:
+    """Bytes that a rank needs and does not hold. Local, pure, O(what the rank needs)."""
+
+    def boxes(layout: ShardLayout, name: str) -> tuple[Box, ...]:
+        return tuple(s.piece.hf_box for s in layout.shards(name) if rank in s.holders)
+
+    return sum(
+        missing_elements(boxes(target, name), boxes(source, name)) * bytes_of(name)
+        for name in target.held_names(rank)
+    )
+
+
+def node_floors(
+    source: ShardLayout,
+    target: ShardLayout,
+    bytes_of: ElementBytes,
+    ranks_per_node: int,
+) -> dict[int, int]:
+    """Bytes that each node needs and does not hold, counted once per node.
+
+    Tensors that are placed alike are looked at once.
+    """
+
+    def boxes(layout: ShardLayout, name: str) -> dict[int, dict[Box, None]]:
+        of_nodes: dict[int, dict[Box, None]] = {}
+        for shard in layout.shards(name):
+            for node in {rank // ranks_per_node for rank in shard.holders}:
+                of_nodes.setdefault(node, {})[shard.piece.hf_box] = None
+        return of_nodes
+
+    def of_unit(unit: Unit) -> Counter[int]:
+        missing: Counter[int] = Counter()
+        for name in unit.names:
+            present = boxes(source, name)
+            for node, wanted in boxes(target, name).items():
+                elements = missing_elements(tuple(wanted), tuple(present.get(node, ())))
+                missing[node] += elements * bytes_of(name)
+        return missing
+
+    known: dict[Hashable, Counter[int]] = {}
+    floors: Counter[int] = Counter()
+    for unit in source.units():
+        first = unit.names[0]
+        key = source.class_of(first), target.class_of(first)
+        if key not in known:
+            known[key] = of_unit(unit)
+        floors.update(known[key])
+    return dict(floors)
