@@ -11,8 +11,10 @@ import os
 import resource
 import signal
 import sys
-from collections import deque
+import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards.registry import warm_up_reward
@@ -71,17 +73,21 @@ def serve(connection: Connection) -> None:
     concurrency = max(getattr(function, "concurrency", 1) for function in functions)
     connection.send(Ready(tuple(filter(None, notices)), concurrency))
     weights, row_key = {r.label: r.weight for r in rewards}, settings.flags.reward_key
-    waiting: deque[RewardRequest] = deque()
+
+    def begin(request: RewardRequest) -> None:
+        for reward in rewards:  # those that wait for a server ask it at once
+            if hasattr(reward.function, "prefetch") and is_scored_by(
+                reward.label, weights, request, row_key
+            ):
+                reward.function.prefetch(request)
+
+    waiting: SimpleQueue[RewardRequest | BaseException] = SimpleQueue()
+    reader = threading.Thread(target=receive, args=(connection, begin, waiting), daemon=True)
+    reader.start()
     while True:
-        while not waiting or connection.poll():
-            request: RewardRequest = connection.recv()
-            waiting.append(request)
-            for reward in rewards:  # those that wait for others begin at once
-                if hasattr(reward.function, "prefetch") and is_scored_by(
-                    reward.label, weights, request, row_key
-                ):
-                    reward.function.prefetch(request)
-        request = waiting.popleft()
+        request = waiting.get()
+        if isinstance(request, BaseException):
+            raise request
         try:
             connection.send(Scored(score_sample(rewards, request, row_key)))
         except MemoryError:
@@ -90,6 +96,24 @@ def serve(connection: Connection) -> None:
             # What filled the memory may live on in caches and globals: start afresh.
             connection.send(Scored(result, is_last=True))
             return
+
+
+def receive(
+    connection: Connection,
+    begin: Callable[[RewardRequest], None],
+    waiting: SimpleQueue[RewardRequest | BaseException],
+) -> None:
+    """Begin every sample when it comes, also while another is scored, and queue it.
+
+    Ends with the connection; the error is queued, behind the samples that came before.
+    """
+    try:
+        while True:
+            request: RewardRequest = connection.recv()
+            begin(request)
+            waiting.put(request)
+    except BaseException as error:  # the main thread raises it
+        waiting.put(error)
 
 
 def main(argv: list[str]) -> None:

@@ -17,9 +17,9 @@ _PINS = {
 }
 # Which vLLM a file of ours runs on, by prefix; the first that fits. Others run on both.
 _VLLM_OF = (
-    ("rollout/ascend/", (VLLM_NPU,)),
+    ("rollout/vllm_ascend/", (VLLM_NPU,)),
     ("rollout/vllm/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
-    ("rollout/patches/", (VLLM_CPU,)),
+    ("rollout/vllm/patches/", (VLLM_CPU,)),
     ("rollout/vllm/host_backend.py", (VLLM_CPU,)),
     ("platforms/npu", (VLLM_NPU,)),
     ("", (VLLM_CPU, VLLM_NPU)),
