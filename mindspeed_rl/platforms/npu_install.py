@@ -15,7 +15,7 @@ Both change what vLLM and transformers in the same process see. What they need i
 
 What stays changed: ``torch.cuda``, ``torch.distributed.all_reduce`` (its tensor must be positional,
 and float64 is reduced as float32), ``torch.Tensor.view`` (copies what is not contiguous) and
-``torch.Tensor.type``. tests/unit/test_npu_calls.py keeps our calls within that.
+``torch.Tensor.type``. tests/unit/platforms/test_npu_calls.py keeps our calls within that.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_two_results_of_torchrun_are_compared(tmp_path: Path) -> None:
 
 
 def test_bad_sequences_end_a_job(tmp_path: Path) -> None:
-    """The other messages about sequences are in tests/unit/test_scores.py."""
+    """The other messages about sequences are in tests/unit/data/test_scores.py."""
     write_family_model(VARIANTS[VARIANT], tmp_path / "model")
     np.savez(tmp_path / "bad.npz", tokens=np.full((1, 3), VOCAB), length=np.array([3]))
     argv = ["--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8"]

@@ -8,9 +8,9 @@ from typing import Any
 
 from faults.planting import Fault, keeps, skipped, takes, without
 
-_ENGINE = "tests/unit/test_vllm_engine.py::"
-_CACHE = "tests/unit/test_tensor_cache.py::"
-_REQUESTS = "tests/unit/test_engine_requests.py::"
+_ENGINE = "tests/unit/rollout/test_vllm_engine.py::"
+_CACHE = "tests/unit/samples/test_tensor_cache.py::"
+_REQUESTS = "tests/unit/rollout/test_engine_requests.py::"
 _UNCHANGED = "tests/simulated/test_rebalance.py::test_nothing_is_lost_doubled_or_changed"
 
 
@@ -74,6 +74,6 @@ ENGINE = (
           "Log-probs of earlier weights would be taken for those of the sample."),
     Fault("work-in-any-phase", "mindspeed_rl.colocation.scheduler:Phases.require",
           skipped,
-          "tests/unit/test_phase_requirements.py::test_refused_while_the_engine_has_the_device[save]",
+          "tests/unit/rl/test_phase_requirements.py::test_refused_while_the_engine_has_the_device[save]",
           "A checkpoint would be written while parameters are away from the device."),
 )  # fmt: skip

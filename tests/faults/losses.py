@@ -8,12 +8,12 @@ from typing import Any
 
 from faults.planting import Fault, gives, takes
 
-_STEP = "tests/unit/test_rl_step.py::"
-_ADVANTAGES = "tests/unit/test_advantages.py::"
-_LOSSES = "tests/unit/test_policy_losses.py::"
-_WHOLE = "tests/unit/test_losses.py::test_loss_equals_an_independent_formula"
-_VALUE = "tests/unit/test_value_loss.py::test_value_and_gradient"
-_ALGORITHMS = "tests/unit/test_rl_algorithms.py::"
+_STEP = "tests/unit/rl/test_step.py::"
+_ADVANTAGES = "tests/unit/algorithms/test_advantages.py::"
+_LOSSES = "tests/unit/algorithms/test_policy_losses.py::"
+_WHOLE = "tests/unit/algorithms/test_losses.py::test_loss_equals_an_independent_formula"
+_VALUE = "tests/unit/algorithms/test_value_loss.py::test_value_and_gradient"
+_ALGORITHMS = "tests/unit/rl/test_algorithms.py::"
 _ONE_TOKEN = _LOSSES + "test_clipped_objective_of_one_token"
 
 
@@ -107,7 +107,7 @@ LOSSES = (
           "Samples would be rewarded for leaving the reference."),
     Fault("long-responses-rewarded", "mindspeed_rl.algorithms.overlong:overlong_penalty",
           gives(_negated),
-          "tests/unit/test_dynamic_sampling.py::test_soft_overlong_punishment",
+          "tests/unit/rl/test_dynamic_sampling.py::test_soft_overlong_punishment",
           "Responses would grow to the limit."),
     Fault("value-loss-not-bounded", "mindspeed_rl.algorithms.value_loss:value_loss",
           takes(settings=lambda s: replace(s, clip=0.0)), _VALUE,

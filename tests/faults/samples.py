@@ -8,14 +8,14 @@ from typing import Any
 
 from faults.planting import Fault, gives, gives_fields, skipped, takes, then
 
-_ROW = "tests/unit/test_packing.py::test_a_packed_row_by_definition"
-_STEP = "tests/unit/test_rl_step.py::"
-_TABLE = "tests/unit/test_sample_table.py::"
-_SAMPLING = "tests/unit/test_dynamic_sampling.py::"
-_PARTIAL = "tests/unit/test_partial_rollout.py::"
-_TALK = "tests/unit/test_environments.py::"
-_LOSSES = "tests/unit/test_policy_losses.py::"
-_POOL = "tests/unit/test_rewards_pool.py::"
+_ROW = "tests/unit/samples/test_packing.py::test_a_packed_row_by_definition"
+_STEP = "tests/unit/rl/test_step.py::"
+_TABLE = "tests/unit/samples/test_sample_table.py::"
+_SAMPLING = "tests/unit/rl/test_dynamic_sampling.py::"
+_PARTIAL = "tests/unit/rl/test_partial_rollout.py::"
+_TALK = "tests/unit/environments/test_environments.py::"
+_LOSSES = "tests/unit/algorithms/test_policy_losses.py::"
+_POOL = "tests/unit/rewards/test_pool.py::"
 
 
 def _without_masks(rollouts: Sequence[Any]) -> list[Any]:
@@ -112,7 +112,7 @@ SAMPLES = (
           _POOL + "test_raising_reward_is_counted_and_above_the_limit_raises",
           "A bug in a reward function would teach that all answers are wrong."),
     Fault("nan-reward-accepted", "mindspeed_rl.rewards.scoring:check_reward",
-          _nan_accepted, "tests/unit/test_rewards_functions.py::test_refused_values",
+          _nan_accepted, "tests/unit/rewards/test_functions.py::test_refused_values",
           "One NaN spreads over its whole group."),
     Fault("surplus-groups-dropped", "mindspeed_rl.rl.rollouts:fill_step",
           gives_fields(carried=lambda _: []),
@@ -132,6 +132,6 @@ SAMPLES = (
     Fault("sampler-repeats-after-a-resume",
           "mindspeed_rl.data.sampler:PromptSampler.load_state_dict",
           then(lambda self, *_, **__: setattr(self, "_position", max(0, self._position - 1))),
-          "tests/unit/test_data_sampler.py::test_resume_anywhere_equals_uninterrupted",
+          "tests/unit/data/test_sampler.py::test_resume_anywhere_equals_uninterrupted",
           "A prompt would be trained on twice in an epoch."),
 )  # fmt: skip

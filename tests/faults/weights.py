@@ -13,7 +13,7 @@ _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
 _ONE_RANK = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_one_rank"
 _TWO_RANKS = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_two_ranks"
 _TRAINING = "tests/distributed/test_training.py::"
-_PHASES = "tests/unit/test_phases.py::"
+_PHASES = "tests/unit/colocation/test_scheduler.py::"
 
 
 def _as_thirds(runs: Iterator[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
@@ -129,6 +129,6 @@ WEIGHTS = (
           "Clipping would follow the norm of the first rank's shards."),
     Fault("damaged-checkpoint-taken-for-whole", "mindspeed_rl.checkpoint.resume:damage_of",
           returns(""),
-          "tests/unit/test_checkpoint_resume.py::test_damaged_checkpoint_is_passed_over_and_told",
+          "tests/unit/checkpoint/test_resume.py::test_damaged_checkpoint_is_passed_over_and_told",
           "A run would resume from a folder that was copied in part."),
 )  # fmt: skip

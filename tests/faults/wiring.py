@@ -8,15 +8,15 @@ from typing import Any
 
 from faults.planting import Fault, gives, takes, then
 
-_BUILDING = "tests/unit/test_rl_building.py::"
-_LOOP = "tests/unit/test_train_loop.py::"
-_RESUME = "tests/unit/test_rl_resume.py::"
+_BUILDING = "tests/unit/rl/test_building.py::"
+_LOOP = "tests/unit/rl/test_train_loop.py::"
+_RESUME = "tests/unit/rl/test_resume.py::"
 _STATE = "tests/distributed/test_resume_state.py::"
-_OPTIMIZER = "tests/unit/test_optimizer_schedule.py::"
-_SETTINGS = "tests/unit/test_algorithm_settings.py::"
-_REPORT = "tests/unit/test_rl_report.py::"
-_ALGORITHMS = "tests/unit/test_rl_algorithms.py::"
-_PPO = "tests/unit/test_ppo_step.py::"
+_OPTIMIZER = "tests/unit/trainer/test_optimizer_schedule.py::"
+_SETTINGS = "tests/unit/rl/test_algorithm_settings.py::"
+_REPORT = "tests/unit/rl/test_report.py::"
+_ALGORITHMS = "tests/unit/rl/test_algorithms.py::"
+_PPO = "tests/unit/rl/test_ppo_step.py::"
 
 _CONTINUES = _RESUME + "test_a_resumed_run_has_the_state_of_the_uninterrupted_one"
 
@@ -150,11 +150,11 @@ WIRING = (
           "Curves of accuracy would belong to other weights."),
     Fault("reference-refreshed-a-step-late", "mindspeed_rl.rl.update:refresh_reference",
           takes(step=lambda step: step - 1),
-          "tests/unit/test_other_models.py::test_the_policy_becomes_the_reference",
+          "tests/unit/rl/test_other_models.py::test_the_policy_becomes_the_reference",
           "The KL would be to other weights than the flag says."),
     Fault("scores-of-other-samples", "mindspeed_rl.rl.reward_model:last_token_values",
           gives(lambda scores: scores[::-1]),
-          "tests/unit/test_other_models.py::test_the_score_of_the_last_token_is_added",
+          "tests/unit/rl/test_other_models.py::test_the_score_of_the_last_token_is_added",
           "The reward model would praise other answers."),
     Fault("kl-in-reward-of-the-engines-logprobs", "mindspeed_rl.rl.advantages:_kl",
           takes(micro=_engines_logprobs),
@@ -162,7 +162,7 @@ WIRING = (
           "The mismatch of engine and trainer would be punished as KL."),
     Fault("wrong-tail-in-the-p99", "mindspeed_rl.rl.update:upper_quantile",
           takes(share=lambda _: 0.05),
-          "tests/unit/test_rl_step.py::test_the_p99_of_the_mismatch_is_of_all_tokens",
+          "tests/unit/rl/test_step.py::test_the_p99_of_the_mismatch_is_of_all_tokens",
           "The alarm for a drifting engine would be four times as deaf."),
     Fault("a-mismatch-that-is-no-number-passes",
           "mindspeed_rl.rl.report:check_mismatch",
@@ -181,7 +181,7 @@ WIRING = (
     # --- settings
     Fault("clip-flags-swapped", "mindspeed_rl.rl.algorithm_settings:loss_settings",
           gives(_swapped_bounds),
-          "tests/unit/test_rl_step.py::test_each_clip_flag_bounds_its_own_side",
+          "tests/unit/rl/test_step.py::test_each_clip_flag_bounds_its_own_side",
           "Clip-higher would bound the wrong side."),
     Fault("covariance-seed-does-not-follow-the-update",
           "mindspeed_rl.rl.algorithm_settings:covariance_settings",
@@ -249,7 +249,7 @@ WIRING = (
           "Accuracy would be that of another way to answer."),
     Fault("a-dead-worker-fails-another-sample", "mindspeed_rl.rewards.pool:RewardPool.score",
           gives(_blames_the_neighbour),
-          "tests/unit/test_rewards_faults.py::test_a_dead_worker_costs_the_sample_that_killed_it",
+          "tests/unit/rewards/test_faults.py::test_a_dead_worker_costs_the_sample_that_killed_it",
           "Innocent samples would lose their reward and the guilty one be scored."),
 )  # fmt: skip
 

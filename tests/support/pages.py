@@ -23,8 +23,8 @@ ROOMS = [*sorted((ROOT / "mindspeed_rl").glob("*/README.md")), ROOT / "tests/asc
 BLOCK = re.compile(r"^(?P<indent> *)```bash\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 _MARK = "<!-- executed -->"
 
-# Blocks that are not run by tests/unit/test_docs_run.py: how they begin, what executes them if
-# anything does, and why it is not that test.
+# Blocks that tests/unit/repository/test_docs_run.py does not run: how they begin, what executes
+# them if anything does, and why it is not that test.
 NOT_RUN = (
     ("bash pretrain_scripts/quickstart.sh", "tests/e2e/test_quickstart.py", "minutes"),
     ("TORCH_INDEX_URL=", "tests/e2e/test_quickstart.py", "the same; the index: test_setup_env.py"),

@@ -2,7 +2,7 @@
 
 vLLM-Ascend reads ``additional_config`` with defaults and says nothing about keys that it does not
 know, so a key of another version has no effect and no error: every key here is compared with those
-that the sources of the pinned version read (``tests/unit/test_ascend_arguments.py``).
+that the sources of the pinned version read (``tests/unit/rollout/test_ascend_arguments.py``).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from support.conversions import (
     mg_to_hf,
     write_model,
 )
-from unit.test_hf_export import largest_file
+from support.full_disk import largest_file
 
 from mindspeed_rl.convert import command, stored
 from mindspeed_rl.convert.options import parse_options

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from support.conversions import file_bytes, hf_to_mg, write_model
-from unit.test_hf_export import largest_file
+from support.full_disk import largest_file
 
 from mindspeed_rl.convert import run
 

@@ -21,7 +21,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config.vllm_options import RESERVED, as_flag, reserved_for, take_vllm_options
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGS = {run_type: prog for prog, run_type in ENTRIES.items()}
 ALL_FLAGS = [
     (run_type, flag)

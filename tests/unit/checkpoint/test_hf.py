@@ -24,7 +24,7 @@ from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 MTP = "model.layers.4.eh_proj.weight"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import Row, Status, green, lines, red, verdict
 from mindspeed_rl.launch import bootstrap
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MATRIX = versions.read_matrix()
 SHM = 16 * 2**30
 

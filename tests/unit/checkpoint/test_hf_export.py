@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +12,7 @@ import torch
 from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
 from support.conversions import convert, write_model
+from support.full_disk import largest_file
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.config import (
@@ -69,17 +67,6 @@ def test_files_of_others_survive(tmp_path: Path, source: Path, ours: bool) -> No
         export(target, source, 2.0, 2)
     assert (target / "data.txt").read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["precious", "source"]
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let files grow beyond this, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(

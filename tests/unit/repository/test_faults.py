@@ -10,7 +10,7 @@ from faults import run
 from faults.planting import Fault, FaultError, gives, plant, plant_when_imported, takes
 from faults.table import FAULTS
 
-_HERE = "tests/unit/test_faults.py::"
+_HERE = "tests/unit/repository/test_faults.py::"
 _TARGET = "mindspeed_rl.algorithms.overlong:overlong_penalty"
 _STRONG = _HERE + "test_the_penalty_at_the_limit"
 
@@ -125,7 +125,7 @@ def test_planting_comes_before_anybody_imports_the_name(
 def test_names_are_unique_and_tests_exist() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names)
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     for fault in FAULTS:
         file, _, test = fault.test.partition("::")
         assert f"def {test.partition('[')[0]}(" in (root / file).read_text(), fault.name

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from mindspeed_rl.metrics.curves import DOTS_PER_INCH, FIGURE_INCHES, Series, draw_run, plot_run
 from mindspeed_rl.metrics.loggers import RunLogger
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+_REPOSITORY = Path(__file__).resolve().parents[3]
 _PANELS = (
     "Reward",
     "Held-out accuracy",

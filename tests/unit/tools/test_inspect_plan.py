@@ -29,7 +29,7 @@ from mindspeed_rl.weights.traffic import (
     round_traffic,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import inspect_plan  # noqa: E402

@@ -13,7 +13,7 @@ from prepare_data import BOXED, PUBLISHED, prepare
 
 from mindspeed_rl.rewards import RewardRequest, resolve_reward
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 GSM8K = [
     {"question": f"Tom has {i} apples and buys 1000. How many?",

@@ -16,7 +16,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import build_parser, parse
 from mindspeed_rl.planning.run_plan import check_rl
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WORLD = 16
 # What a pretraining script of this model brings along.
 PRETRAINING = ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--bf16"]

@@ -1,6 +1,6 @@
 """The pages of the README and the docs: their blocks can be read, their links lead somewhere.
 
-The commands in them are executed: tests/unit/test_docs_run.py.
+The commands in them are executed: tests/unit/repository/test_docs_run.py.
 """
 
 from __future__ import annotations

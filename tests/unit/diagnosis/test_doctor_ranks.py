@@ -23,7 +23,7 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import Status, green, red
 from mindspeed_rl.launch import bootstrap
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FIRST_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 

@@ -25,7 +25,7 @@ from support.conversions import (
 
 from mindspeed_rl.convert.options import parse_options
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 V1_QWEN25 = """--use-mcore-models --model-type GPT --load-model-type hf --save-model-type mg
     --target-tensor-parallel-size 4 --target-pipeline-parallel-size 2 --add-qkv-bias
     --load-dir HF --save-dir MG --tokenizer-model HF/tokenizer.json --model-type-hf llama2
