@@ -23,7 +23,7 @@ from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
-from mindspeed_rl.diagnosis.rows import Row, Status, as_json, lines, note, red, verdict
+from mindspeed_rl.diagnosis.rows import DoctorRow, Status, as_json, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.planning.run_groups import groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row.status is Status.RED for row in rows))
 
 
-def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> Iterator[Row]:
+def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> Iterator[DoctorRow]:
     """What can be seen on this node alone. Local."""
     environ = dict(os.environ)
     bootstrap.set_defaults(platform, environ)
@@ -99,7 +99,9 @@ def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> It
     yield from device_rows(facts, platform, matrix)
 
 
-def layout_rows(config: RLRunConfig, world: bootstrap.World) -> tuple[RLPlan | None, list[Row]]:
+def layout_rows(
+    config: RLRunConfig, world: bootstrap.World
+) -> tuple[RLPlan | None, list[DoctorRow]]:
     """The plan of the flags, if they name a model, and the communicators that it needs. Local.
 
     It is that of the ranks that are here; of ``--rl-world-size`` where there is one alone.
@@ -134,9 +136,9 @@ def collective_rows(
     platform_name: str,
     world: bootstrap.World,
     plan: RLPlan | None,
-    local: Sequence[Row],
+    local: Sequence[DoctorRow],
     limit_s: float,
-) -> list[Row]:
+) -> list[DoctorRow]:
     """Under torchrun: what other nodes found, and what the groups did. Collective: the world."""
     from datetime import timedelta
 
@@ -149,7 +151,7 @@ def collective_rows(
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
-    found: list[Row] = []
+    found: list[DoctorRow] = []
     try:
         store = connect(world.rank, limit_s)
         found = rows_of_other_nodes(store, world, local, limit_s)
@@ -173,8 +175,8 @@ def _first_line(error: Exception) -> str:
 
 
 def rows_of_other_nodes(
-    store: Store, world: bootstrap.World, local: Sequence[Row], limit_s: float
-) -> list[Row]:
+    store: Store, world: bootstrap.World, local: Sequence[DoctorRow], limit_s: float
+) -> list[DoctorRow]:
     """Red rows that other nodes have and the first one has not; on rank 0."""
     from mindspeed_rl.launch.preflight import wait_for
 

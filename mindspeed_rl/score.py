@@ -12,7 +12,7 @@ from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import ScorePlan, check_score
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.scores import Scores, Sequences
+    from mindspeed_rl.data.scores import ScoreInputs, Scores
     from mindspeed_rl.rollout.vllm.engine import VllmEngine
 
 ScoreJob = Job[ScoreRunConfig, ScorePlan]
@@ -45,7 +45,7 @@ def main(job: ScoreJob) -> None:
         job.say(f"{len(sequences.length)} sequences, {tokens} tokens: {score.output}")
 
 
-def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
+def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """This rank's share, by the training engine. Collective: the training grid."""
     import torch
 
@@ -70,7 +70,7 @@ def by_trainer(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     return found
 
 
-def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
+def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """This rank's share, by vLLM. Collective: the world."""
     from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rl.build_models import load_weights
@@ -113,7 +113,7 @@ def by_engine(job: ScoreJob, sequences: Sequences) -> list[TokenScore]:
     ]
 
 
-def gather(job: ScoreJob, sequences: Sequences, mine: list[TokenScore]) -> Scores | None:
+def gather(job: ScoreJob, sequences: ScoreInputs, mine: list[TokenScore]) -> Scores | None:
     """All ranks' shares as one result, on rank 0. Collective: the world.
 
     Raises:

@@ -34,7 +34,7 @@ from mindspeed_rl.weights.schedule import Schedule, plan_schedule
 from mindspeed_rl.weights.traffic import (
     RankTraffic,
     RoundTraffic,
-    Spread,
+    TrafficSpread,
     critical_bytes,
     element_bytes_of,
     node_floors,
@@ -211,10 +211,10 @@ class Strategy:
     """
 
     name: str
-    recv_bytes: Spread
-    inter_node_bytes: Spread
-    intra_node_bytes: Spread
-    send_bytes: Spread
+    recv_bytes: TrafficSpread
+    inter_node_bytes: TrafficSpread
+    intra_node_bytes: TrafficSpread
+    send_bytes: TrafficSpread
     critical_bytes: int
     within_nodes: int
     between_nodes: int
@@ -291,10 +291,12 @@ def _direct(problem: Problem, relay: bool = False) -> Strategy:
     in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
     return Strategy(
         name=name,
-        recv_bytes=Spread.of([t.receive_bytes for t in totals]),
-        inter_node_bytes=Spread.of([t.inter_node_receive_bytes for t in totals]),
-        intra_node_bytes=Spread.of([t.receive_bytes - t.inter_node_receive_bytes for t in totals]),
-        send_bytes=Spread.of([t.send_bytes for t in totals]),
+        recv_bytes=TrafficSpread.of([t.receive_bytes for t in totals]),
+        inter_node_bytes=TrafficSpread.of([t.inter_node_receive_bytes for t in totals]),
+        intra_node_bytes=TrafficSpread.of(
+            [t.receive_bytes - t.inter_node_receive_bytes for t in totals]
+        ),
+        send_bytes=TrafficSpread.of([t.send_bytes for t in totals]),
         critical_bytes=critical,
         within_nodes=critical - between,
         between_nodes=between,
@@ -352,9 +354,9 @@ def _seconds(strategy: Strategy, args: argparse.Namespace) -> float | None:
 
 def as_json(findings: Findings, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One object per strategy; sizes in bytes, times in seconds."""
-    floors = asdict(Spread.of(list(findings.floors.values())))
-    nodes = asdict(Spread.of(list(findings.node_floors.values())))
-    whole = asdict(Spread.of(list(findings.whole.values())))
+    floors = asdict(TrafficSpread.of(list(findings.floors.values())))
+    nodes = asdict(TrafficSpread.of(list(findings.node_floors.values())))
+    whole = asdict(TrafficSpread.of(list(findings.whole.values())))
     return [
         {
             "strategy": s.name,
@@ -382,7 +384,7 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.3f}"
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: TrafficSpread) -> str:
     return f"{_gb(spread.min)} / {_gb(spread.mean)} / {_gb(spread.max)}"
 
 
@@ -417,7 +419,7 @@ def table(findings: Findings, args: argparse.Namespace) -> str:
         cells = (f"{rows[label]:>{widths[name]}}" for name, rows in columns.items())
         lines.append("  ".join([f"{label:<{wide}}", *cells]))
     floors, nodes, whole = (
-        Spread.of(list(values.values()))
+        TrafficSpread.of(list(values.values()))
         for values in (findings.floors, findings.node_floors, findings.whole)
     )
     return "\n".join(

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.data.rows import Row, read_rows
+from mindspeed_rl.data.rows import DataRow, read_rows
 from mindspeed_rl.metrics.files import write_text_atomic
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -40,7 +40,7 @@ class Problem:
     answer: str
 
 
-def _text(row: Row, *keys: str) -> str:
+def _text(row: DataRow, *keys: str) -> str:
     """The first of some columns that holds text.
 
     Raises:
@@ -58,7 +58,7 @@ def _text(row: Row, *keys: str) -> str:
     )
 
 
-def _gsm8k(row: Row) -> Problem:
+def _gsm8k(row: DataRow) -> Problem:
     """``question``, and ``answer`` with the result after ``####``."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
@@ -67,12 +67,12 @@ def _gsm8k(row: Row) -> Problem:
     return Problem(f"{question}\n{BOXED}", found[1].strip().replace(",", "").lstrip("$"))
 
 
-def _deepscaler(row: Row) -> Problem:
+def _deepscaler(row: DataRow) -> Problem:
     """``problem`` and ``answer``; the solution is left out."""
     return Problem(f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer"))
 
 
-def _dapo_math(row: Row) -> Problem:
+def _dapo_math(row: DataRow) -> Problem:
     """One message, which says itself how to answer, and ``reward_model.ground_truth``."""
     messages = row.get("prompt")
     if (
@@ -85,7 +85,7 @@ def _dapo_math(row: Row) -> Problem:
     return Problem(messages[0]["content"].strip(), _text(row, "reward_model.ground_truth"))
 
 
-PUBLISHED: Mapping[str, Callable[[Row], Problem]] = {
+PUBLISHED: Mapping[str, Callable[[DataRow], Problem]] = {
     "gsm8k": _gsm8k,
     "deepscaler": _deepscaler,
     "dapo-math-17k": _dapo_math,

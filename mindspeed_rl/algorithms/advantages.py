@@ -35,7 +35,7 @@ class GroupRewards:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _RewardGroup:
     """Statistics of each group over the rewards that are known, all [G, n] or [G, 1]."""
 
     known: torch.Tensor
@@ -45,7 +45,7 @@ class _Group:
     degenerate: torch.Tensor
 
 
-def _statistics(rewards: torch.Tensor) -> _Group:
+def _statistics(rewards: torch.Tensor) -> _RewardGroup:
     """Mean and unbiased deviation in two passes, in fp64: equal rewards have none."""
     dtype, rewards = rewards.dtype, rewards.double()
     known = ~rewards.isnan()
@@ -55,7 +55,7 @@ def _statistics(rewards: torch.Tensor) -> _Group:
     centred = (values - mean).masked_fill(~known, 0.0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     degenerate = (std < MIN_STD) | (count < 2)
-    return _Group(known, count, centred.to(dtype), std.to(dtype), degenerate)
+    return _RewardGroup(known, count, centred.to(dtype), std.to(dtype), degenerate)
 
 
 def teaches(rewards: torch.Tensor) -> torch.Tensor:

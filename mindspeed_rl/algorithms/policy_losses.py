@@ -193,9 +193,9 @@ def kl_cov(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
 
 
 def _selected(inputs: LossInputs) -> torch.Tensor:
-    if inputs.selected is None:
+    if inputs.covariance_mask is None:
         raise RuntimeError("no tokens were selected for this step")
-    return inputs.selected
+    return inputs.covariance_mask
 
 
 PolicyLoss = Callable[[LossInputs, SurrogateSettings], Surrogate]

@@ -94,8 +94,8 @@ class LossInputs:
         ref_logprobs: of the reference policy; ``None`` when there is none.
         advantages: of each token.
         sequences: which tokens belong together.
-        selected: [N] bool, tokens chosen over the whole step; ``None`` when there are none.
-        fresh: [N] bool, tokens sampled by the weights of this step; ``None``: all of them.
+        covariance_mask: [N] bool, tokens chosen over the whole step; ``None`` when there are none.
+        on_policy_mask: [N] bool, tokens sampled by the weights of this step; ``None``: all of them.
     """
 
     logprobs: torch.Tensor
@@ -105,8 +105,8 @@ class LossInputs:
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     sequences: Sequences
-    selected: torch.Tensor | None = None
-    fresh: torch.Tensor | None = None
+    covariance_mask: torch.Tensor | None = None
+    on_policy_mask: torch.Tensor | None = None
 
     @property
     def log_ratio(self) -> torch.Tensor:

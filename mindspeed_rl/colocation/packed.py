@@ -14,7 +14,7 @@ _ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PackedPlace:
     """Where a tensor is in the packed storage.
 
     Attributes:
@@ -40,7 +40,7 @@ class Packing:
     """The places of some tensors, and the order in which their storages lie one after another."""
 
     storages: tuple[torch.UntypedStorage, ...]
-    places: tuple[Place, ...]
+    places: tuple[PackedPlace, ...]
     num_bytes: int
 
 
@@ -65,7 +65,7 @@ def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
         start, item = starts[identity(tensor.untyped_storage())], tensor.element_size()
         assert start % item == 0, "element sizes divide their storages"
         offset = start // item + int(tensor.storage_offset())
-        places.append(Place(tensor, offset, tensor.shape, tensor.stride()))
+        places.append(PackedPlace(tensor, offset, tensor.shape, tensor.stride()))
     return Packing(storages, tuple(places), num_bytes(storages))
 
 

@@ -19,7 +19,7 @@ update because they are about to be resharded; the cache comes last, when everyt
 Towards TRAIN: free the cache, bring back parameters | free engine weights | gradients, optimizer.
 
 Reference, critic and reward model: what of them leaves is away in TRAIN, too, and comes for their
-own passes and updates (:meth:`Phases.resident`).
+own passes and updates (:meth:`DeviceScheduler.resident`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from functools import partial
 
 from mindspeed_rl.colocation.storage_group import StorageGroup
 from mindspeed_rl.colocation.transition import Action, UndoFailed, nothing, perform
-from mindspeed_rl.core.memory import LEAVING, UPDATE_STATE, OffloadMode, Owner
+from mindspeed_rl.core.memory import LEAVING, UPDATE_STATE, MemoryOwner, OffloadMode
 from mindspeed_rl.rollout.engine import InferenceEngine
 
 
@@ -50,7 +50,7 @@ CHAIN = (Phase.TRAIN, Phase.IDLE, Phase.SYNC, Phase.ROLLOUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ColocationPlan:
     """What gives way to whom on the shared device.
 
     Attributes:
@@ -64,7 +64,7 @@ class Sharing:
         at_border: called with the state that was just reached.
     """
 
-    groups: Mapping[Owner, StorageGroup] = field(default_factory=dict)
+    groups: Mapping[MemoryOwner, StorageGroup] = field(default_factory=dict)
     mode: OffloadMode = OffloadMode.NONE
     free_engine_weights: bool = False
     release_cached_memory: Callable[[], None] = nothing
@@ -72,7 +72,7 @@ class Sharing:
     require_free: Callable[[int], None] = lambda num_bytes: None
     at_border: Callable[[str], None] = lambda state: None
 
-    def leaving(self, *owners: Owner) -> list[StorageGroup]:
+    def leaving(self, *owners: MemoryOwner) -> list[StorageGroup]:
         """The groups of these owners that leave in this mode."""
         leave = self.mode.leaves
         return [self.groups[o] for o in owners if o in self.groups and o in leave]
@@ -84,7 +84,7 @@ class Sharing:
         self.release_cached_memory()
 
 
-class Phases:
+class DeviceScheduler:
     """Owns the state of the shared devices. It starts in ROLLOUT, with an awake engine.
 
     Args:
@@ -97,11 +97,11 @@ class Phases:
         self,
         engine: InferenceEngine,
         phase: Callable[[str], AbstractContextManager[None]],
-        sharing: Sharing | None = None,
+        sharing: ColocationPlan | None = None,
     ) -> None:
         self._engine = engine
         self._phase = phase
-        self._sharing = sharing or Sharing()
+        self._sharing = sharing or ColocationPlan()
         self.state = Phase.ROLLOUT
 
     def to_sync(self) -> None:
@@ -147,7 +147,7 @@ class Phases:
             raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
 
     @contextmanager
-    def resident(self, *owners: Owner) -> Iterator[None]:
+    def resident(self, *owners: MemoryOwner) -> Iterator[None]:
         """Have the memory of owners that are away in TRAIN, too, for the block. Local.
 
         An error while one comes or leaves does not keep the others here.
@@ -226,7 +226,7 @@ class Phases:
         """Parameters away, then the cache."""
         need = self._engine.cache_bytes
         return [
-            *self._offload(Owner.PARAMETERS),
+            *self._offload(MemoryOwner.PARAMETERS),
             *self._tidy("offload"),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
             Action("cache", "wake", self._wake_cache, self._engine.free_cache),
@@ -237,10 +237,10 @@ class Phases:
         return [
             Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
             *self._tidy("sleep"),
-            *self._onload(Owner.PARAMETERS, wait=True),
+            *self._onload(MemoryOwner.PARAMETERS, wait=True),
         ]
 
-    def _offload(self, *owners: Owner) -> list[Action]:
+    def _offload(self, *owners: MemoryOwner) -> list[Action]:
         groups = self._sharing.leaving(*owners)
         return [
             Action(f"offload {g.owner}", "offload", g.release, partial(self._return, g))
@@ -257,7 +257,7 @@ class Phases:
         group.restore()
         self._sharing.wait_for_copies()
 
-    def _onload(self, *owners: Owner, wait: bool = False) -> list[Action]:
+    def _onload(self, *owners: MemoryOwner, wait: bool = False) -> list[Action]:
         """Memory back; ``wait``: what is computed next reads it."""
         groups = self._sharing.leaving(*owners)
         if not groups:

@@ -43,15 +43,15 @@ def perform(
         UndoFailed: an undo raised as well; its cause is the first error.
         BaseException: what an action raised; everything is as it was before.
     """
-    begun: list[Action] = []
+    prefix_tokens: list[Action] = []
     try:
         for name, same_phase in groupby(actions, key=lambda action: action.phase):
             with phase(name):
                 for action in same_phase:
-                    begun.append(action)
+                    prefix_tokens.append(action)
                     action.do()
     except BaseException as error:
-        for action in reversed(begun):
+        for action in reversed(prefix_tokens):
             try:
                 action.undo()
             except BaseException as second:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.convert.source import Part, Shape, Source
+from mindspeed_rl.convert.source import Shape, Source, TensorPart
 from mindspeed_rl.convert.stored import StoredTensor
 from mindspeed_rl.convert.torch_files import read_torch_file, stored_tensor
 from mindspeed_rl.core.errors import UsageError
@@ -90,10 +90,10 @@ def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> 
     copies = _copies(layout.spec) if layout.names.mtp else {}
     shapes: dict[str, Shape] = {**names, **{name: names[main] for name, main in copies.items()}}
 
-    def parts_of(name: str) -> tuple[Part, ...]:
+    def parts_of(name: str) -> tuple[TensorPart, ...]:
         shards = layout.shards(copies.get(name, name))
         return tuple(
-            Part(
+            TensorPart(
                 shard.piece.hf_box,
                 held[shard.holders[0]][shard.piece.param],
                 shard.piece.param_box,

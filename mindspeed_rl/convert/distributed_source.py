@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_rl.checkpoint.resume import RECORD
-from mindspeed_rl.convert.source import Part, Source
+from mindspeed_rl.convert.source import Source, TensorPart
 from mindspeed_rl.convert.stored import StoredTensor
 from mindspeed_rl.convert.torch_files import read_torch_file, stored_tensor
 from mindspeed_rl.core.boxes import Box, ParamView
@@ -101,8 +101,8 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
             (box, _stored(folder / info.relative_path, key, box, info)) for box, info in places[key]
         )
 
-    def parts_of(name: str) -> tuple[Part, ...]:
-        found: list[Part] = []
+    def parts_of(name: str) -> tuple[TensorPart, ...]:
+        found: list[TensorPart] = []
         for shard in shards_of_names[name]:
             if not shard.mirror:
                 key, position = key_of(shard.piece.param, stacked)
@@ -140,7 +140,7 @@ def _stored(path: Path, key: str, box: Box, info: Any) -> StoredTensor:
 
 def _parts(
     shard: Shard, position: tuple[int, ...], chunks: tuple[tuple[Box, StoredTensor], ...]
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     """What the chunks hold of a piece of a whole parameter."""
     piece, depth = shard.piece, len(position)
     for box, stored in chunks:
@@ -152,7 +152,7 @@ def _parts(
             continue
         hf_box = common.moved(piece.param_box, piece.hf_box)
         view = ParamView(tuple(p - lo for p, lo in zip(position, box.lo, strict=False)))
-        yield Part(hf_box, stored, common.moved(inner, Box.whole(inner.size)), view)
+        yield TensorPart(hf_box, stored, common.moved(inner, Box.whole(inner.size)), view)
 
 
 def _iteration(folder: Path) -> int:

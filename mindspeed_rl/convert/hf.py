@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
 from mindspeed_rl.checkpoint.mapping import StoredEntry, safetensors_entries
-from mindspeed_rl.convert.source import Part, Scales, Shape, Source
+from mindspeed_rl.convert.source import Scales, Shape, Source, TensorPart
 from mindspeed_rl.convert.stored import StoredTensor
 from mindspeed_rl.convert.target import OutputTensor, Target, safetensors_file
 from mindspeed_rl.core.boxes import Box
@@ -81,7 +81,7 @@ def _part(
     entry: StoredEntry,
     entries: Mapping[str, tuple[Path, StoredEntry]],
     block: tuple[int, int] | None,
-) -> Part:
+) -> TensorPart:
     dtype = _TYPES.get(entry.dtype)
     scaled = entries.get(name + SCALE)
     if dtype is None or (dtype.itemsize == 1) != (scaled is not None and block is not None):
@@ -94,7 +94,7 @@ def _part(
     box = Box.whole(entry.shape)
     stored = StoredTensor(path, entry.offset, dtype, entry.shape)
     if scaled is None or block is None:
-        return Part(box, stored, box)
+        return TensorPart(box, stored, box)
     factors = scaled[1]
     wanted = tuple(-(-size // b) for size, b in zip(entry.shape, block, strict=True))
     if factors.shape != wanted or factors.dtype != "F32":
@@ -103,7 +103,7 @@ def _part(
             f"config.json implies {wanted} and F32"
         )
     scales = Scales(StoredTensor(scaled[0], factors.offset, torch.float32, factors.shape), block)
-    return Part(box, stored, box, scales=scales)
+    return TensorPart(box, stored, box, scales=scales)
 
 
 def plan_hf(

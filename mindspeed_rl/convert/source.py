@@ -28,7 +28,7 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A rectangle of an HF tensor in a file.
 
     Attributes:
@@ -108,7 +108,7 @@ class Source:
     place: str
     kind: str
     shapes: Mapping[str, Shape]
-    parts_of: Callable[[str], tuple[Part, ...]]
+    parts_of: Callable[[str], tuple[TensorPart, ...]]
     files: tuple[Path, ...]
     iteration: int = 1
 
@@ -120,10 +120,10 @@ class Source:
         return kinds.pop()
 
     @cached_property
-    def _known(self) -> dict[str, tuple[Part, ...]]:
+    def _known(self) -> dict[str, tuple[TensorPart, ...]]:
         return {}
 
-    def _parts(self, name: str) -> tuple[Part, ...]:
+    def _parts(self, name: str) -> tuple[TensorPart, ...]:
         parts = self._known.get(name)
         if parts is None:
             parts = self._known[name] = self.parts_of(name)

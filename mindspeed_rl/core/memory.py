@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Owner(enum.StrEnum):
+class MemoryOwner(enum.StrEnum):
     """What bytes on a device are for."""
 
     PARAMETERS = "parameters"  # of the policy, in the training precision
@@ -29,12 +29,12 @@ class Owner(enum.StrEnum):
 
 
 # What only updates of the policy need: it leaves before the engine's weights come.
-UPDATE_STATE = (Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+UPDATE_STATE = (MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
 # Memory of the critic's updates; its parameters alone suffice for its passes.
-CRITIC_OWNERS = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+CRITIC_OWNERS = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
 # Other models. What of them leaves comes for their own passes and updates only.
-VISITORS = (Owner.REFERENCE, Owner.REWARD_MODEL, *CRITIC_OWNERS)
-LEAVING = (*UPDATE_STATE, Owner.PARAMETERS, *VISITORS)
+VISITORS = (MemoryOwner.REFERENCE, MemoryOwner.REWARD_MODEL, *CRITIC_OWNERS)
+LEAVING = (*UPDATE_STATE, MemoryOwner.PARAMETERS, *VISITORS)
 
 
 class MemoryPhase(enum.StrEnum):
@@ -58,7 +58,7 @@ class _Policy:
     """
 
     help: str
-    leaves: tuple[Owner, ...] = ()
+    leaves: tuple[MemoryOwner, ...] = ()
     frees_engine_weights: bool = False
 
 
@@ -80,13 +80,13 @@ class OffloadMode(enum.StrEnum):
         return _POLICIES[self].help
 
     @property
-    def leaves(self) -> frozenset[Owner]:
+    def leaves(self) -> frozenset[MemoryOwner]:
         """Owners that are away in the phases of :meth:`away`."""
         return frozenset(_POLICIES[self].leaves)
 
-    def away(self, phase: MemoryPhase) -> frozenset[Owner]:
+    def away(self, phase: MemoryPhase) -> frozenset[MemoryOwner]:
         """Owners that are not on the device in a phase; VISITORS come for their own passes."""
-        absent: dict[MemoryPhase, tuple[Owner, ...]] = {
+        absent: dict[MemoryPhase, tuple[MemoryOwner, ...]] = {
             MemoryPhase.TRAIN_IDLE: VISITORS,
             MemoryPhase.TRAIN: VISITORS,
             MemoryPhase.SYNC: (*VISITORS, *UPDATE_STATE),
@@ -109,7 +109,7 @@ _POLICIES = {
     OffloadMode.NONE: _Policy("nothing"),
     OffloadMode.OPTIMIZER: _Policy(
         "gradient buffers and optimizer state",
-        (*UPDATE_STATE, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER),
+        (*UPDATE_STATE, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER),
     ),
     OffloadMode.ALL: _Policy("parameters and all other models, too", LEAVING, True),
 }

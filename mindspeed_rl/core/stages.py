@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mindspeed_rl.core.errors import UsageError
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a layer lives: pipeline stage, chunk of that stage, number within the chunk."""
 
     stage: int
@@ -53,12 +53,12 @@ class StageLayout:
             return f"layers per stage {counts}"
         return f"vpp {self.vpp}, layers per chunk {counts}"
 
-    def place_of(self, layer: int) -> Place:
+    def place_of(self, layer: int) -> LayerPlace:
         """Where a global layer lives."""
         first = 0
         for position, count in enumerate(self.layers_per_chunk):
             if first <= layer < first + count:
-                return Place(position % self.pp, position // self.pp, layer - first)
+                return LayerPlace(position % self.pp, position // self.pp, layer - first)
             first += count
         raise IndexError(f"layer {layer} is not one of {self.num_layers}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.data.rows import Row
+from mindspeed_rl.data.rows import DataRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class PromptEncoder:
                 "plain-text prompts"
             )
 
-    def render(self, row: Row) -> RenderedPrompt:
+    def render(self, row: DataRow) -> RenderedPrompt:
         """The prompt of ``row`` as the string that will be tokenised.
 
         Raises:

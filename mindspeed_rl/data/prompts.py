@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids
-from mindspeed_rl.data.rows import Row, in_chunks, read_rows
+from mindspeed_rl.data.rows import DataRow, in_chunks, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -204,7 +204,7 @@ def _encoded_rows(
             bar.update(len(rows))
 
 
-def _metadata(row: Row, prompt_key: str, answer_key: str, metadata_key: str) -> dict[str, Any]:
+def _metadata(row: DataRow, prompt_key: str, answer_key: str, metadata_key: str) -> dict[str, Any]:
     nested = row.get(metadata_key)
     if nested is not None and not isinstance(nested, Mapping):
         raise UsageError(

@@ -21,7 +21,7 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row of a data file.
 
     Attributes:
@@ -66,7 +66,7 @@ class Row:
         )
 
 
-def read_rows(path: str | Path) -> Iterator[Row]:
+def read_rows(path: str | Path) -> Iterator[DataRow]:
     """Reads the rows of a data file, one at a time for ``.jsonl`` and ``.parquet``.
 
     ``.jsonl`` holds one JSON object per line (blank lines are skipped), ``.json`` one array of
@@ -97,7 +97,7 @@ def in_chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield chunk
 
 
-def _at_least_one(file: Path, rows: Iterable[Row]) -> Iterator[Row]:
+def _at_least_one(file: Path, rows: Iterable[DataRow]) -> Iterator[DataRow]:
     empty = True
     for row in rows:
         empty = False
@@ -106,7 +106,7 @@ def _at_least_one(file: Path, rows: Iterable[Row]) -> Iterator[Row]:
         raise UsageError(f"{file}: the file has no rows; write it again, or give another one")
 
 
-def _read_jsonl(file: Path) -> Iterator[Row]:
+def _read_jsonl(file: Path) -> Iterator[DataRow]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -115,7 +115,7 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
             yield _row(where, _parse_json(where, line))
 
 
-def _read_json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path) -> Iterator[DataRow]:
     values = _parse_json(str(file), file.read_bytes())
     if not isinstance(values, list):
         raise UsageError(
@@ -126,7 +126,7 @@ def _read_json(file: Path) -> Iterator[Row]:
         yield _row(f"{file}, row {number} (counted from 0)", value)
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path) -> Iterator[DataRow]:
     # pyarrow, which `datasets` is built on, reads the file in place; `datasets` would first write
     # an Arrow copy of it into a cache folder, on every rank.
     import pyarrow
@@ -150,7 +150,7 @@ def _parse_json(where: str, data: bytes) -> Any:
         raise UsageError(f"{where}: broken JSON: {error}") from error
 
 
-def _row(where: str, value: Any) -> Row:
+def _row(where: str, value: Any) -> DataRow:
     if not isinstance(value, dict):
         raise UsageError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    return Row(where, value)
+    return DataRow(where, value)

@@ -18,7 +18,7 @@ from mindspeed_rl.core.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Sequences:
+class ScoreInputs:
     """Token ids to score: ``tokens`` int64 [N, T], padded on the right; ``length`` int64 [N]."""
 
     tokens: npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ def _load(flag: str, path: str, names: tuple[str, ...]) -> dict[str, Any]:
     raise UsageError(f"{flag} {path}: lacks {missing}; it has {present}")
 
 
-def read_sequences(path: str, vocab_size: int, limit: int) -> Sequences:
+def read_sequences(path: str, vocab_size: int, limit: int) -> ScoreInputs:
     """Read and check a file of sequences.
 
     Raises:
@@ -93,7 +93,7 @@ def read_sequences(path: str, vocab_size: int, limit: int) -> Sequences:
             f"--tokens {path}: ids from {tokens[used].min()} to {tokens[used].max()}; allowed: 0 "
             f"to {vocab_size - 1}"
         )
-    return Sequences(tokens.astype(np.int64), length.astype(np.int64))
+    return ScoreInputs(tokens.astype(np.int64), length.astype(np.int64))
 
 
 def read_scores(path: str) -> Scores:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids, encode_texts
-from mindspeed_rl.data.rows import Row, in_chunks, read_rows
+from mindspeed_rl.data.rows import DataRow, in_chunks, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,7 @@ def _end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _examples(
-    rows: Iterable[Row], encoder: PromptEncoder, end: int, solution_key: str, answer_key: str
+    rows: Iterable[DataRow], encoder: PromptEncoder, end: int, solution_key: str, answer_key: str
 ) -> Iterator[tuple[str, SupervisedExample]]:
     for chunk in in_chunks(rows, _CHUNK_ROWS):
         prompts = encoder.encode([encoder.render(row) for row in chunk])
@@ -158,7 +158,7 @@ def _examples(
             yield row.where, SupervisedExample((*prompt, *response, end), len(prompt))
 
 
-def _response_text(row: Row, solution_key: str, answer_key: str) -> str:
+def _response_text(row: DataRow, solution_key: str, answer_key: str) -> str:
     if row.get(solution_key) is not None:
         return row.text(solution_key, "--solution-key")
     return row.text(answer_key, "--answer-key")

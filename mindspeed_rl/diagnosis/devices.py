@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.diagnosis.facts import Facts, local_size, visible_devices
-from mindspeed_rl.diagnosis.rows import Row, green, note, red
+from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
 
 AREA = "devices"
 
 
 def device_rows(
     facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
-) -> Iterator[Row]:
+) -> Iterator[DoctorRow]:
     """What ranks of this node can use.
 
     Args:
@@ -35,7 +35,7 @@ def device_rows(
         yield from _cann_rows(facts, matrix["npu.system"])
 
 
-def _visible_rows(facts: Facts, platform: str) -> Iterator[Row]:
+def _visible_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
     name, there = visible_devices(platform), len(facts.devices)
     given = facts.environ.get(name)
     usable = there
@@ -61,7 +61,7 @@ def _visible_rows(facts: Facts, platform: str) -> Iterator[Row]:
         yield green(AREA, f"{usable} of {there} devices are visible, {ranks} ranks on this node")
 
 
-def _cann_rows(facts: Facts, pinned: Mapping[str, str]) -> Iterator[Row]:
+def _cann_rows(facts: Facts, pinned: Mapping[str, str]) -> Iterator[DoctorRow]:
     for name, found, key, fix in (
         ("CANN", facts.cann, "cann", "install that version of the toolkit, kernels and NNAL"),
         ("driver (HDK)", facts.driver, "driver", "install that version of driver and firmware"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.diagnosis.facts import Facts
-from mindspeed_rl.diagnosis.rows import Row, green, note, red
+from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
 
 AREA = "environment"
@@ -24,7 +24,7 @@ _MIN_SHM_BYTES = 256 * 2**20
 
 def environment_rows(
     facts: Facts, platform: str, *, longest_phase_s: float, several_nodes: bool
-) -> Iterator[Row]:
+) -> Iterator[DoctorRow]:
     """What is set and does not fit.
 
     Args:
@@ -52,7 +52,7 @@ def environment_rows(
         yield from _npu_rows(environ)
 
 
-def _interface_rows(facts: Facts, platform: str, several_nodes: bool) -> Iterator[Row]:
+def _interface_rows(facts: Facts, platform: str, several_nodes: bool) -> Iterator[DoctorRow]:
     for name in _INTERFACES[platform]:
         value = facts.environ.get(name, "")
         if not value:
@@ -70,7 +70,7 @@ def _interface_rows(facts: Facts, platform: str, several_nodes: bool) -> Iterato
             yield green(AREA, f"{name}={value}")
 
 
-def _address_rows(environ: Mapping[str, str], several_nodes: bool) -> Iterator[Row]:
+def _address_rows(environ: Mapping[str, str], several_nodes: bool) -> Iterator[DoctorRow]:
     address = environ.get("MASTER_ADDR", "")
     if several_nodes and address in ("localhost", "127.0.0.1", "::1"):
         yield red(AREA, f"MASTER_ADDR={address} on several nodes: every node would wait for "
@@ -78,12 +78,12 @@ def _address_rows(environ: Mapping[str, str], several_nodes: bool) -> Iterator[R
                   "nodes")  # fmt: skip
 
 
-def _allocator_rows(environ: Mapping[str, str]) -> Iterator[Row]:
+def _allocator_rows(environ: Mapping[str, str]) -> Iterator[DoctorRow]:
     for told in without_expandable_segments(dict(environ)):
         yield note(AREA, told)
 
 
-def _hccl_rows(facts: Facts, longest_phase_s: float) -> Iterator[Row]:
+def _hccl_rows(facts: Facts, longest_phase_s: float) -> Iterator[DoctorRow]:
     environ = facts.environ
     for name, least, why in (
         ("HCCL_CONNECT_TIMEOUT", CONNECT_TIMEOUT_S, "ranks that wait in a rollout connect late"),
@@ -107,7 +107,7 @@ def _hccl_rows(facts: Facts, longest_phase_s: float) -> Iterator[Row]:
     yield from _port_rows(facts)
 
 
-def _port_rows(facts: Facts) -> Iterator[Row]:
+def _port_rows(facts: Facts) -> Iterator[DoctorRow]:
     environ = facts.environ
     used: dict[str, set[int]] = {}
     for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
@@ -141,7 +141,7 @@ def _port_rows(facts: Facts) -> Iterator[Row]:
         yield green(AREA, "HCCL's ports on this host are free")
 
 
-def _npu_rows(environ: Mapping[str, str]) -> Iterator[Row]:
+def _npu_rows(environ: Mapping[str, str]) -> Iterator[DoctorRow]:
     if not environ.get("ASCEND_TOOLKIT_HOME") and not environ.get("ASCEND_HOME_PATH"):
         yield red(AREA, "CANN's environment is not loaded (ASCEND_TOOLKIT_HOME is not set)",
                   "source /usr/local/Ascend/ascend-toolkit/set_env.sh")  # fmt: skip

@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from mindspeed_rl.diagnosis.facts import Facts, normalised
-from mindspeed_rl.diagnosis.rows import Row, green, note, red
+from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
 
 AREA = "packages"
 _SET_UP = "bash pretrain_scripts/setup_env.sh, then source .venv/bin/activate"
@@ -17,7 +17,7 @@ _MINDSPEED_URL = "https://gitcode.com/Ascend/MindSpeed"
 
 def package_rows(
     facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
-) -> Iterator[Row]:
+) -> Iterator[DoctorRow]:
     """Python and every package of the platform's sections.
 
     Args:
@@ -46,7 +46,7 @@ def package_rows(
 
 def _matrix_rows(
     facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
-) -> Iterator[Row]:
+) -> Iterator[DoctorRow]:
     rows: dict[str, tuple[str, bool]] = {}
     for section in ("core", platform, f"{platform}.no-deps"):
         alone = section.endswith(".no-deps")
@@ -84,7 +84,7 @@ def _fix(name: str, specifier: str, platform: str, alone: bool) -> str:
     return f"pip install {'--no-deps ' * alone}'{name}{specifier}'"
 
 
-def _torch_rows(facts: Facts, platform: str) -> Iterator[Row]:
+def _torch_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
     torch = facts.packages.get("torch", "")
     local = torch.partition("+")[2]
     if platform == "npu" and local.startswith("cu"):
@@ -97,7 +97,7 @@ def _torch_rows(facts: Facts, platform: str) -> Iterator[Row]:
                   "from the default index")  # fmt: skip
 
 
-def _place_rows(facts: Facts, platform: str) -> Iterator[Row]:
+def _place_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
     megatron = facts.places.get("megatron.core", "")
     if megatron and "site-packages" not in megatron and "megatron-core" in facts.packages:
         yield red(AREA, f"megatron.core comes from {megatron}, not from the installed "
@@ -112,7 +112,7 @@ def _place_rows(facts: Facts, platform: str) -> Iterator[Row]:
                   "against A3)")  # fmt: skip
 
 
-def _mindspeed_row(facts: Facts, wanted: str) -> Row:
+def _mindspeed_row(facts: Facts, wanted: str) -> DoctorRow:
     """Its adaptor changes the inside of one version of megatron-core, and says so by its branch."""
     place = facts.places.get("mindspeed", "")
     if not place:

@@ -17,7 +17,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DoctorRow:
     """One finding.
 
     Attributes:
@@ -36,24 +36,24 @@ class Row:
         assert self.fix or self.status is not Status.RED, f"{self.what}: a red row needs a fix"
 
 
-def green(area: str, what: str) -> Row:
+def green(area: str, what: str) -> DoctorRow:
     """As it should be."""
-    return Row(Status.GREEN, area, what)
+    return DoctorRow(Status.GREEN, area, what)
 
 
-def red(area: str, what: str, fix: str) -> Row:
+def red(area: str, what: str, fix: str) -> DoctorRow:
     """A run would fail, or be wrong."""
-    return Row(Status.RED, area, what, fix)
+    return DoctorRow(Status.RED, area, what, fix)
 
 
-def note(area: str, what: str, fix: str = "") -> Row:
+def note(area: str, what: str, fix: str = "") -> DoctorRow:
     """Worth knowing."""
-    return Row(Status.NOTE, area, what, fix)
+    return DoctorRow(Status.NOTE, area, what, fix)
 
 
-def lines(rows: Iterable[Row], *, colour: bool = False) -> Iterator[str]:
+def lines(rows: Iterable[DoctorRow], *, colour: bool = False) -> Iterator[str]:
     """The rows for a terminal, by area in the order in which areas appear."""
-    by_area: dict[str, list[Row]] = {}
+    by_area: dict[str, list[DoctorRow]] = {}
     for row in rows:
         by_area.setdefault(row.area, []).append(row)
     paint = {Status.GREEN: "32", Status.RED: "31;1", Status.NOTE: "33"}
@@ -68,7 +68,7 @@ def lines(rows: Iterable[Row], *, colour: bool = False) -> Iterator[str]:
                 yield f"        fix: {row.fix}"
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[DoctorRow]) -> str:
     """The last line."""
     reds = sum(row.status is Status.RED for row in rows)
     notes = sum(row.status is Status.NOTE for row in rows)
@@ -76,6 +76,6 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"{greens} ok, {notes} to know, {reds} red" + (": mend the red ones first" * bool(reds))
 
 
-def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Iterable[DoctorRow]) -> list[dict[str, Any]]:
     """The rows as JSON objects."""
     return [asdict(row) | {"status": row.status.value} for row in rows]

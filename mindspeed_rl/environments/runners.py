@@ -86,7 +86,7 @@ def _guarded(answer: Callable[[], object]) -> Observation | Failed:
     return observation
 
 
-class _Actor(LocalRunner):
+class _EnvironmentActor(LocalRunner):
     """A `LocalRunner` in a Ray actor; it ends where the environment cannot be loaded."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -130,7 +130,9 @@ class RayRunner:
             raise UsageError(f"{where}: an actor does not start: {error}") from error
 
     def _start(self) -> Any:
-        return self._ray.remote(num_cpus=1, max_restarts=0)(_Actor).remote(*self._arguments)
+        return self._ray.remote(num_cpus=1, max_restarts=0)(_EnvironmentActor).remote(
+            *self._arguments
+        )
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
         """Begin conversations, each in the actor of its number."""

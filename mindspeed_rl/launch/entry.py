@@ -18,7 +18,7 @@ from mindspeed_rl.config.arguments import ParsedArguments, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.failures import USAGE_ERROR, Limits, report_usage_error
+from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogLimits, report_usage_error
 from mindspeed_rl.launch.job import Job, Plan_co, Run, check_run, check_script, run_job
 
 # How long the other ranks of a node let the first one tell a mistake that all of them see; with
@@ -33,7 +33,7 @@ def run_entry(
     check: Callable[[Run, int], Plan_co],
     main: Callable[[Job[Run, Plan_co]], None],
     argv: Sequence[str] | None = None,
-    limits: Limits | None = None,
+    limits: WatchdogLimits | None = None,
 ) -> None:
     """Run ``main`` under torchrun, or start ranks in Ray. Never returns normally on failure.
 
@@ -66,7 +66,7 @@ def run_entry(
             bootstrap.require_launcher(prog, os.environ)
         checked = check_run(parsed, check, num_ranks)
     except UsageError as error:
-        _usage_error(prog, error, world, limits or Limits())
+        _usage_error(prog, error, world, limits or WatchdogLimits())
     if in_ray:
         from mindspeed_rl.launch.ray import drive
 
@@ -102,7 +102,9 @@ def _check_world_size(
         )
 
 
-def _usage_error(prog: str, error: UsageError, world: bootstrap.World, limits: Limits) -> NoReturn:
+def _usage_error(
+    prog: str, error: UsageError, world: bootstrap.World, limits: WatchdogLimits
+) -> NoReturn:
     """Tell a mistake once per node: its first rank prints; others print only what it does not see.
 
     The first rank to end makes the launcher end the rest, so the others wait. Other nodes may not

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.launch.failures import Failure, Heartbeat, Limits, Member
+from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogLimits
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def shared_part(store: TCPStore) -> PrefixStore:
     return PrefixStore(f"mindspeed_rl/{run}", store)
 
 
-def publish_usage_error(world: World, text: str, limits: Limits) -> None:
+def publish_usage_error(world: World, text: str, limits: WatchdogLimits) -> None:
     """Let the other nodes know a mistake that this rank found before it could join them.
 
     Returns when they have had the time to read it.

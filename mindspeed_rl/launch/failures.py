@@ -34,7 +34,7 @@ _LOST_CONNECTION = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WatchdogLimits:
     """How long the watchdog of a rank waits, in seconds.
 
     Attributes:

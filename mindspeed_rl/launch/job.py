@@ -16,7 +16,7 @@ from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.failures import JOIN, Limits
+from mindspeed_rl.launch.failures import JOIN, WatchdogLimits
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
 
@@ -76,7 +76,7 @@ def start_job(
     prog: str,
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
-    limits: Limits | None = None,
+    limits: WatchdogLimits | None = None,
     *,
     driver_reports: bool = False,
 ) -> Job[Run, Plan_co]:
@@ -121,7 +121,7 @@ def run_job(
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
     main: Callable[[Job[Run, Plan_co]], None],
-    limits: Limits | None = None,
+    limits: WatchdogLimits | None = None,
     *,
     driver_reports: bool = False,
 ) -> None:
@@ -160,7 +160,7 @@ def _start_watchdog(
     prog: str,
     world: bootstrap.World,
     phase_timeout_s: float,
-    limits: Limits | None,
+    limits: WatchdogLimits | None,
     *,
     driver_reports: bool,
 ) -> Watchdog:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.diagnosis.rows import Row, green, red
+from mindspeed_rl.diagnosis.rows import DoctorRow, green, red
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.run_groups import all_groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
@@ -139,7 +139,7 @@ class Preflight:
         self._limit_s, self._check, self._grace_s = limit_s, check, grace_s
         self._account = Account(world.rank, os.uname().nodename)
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[DoctorRow]:
         """Visit every group; the rows on rank 0, nothing elsewhere. Collective: the world.
 
         A rank that gets no answer in ``limit_s`` ends its process, after rank 0 has reported.
@@ -195,7 +195,7 @@ class Preflight:
             print(f"RED   {row.what}\n      fix: {row.fix}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _tell(self) -> list[Row]:
+    def _tell(self) -> list[DoctorRow]:
         """Hand in the account; rank 0 waits for all and makes rows, the others wait for that."""
         rank, size = self._world.rank, self._world.size
         self._store.set(f"account/{rank}", json.dumps(asdict(self._account)))
@@ -227,7 +227,7 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 
 def preflight_rows(
     axes: Sequence[Axis], accounts: Sequence[Account], last: dict[int, str], limit_s: float
-) -> Iterator[Row]:
+) -> Iterator[DoctorRow]:
     """What the accounts of all ranks say. Pure.
 
     Args:
@@ -275,7 +275,7 @@ def _failed_row(
     visits: dict[tuple[int, str], Visit],
     last: dict[int, str],
     hosts: dict[int, str],
-) -> Row:
+) -> DoctorRow:
     here = [r for r in group if (r, axis) in visits or last.get(r) == axis]
     missing = [r for r in group if r not in here]
     where = "; ".join(f"rank {r} on {hosts.get(r, 'an unknown host')}" for r in missing[:4])

@@ -30,8 +30,8 @@ from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import (
     USAGE_ERROR,
     Failure,
-    Limits,
     Member,
+    WatchdogLimits,
     lost_failure,
 )
 from mindspeed_rl.launch.job import Checked, check_run, run_job
@@ -80,7 +80,7 @@ class RunFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActorPlace:
     """Where an actor runs: Ray's name of the node, and the ids of its devices, one or none."""
 
     node: str
@@ -105,7 +105,7 @@ class Order:
     environment: Mapping[str, str]
     folder: str
     main: str
-    limits: Limits
+    limits: WatchdogLimits
 
 
 class RankActor:
@@ -117,13 +117,13 @@ class RankActor:
     def __repr__(self) -> str:
         return f"rank {self._rank}"  # Ray labels lines of output with it
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         """Its node and devices."""
         import ray
 
         context = ray.get_runtime_context()
         devices = tuple(i for ids in context.get_accelerator_ids().values() for i in ids)
-        return Place(context.get_node_id(), devices)
+        return ActorPlace(context.get_node_id(), devices)
 
     def run(self, order: Order) -> str:
         """Be a rank until the end of the run; ends the process when that fails.
@@ -163,7 +163,7 @@ def drive(
     prog: str,
     checked: Checked[RLRunConfig, RLPlan],
     arguments: Sequence[str],
-    limits: Limits | None = None,
+    limits: WatchdogLimits | None = None,
     main: str = MAIN,
 ) -> int:
     """Run a command line in Ray; the exit code.
@@ -179,7 +179,7 @@ def drive(
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
             try:
-                run_ranks(ray, prog, config, arguments, limits or Limits(), main)
+                run_ranks(ray, prog, config, arguments, limits or WatchdogLimits(), main)
             finally:
                 time.sleep(LOGS_S)
     except RunFailed as ended:
@@ -199,7 +199,7 @@ def run_ranks(
     prog: str,
     config: RLRunConfig,
     arguments: Sequence[str],
-    limits: Limits,
+    limits: WatchdogLimits,
     main: str,
 ) -> None:
     """Start all ranks and wait for their end.
@@ -456,7 +456,7 @@ def actor_options(
 
 
 def rank_environments(
-    places: Sequence[Place], ranks_per_node: int, endpoint: tuple[str, int], variable: str = ""
+    places: Sequence[ActorPlace], ranks_per_node: int, endpoint: tuple[str, int], variable: str = ""
 ) -> list[dict[str, str]]:
     """What torchrun would have set for each rank.
 

@@ -38,7 +38,7 @@ from mindspeed_rl.launch.failures import (
     JOIN,
     Failure,
     Kind,
-    Limits,
+    WatchdogLimits,
     is_lost_connection,
     is_usage_error,
     lost_failure,
@@ -121,7 +121,7 @@ class Heartbeats:
         store: FailureStore,
         world: World,
         phases: PhaseClock,
-        limits: Limits,
+        limits: WatchdogLimits,
         clock: Clock = time.monotonic,
     ) -> None:
         self._store, self._world, self._phases = store, world, phases
@@ -171,7 +171,7 @@ class Watchdog:
         world: World,
         phase_timeout_s: float,
         prog: str,
-        limits: Limits | None = None,
+        limits: WatchdogLimits | None = None,
         *,
         driver_reports: bool = False,
     ) -> None:
@@ -179,7 +179,7 @@ class Watchdog:
         self._everyone = range(world.size)
         self._driver_reports = driver_reports
         self._prog = prog
-        self._limits = limits or Limits()
+        self._limits = limits or WatchdogLimits()
         self._me = this_member(world)
         self._launcher = os.getppid()
         self._phases = PhaseClock(phase_timeout_s)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.models.rules import Cut, Row, Share, Split, even_span, part_name
+from mindspeed_rl.models.rules import Cut, Share, Split, WeightRow, even_span, part_name
 from mindspeed_rl.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class QKV(Row):
+class QKV(WeightRow):
     """Base of fused projections; ``bias`` rows have one dimension.
 
     ``{p}`` in ``hf`` stands for ``q``, ``k`` and ``v``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mindspeed_rl.models.attention_rules import GroupedQKV, HeadSplit, StackedQKV
 from mindspeed_rl.models.expert_rules import PerExpert, StackedExperts
-from mindspeed_rl.models.rules import Block, GateUp, Joined, Replicated, Row, Split, Vocab
+from mindspeed_rl.models.rules import Block, GateUp, Joined, Replicated, Split, Vocab, WeightRow
 
 _M, _H = "decoder.layers.{l}.", "model.layers.{l}."
 EMBED_NAME = _EMBED = "model.embed_tokens.weight"
@@ -40,7 +40,7 @@ HEAD = Block(
 )
 
 
-def _norms(prefix: str, second: str) -> tuple[Row, ...]:
+def _norms(prefix: str, second: str) -> tuple[WeightRow, ...]:
     """The two norms of a layer; ``second`` is the local name of the one before the MLP."""
     return (
         Replicated(prefix + "input_layernorm.weight", hf=_H + "input_layernorm.weight"),
@@ -52,7 +52,7 @@ _QKV, _QKV_BIAS = f"{_H}self_attn.{{p}}_proj.weight", f"{_H}self_attn.{{p}}_proj
 _O_PROJ = f"{_H}self_attn.o_proj.weight"
 
 
-def _head_norms(query: str, key: str) -> tuple[Row, ...]:
+def _head_norms(query: str, key: str) -> tuple[WeightRow, ...]:
     return (
         Replicated(query, hf=f"{_H}self_attn.q_norm.weight", dims=("head_dim",), when="qk_norm"),
         Replicated(key, hf=f"{_H}self_attn.k_norm.weight", dims=("head_dim",), when="qk_norm"),
@@ -90,7 +90,7 @@ _Q_A_NORM = f"{_H}self_attn.q_a_layernorm.weight"
 _KV_A_NORM = f"{_H}self_attn.kv_a_layernorm.weight"
 
 
-def _latent_up(query: str, plain: str, key_value: str, output: str) -> tuple[Row, ...]:
+def _latent_up(query: str, plain: str, key_value: str, output: str) -> tuple[WeightRow, ...]:
     """Projections of latent attention that are cut by heads; equal on both sides but for names."""
     return (
         HeadSplit(query, hf=_Q_B, dims=("q_size", "q_lora_rank"), when="compressed_query"),
@@ -100,7 +100,7 @@ def _latent_up(query: str, plain: str, key_value: str, output: str) -> tuple[Row
     )
 
 
-def _latent_norms(query: str, key_value: str) -> tuple[Row, ...]:
+def _latent_norms(query: str, key_value: str) -> tuple[WeightRow, ...]:
     return (
         Replicated(query, hf=_Q_A_NORM, dims=("q_lora_rank",), when="compressed_query"),
         Replicated(key_value, hf=_KV_A_NORM, dims=("kv_lora_rank",)),
@@ -164,7 +164,7 @@ _EXPERT_DOWN = Split(
 )
 
 
-def _router(weight: str, bias: str) -> tuple[Row, ...]:
+def _router(weight: str, bias: str) -> tuple[WeightRow, ...]:
     return (
         Replicated(
             weight, stage="moe", hf=f"{_H}mlp.gate.weight", dims=("num_experts", "hidden_size")
@@ -180,7 +180,7 @@ def _router(weight: str, bias: str) -> tuple[Row, ...]:
     )
 
 
-def _shared_experts(gate_up: str, down: str) -> tuple[Row, ...]:
+def _shared_experts(gate_up: str, down: str) -> tuple[WeightRow, ...]:
     return (
         GateUp(
             gate_up,

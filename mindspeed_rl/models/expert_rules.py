@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mindspeed_rl.core.boxes import ParamView
-from mindspeed_rl.models.rules import Cut, Row, Share
+from mindspeed_rl.models.rules import Cut, Share, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRow(Row):
+class ExpertRow(WeightRow):
     """Base of the rows of routed experts: ``inner`` describes the matrix of one expert.
 
     Experts are cut by expert parallelism and each of them by expert tensor parallelism; both are
     known to the layout, which gives the local expert in the share.
     """
 
-    inner: Row | None = None
+    inner: WeightRow | None = None
 
     @property
-    def matrix(self) -> Row:
+    def matrix(self) -> WeightRow:
         """The row of one expert."""
         assert self.inner is not None, f"{self.param}: a row of experts needs an inner row"
         return self.inner

@@ -19,7 +19,7 @@ from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.expert_rules import PerExpert, StackedExperts
 from mindspeed_rl.models.module_names import ModuleNames
 from mindspeed_rl.models.registry import weight_table
-from mindspeed_rl.models.rules import Joined, Replicated, Row, Split, Vocab
+from mindspeed_rl.models.rules import Joined, Replicated, Split, Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 
 _LAYERS, _MTP_LAYERS = "decoder.layers.{l}.", "mtp.layers.{l}.transformer_layer."
@@ -89,14 +89,14 @@ class FileNames:
             return _FUSED_LATENT.get(tail, tail)
         return tail
 
-    def rows(self, spec: ModelSpec) -> tuple[Row, ...]:
+    def rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
         """The rows of a checkpoint in this dialect."""
         rows = weight_table(spec.family).trainer_rows(spec)
         if self.mtp:
             rows = (*rows, *_mtp_rows(spec, rows))
         return tuple(changed for row in rows for changed in self._changed(row))
 
-    def _changed(self, row: Row) -> Iterator[Row]:
+    def _changed(self, row: WeightRow) -> Iterator[WeightRow]:
         prefix, separator, tail = row.param.partition(_A)
         start = prefix + separator
         if self.joined_down and separator and tail == "linear_kv_down_proj.weight":
@@ -145,7 +145,9 @@ class _JoinedDown(Joined):
         }
 
 
-def _parts(row: Row, start: str, names: tuple[str, str], sizes: tuple[str, str]) -> Iterator[Row]:
+def _parts(
+    row: WeightRow, start: str, names: tuple[str, str], sizes: tuple[str, str]
+) -> Iterator[WeightRow]:
     assert isinstance(row, Split)
     for part, name in enumerate(names):
         yield HeadPart(
@@ -158,7 +160,7 @@ def _parts(row: Row, start: str, names: tuple[str, str], sizes: tuple[str, str])
         )
 
 
-def _mtp_rows(spec: ModelSpec, rows: tuple[Row, ...]) -> Iterator[Row]:
+def _mtp_rows(spec: ModelSpec, rows: tuple[WeightRow, ...]) -> Iterator[WeightRow]:
     """A layer like the last one of the model, and what joins it to the model."""
     head, prefix = "mtp.layers.{l}.", "model.layers.{l}."
     yield Replicated(head + "enorm.weight", stage="mtp", hf=prefix + "enorm.weight")

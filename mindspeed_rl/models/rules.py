@@ -66,7 +66,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Row(ABC):
+class WeightRow(ABC):
     """Base of all rows: ``param`` is the local name, ``stage`` says where it exists.
 
     Attributes:
@@ -139,7 +139,7 @@ def even_span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated(Row):
+class Replicated(WeightRow):
     """The whole tensor on every tensor-parallel rank."""
 
     hf: str = ""
@@ -160,7 +160,7 @@ class Replicated(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Row):
+class Split(WeightRow):
     """One tensor cut evenly along ``dim``: 0 for column-parallel, 1 for row-parallel linears."""
 
     hf: str = ""
@@ -192,7 +192,7 @@ class Split(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocab(Row):
+class Vocab(WeightRow):
     """A ``[vocab, hidden]`` matrix cut along the vocabulary, padded to a multiple of rows.
 
     Rows past the vocabulary are padding: they are declared by being covered by no cut.
@@ -226,7 +226,7 @@ class Vocab(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp(Row):
+class GateUp(WeightRow):
     """``[gate; up]`` of a gated MLP, each cut along its rows and then stacked on each rank.
 
     ``{p}`` in ``hf`` stands for ``gate`` and ``up``.
@@ -262,7 +262,7 @@ class GateUp(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined(Row):
+class Joined(WeightRow):
     """Several whole HF tensors with equal columns on top of each other, on every rank.
 
     ``parts`` lists (HF name, dimension name of its rows) in order; ``columns`` names the columns.
@@ -295,8 +295,8 @@ class Block:
     ``trainer`` rows use megatron-core's parameter names, ``engine`` rows vLLM's.
     """
 
-    trainer: tuple[Row, ...]
-    engine: tuple[Row, ...]
+    trainer: tuple[WeightRow, ...]
+    engine: tuple[WeightRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +312,10 @@ class WeightTable:
     blocks: tuple[Block, ...]
     config_keys: tuple[tuple[str, str], ...] = ()
 
-    def trainer_rows(self, spec: ModelSpec) -> tuple[Row, ...]:
+    def trainer_rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
         """The rows that a model of this spec has in the trainer."""
         return tuple(r for block in self.blocks for r in block.trainer if r.exists(spec))
 
-    def engine_rows(self, spec: ModelSpec) -> tuple[Row, ...]:
+    def engine_rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
         """The rows that a model of this spec has in the engine."""
         return tuple(r for block in self.blocks for r in block.engine if r.exists(spec))

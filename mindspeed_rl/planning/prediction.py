@@ -9,7 +9,7 @@ from functools import cached_property
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.machines import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
-from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.planning.communicators import Groups
@@ -20,12 +20,17 @@ from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 Config = RLRunConfig | PretrainRunConfig
-Table = dict[Owner, int]
+Table = dict[MemoryOwner, int]
 _GIB, _MIB = 2**30, 2**20
 # Buffers that vLLM-Ascend asks for, whatever HCCL_BUFFSIZE is; its group for dispatch follows that.
 _ENGINE_BUFFERS_MB = {"rollout tp": 200, "rollout ep": 200, "rollout dp": 50}
 # Of a phase's own work, gone when it ends.
-_PASSING = (Owner.ACTIVATIONS, Owner.LOGITS, Owner.RESHARD_STAGING, Owner.ENGINE_WORKSPACE)
+_PASSING = (
+    MemoryOwner.ACTIVATIONS,
+    MemoryOwner.LOGITS,
+    MemoryOwner.RESHARD_STAGING,
+    MemoryOwner.ENGINE_WORKSPACE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +79,13 @@ class MemoryPrediction:
             MemoryPhase.TRAIN: self._train(rank, stays[MemoryPhase.TRAIN], models),
         }
         if isinstance(self.plan, RLPlan):
-            weights = {Owner.ENGINE_WEIGHTS: self.engine.weights(rank)}
+            weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
             tables[MemoryPhase.ROLLOUT] = stays[MemoryPhase.ROLLOUT] | weights | self._sampling()
             if not self.frees_engine_weights:
                 tables[MemoryPhase.TRAIN_IDLE] |= weights
                 tables[MemoryPhase.TRAIN] |= weights
-        groups = {Owner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
+        groups = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
         return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
 
     def border(self, rank: int, state: str) -> dict[str, int]:
@@ -93,7 +98,7 @@ class MemoryPrediction:
         phases = {"train": MemoryPhase.TRAIN_IDLE, "idle": MemoryPhase.SYNC}
         found = self.rank_table(rank)[phases.get(state) or MemoryPhase(state)]
         if state == "idle" and self.frees_engine_weights:
-            found.pop(Owner.ENGINE_WEIGHTS, None)
+            found.pop(MemoryOwner.ENGINE_WEIGHTS, None)
         return {owner.value: size for owner, size in found.items() if owner not in _PASSING}
 
     def peak(self, ranks: Iterable[int] | None = None) -> Peak:
@@ -125,23 +130,26 @@ class MemoryPrediction:
     def _models(self, rank: int) -> Table:
         """All models of the trainer, after the first update."""
         state, found = self._state(rank, self.plan.megatron), Table()
-        found[Owner.PARAMETERS] = state.parameters
-        found[Owner.GRAD_BUFFERS] = state.grad_buffers
-        found[Owner.OPTIMIZER] = self._on_device(state.optimizer)
+        found[MemoryOwner.PARAMETERS] = state.parameters
+        found[MemoryOwner.GRAD_BUFFERS] = state.grad_buffers
+        found[MemoryOwner.OPTIMIZER] = self._on_device(state.optimizer)
         if isinstance(self.config, RLRunConfig) and self.config.rl.grpo_kl_beta > 0:
-            found[Owner.REFERENCE] = state.plain_parameters
+            found[MemoryOwner.REFERENCE] = state.plain_parameters
         if self._reward_model:
-            found[Owner.REWARD_MODEL] = self._state(rank, self._reward_model).plain_parameters
+            found[MemoryOwner.REWARD_MODEL] = self._state(rank, self._reward_model).plain_parameters
         if self._critic:
             critic = self._state(rank, self._critic)
-            found[Owner.CRITIC] = critic.parameters
-            found[Owner.CRITIC_GRAD_BUFFERS] = critic.grad_buffers
-            found[Owner.CRITIC_OPTIMIZER] = self._on_device(critic.optimizer)
+            found[MemoryOwner.CRITIC] = critic.parameters
+            found[MemoryOwner.CRITIC_GRAD_BUFFERS] = critic.grad_buffers
+            found[MemoryOwner.CRITIC_OPTIMIZER] = self._on_device(critic.optimizer)
         return found
 
     def _optimizers_at_start(self, rank: int) -> Table:
         """Optimizer state before the first update."""
-        layouts = {Owner.OPTIMIZER: self.plan.megatron, Owner.CRITIC_OPTIMIZER: self._critic}
+        layouts = {
+            MemoryOwner.OPTIMIZER: self.plan.megatron,
+            MemoryOwner.CRITIC_OPTIMIZER: self._critic,
+        }
         return {
             owner: self._on_device(self._state(rank, layout).optimizer_at_start)
             for owner, layout in layouts.items()
@@ -173,11 +181,14 @@ class MemoryPrediction:
         """The fullest of an update, one of the critic, and passes of models brought in for them."""
         memory, work = self.training, self.workload
         moments = [stays | _passing(memory.peak(rank, work))]
-        readers = {Owner.REFERENCE: self.plan.megatron, Owner.REWARD_MODEL: self._reward_model}
+        readers = {
+            MemoryOwner.REFERENCE: self.plan.megatron,
+            MemoryOwner.REWARD_MODEL: self._reward_model,
+        }
         for owner, layout in readers.items():
             if layout is not None and owner in models and owner not in stays:
                 size = replace(memory, layout=layout).inference(rank, work)
-                moments.append(stays | {owner: models[owner], Owner.ACTIVATIONS: size})
+                moments.append(stays | {owner: models[owner], MemoryOwner.ACTIVATIONS: size})
         if self._critic is not None:
             critic = {owner: models[owner] for owner in CRITIC_OWNERS}
             peak = replace(memory, layout=self._critic).peak(rank, work)
@@ -255,7 +266,7 @@ class MemoryPrediction:
         bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
         parameters = self._state(rank, self.plan.megatron).parameters
         both = 2 * (self.engine.weights(rank) + parameters)
-        return {Owner.RESHARD_STAGING: min(bucket, both)}
+        return {MemoryOwner.RESHARD_STAGING: min(bucket, both)}
 
     def _sampling(self) -> Table:
         """What the engine has besides its weights while it samples."""
@@ -265,9 +276,9 @@ class MemoryPrediction:
             own = not tuning.rollout_graph_sizes or tuning.rollout_graph_sizes == ("auto",)
             graphs = tuning.rollout_graph_count if own else len(tuning.rollout_graph_sizes)
         return {
-            Owner.KV_CACHE: self.engine.kv_cache(),
-            Owner.ENGINE_WORKSPACE: self.engine.workspace(),
-            Owner.GRAPHS: graphs * int(self.machine.graph_mib * _MIB),
+            MemoryOwner.KV_CACHE: self.engine.kv_cache(),
+            MemoryOwner.ENGINE_WORKSPACE: self.engine.workspace(),
+            MemoryOwner.GRAPHS: graphs * int(self.machine.graph_mib * _MIB),
         }
 
     # --- communicators -------------------------------------------------------------------------
@@ -290,7 +301,7 @@ class MemoryPrediction:
 
 def _passing(peak: TrainPeak) -> Table:
     """What an update makes itself."""
-    return {Owner.ACTIVATIONS: peak.activations, Owner.LOGITS: peak.logits}
+    return {MemoryOwner.ACTIVATIONS: peak.activations, MemoryOwner.LOGITS: peak.logits}
 
 
 def engine_is_bf16(config: RLRunConfig) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.planning.findings import Findings, RankClass
 from mindspeed_rl.planning.run_plan import RLPlan
 
@@ -88,7 +88,7 @@ def _memory(found: Findings) -> Iterator[str]:
         yield f"ranks {ranks.first}-{ranks.last}:"
         tables = ranks.table.values()
         rows = [["owner", *(phase.value for phase in ranks.table)]]
-        for owner in (o for o in Owner if any(o in table for table in tables)):
+        for owner in (o for o in MemoryOwner if any(o in table for table in tables)):
             sizes_of = (table.get(owner, 0) for table in tables)
             rows.append([owner.value, *(f"{s / unit:.3f}" if s else "-" for s in sizes_of)])
         rows.append(["sum", *(f"{sum(table.values()) / unit:.3f}" for table in tables)])

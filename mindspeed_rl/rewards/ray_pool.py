@@ -34,7 +34,7 @@ def _import_ray() -> Any:
     return ray
 
 
-class _Actor:
+class _RewardActor:
     """What runs in an actor."""
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -131,7 +131,7 @@ class RayWorker:
         self.close()
         self.ready = False
         self._deadline_s = time.monotonic() + START_LIMIT_S
-        actor_type = self._ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+        actor_type = self._ray.remote(num_cpus=1, max_restarts=0)(_RewardActor)
         self.actor = actor_type.remote(self._settings)
         self._call = self.actor.start.remote()
 

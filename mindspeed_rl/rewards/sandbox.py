@@ -67,7 +67,7 @@ class Rights:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Limits of one program.
 
     Attributes:
@@ -114,7 +114,7 @@ class SandboxError(RuntimeError):
 
 
 def run_python(
-    arguments: list[str], stdin: str, files: dict[str, str], limits: Limits, rights: Rights
+    arguments: list[str], stdin: str, files: dict[str, str], limits: SandboxLimits, rights: Rights
 ) -> Ended:
     """Run ``python ARGUMENTS`` in a folder of its own with these files. Blocks.
 
@@ -125,7 +125,7 @@ def run_python(
         return _run([sys.executable, "-I", "-B", *arguments], stdin, folder, limits, rights)
 
 
-def probe(limits: Limits) -> Rights:
+def probe(limits: SandboxLimits) -> Rights:
     """What can be taken from a program on this machine: as much as still lets one run. Blocks.
 
     Raises:
@@ -146,7 +146,7 @@ def probe(limits: Limits) -> Rights:
     return rights
 
 
-def _refusal(rights: Rights, limits: Limits) -> str:
+def _refusal(rights: Rights, limits: SandboxLimits) -> str:
     """Why a program does not run with these rights; empty when it does."""
     patient = replace(limits, time_limit_s=_PROBE_TIME_S)
     try:
@@ -181,7 +181,9 @@ def _pipe() -> Iterator[tuple[int, int]]:
         os.close(writable)
 
 
-def _run(command: list[str], stdin: str, folder: Path, limits: Limits, rights: Rights) -> Ended:
+def _run(
+    command: list[str], stdin: str, folder: Path, limits: SandboxLimits, rights: Rights
+) -> Ended:
     prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
     asked: dict[str, object] = {
         "counted": rights.counted,

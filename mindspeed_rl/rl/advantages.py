@@ -28,7 +28,7 @@ from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.critic import value_targets
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
@@ -36,7 +36,7 @@ def compute_advantages(
     run: Components,
     state: RunState,
     batches: StepBatches,
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutInfo],
     step: int,
     greedy: Sequence[float] | None = None,
 ) -> StepBatches:
@@ -142,7 +142,7 @@ class _Tokens:
         cls,
         batches: StepBatches,
         policy: TrainEngine,
-        samples: Sequence[Sample],
+        samples: Sequence[RolloutInfo],
         device: torch.device,
     ) -> _Tokens:
         """Of the batches of a step."""
@@ -197,7 +197,7 @@ class _Tokens:
         ]
 
 
-def shaped_rewards(config: RLRunConfig, samples: Sequence[Sample], step: int) -> list[float]:
+def shaped_rewards(config: RLRunConfig, samples: Sequence[RolloutInfo], step: int) -> list[float]:
     """The reward of every sample, less its penalty for length; equal on all ranks. Local.
 
     The control experiment permutes them.
@@ -208,7 +208,7 @@ def shaped_rewards(config: RLRunConfig, samples: Sequence[Sample], step: int) ->
     return rewards
 
 
-def length_penalty(config: RLRunConfig, sample: Sample) -> float:
+def length_penalty(config: RLRunConfig, sample: RolloutInfo) -> float:
     """What ``--rl-overlong-buffer`` adds to the reward of a sample: 0 or less."""
     flags = config.sampling
     if not flags.rl_overlong_buffer:
@@ -223,7 +223,7 @@ def length_penalty(config: RLRunConfig, sample: Sample) -> float:
 
 def group_rewards(
     rewards: torch.Tensor,
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutInfo],
     group_size: int,
     greedy: Sequence[float] | None,
 ) -> GroupRewards:

@@ -16,12 +16,12 @@ from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.samples.lengths import LengthHistory, deal_samples
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class EngineAssignment:
     """Deals samples to engines; equal on all ranks but for ``rank``.
 
     Attributes:
@@ -45,7 +45,7 @@ class Assignment:
         """Whether this rank speaks for its engine."""
         return self.engine.tp_rank(self.rank) == 0
 
-    def max_tokens(self, prefix: Sample | None) -> int:
+    def max_tokens(self, prefix: RolloutInfo | None) -> int:
         """How long a response may be after the present pass of partial rollouts. Local."""
         have = 0 if prefix is None else prefix.num_tokens
         return min(self.limit, have + self.partial_tokens)
@@ -54,7 +54,7 @@ class Assignment:
         self,
         prompts: Sequence[Prompt],
         history: LengthHistory | None = None,
-        prefixes: Sequence[Sample | None] = (),
+        prefixes: Sequence[RolloutInfo | None] = (),
     ) -> list[int]:
         """The sample ids that this rank's engine begins with, ascending. Local.
 
@@ -68,7 +68,9 @@ class Assignment:
         group, num_groups = self.engine.group_of(self.rank), self.engine.num_groups
         known = history if self.by_length else None
         new = [i for i in range(len(prompts)) if not prefixes or prefixes[i] is None]
-        dealt = deal_samples([prompts[i].index for i in new], num_groups, known, self.limit)[group]
+        dealt = assign_to_engines([prompts[i].index for i in new], num_groups, known, self.limit)[
+            group
+        ]
         kept = [i for i, s in enumerate(prefixes) if s is not None and s.group == group]
         return sorted([*(new[i] for i in dealt), *kept])
 
@@ -77,7 +79,7 @@ class Assignment:
         prompts: Sequence[Prompt],
         settings: SamplingSettings,
         history: LengthHistory | None,
-        prefixes: Sequence[Sample | None] = (),
+        prefixes: Sequence[RolloutInfo | None] = (),
     ) -> Rebalancer | None:
         """What moves requests during one pass; ``None`` where nothing is to move. Local."""
         if self.rules is None:
@@ -136,7 +138,7 @@ def rebalance_rules(
     )
 
 
-def observe_lengths(history: LengthHistory, samples: Sequence[Sample]) -> None:
+def observe_lengths(history: LengthHistory, samples: Sequence[RolloutInfo]) -> None:
     """Add the finished responses of a step to the history; alike on all ranks. Local."""
     lengths: dict[int, list[int]] = defaultdict(list)
     for sample in samples:

@@ -11,7 +11,7 @@ from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.components import Components
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples
 
 
@@ -70,7 +70,7 @@ def _refilled(update: OptimizerBatch, given: Iterator[MicroBatch]) -> OptimizerB
     return replace(update, micro_batches=[next(given) for _ in update.micro_batches])
 
 
-def build_batches(run: Components, samples: Sequence[Sample]) -> StepBatches:
+def build_batches(run: Components, samples: Sequence[RolloutInfo]) -> StepBatches:
     """Place, move and pack the samples of each optimizer step, the same plans on all ranks.
 
     Collective: the training grid.

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.colocation.scheduler import Phases
+from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
@@ -27,7 +27,7 @@ from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
 from mindspeed_rl.rewards.build import check_row_rewards, make_reward_pool
-from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
+from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import (
     build_rollout_engine,
     build_weight_sync,
@@ -80,7 +80,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
     ledger = open_ledger(job, sharing, engine, cache)
-    scheduler = Phases(engine, _phases_of(job, timer), watched(sharing, ledger))
+    scheduler = DeviceScheduler(engine, _phases_of(job, timer), watched(sharing, ledger))
     run = Components(
         job=job,
         data=data,
@@ -170,7 +170,7 @@ def build_rollout_worker(
     item = rollout_dtype(config.rollout, config.train).itemsize
     return RolloutWorker(
         engine=engine,
-        assignment=Assignment(
+        assignment=EngineAssignment(
             engine=plan.engine,
             rank=job.world.rank,
             limit=config.rollout.rollout_max_response_length,

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
-from mindspeed_rl.colocation.scheduler import CHAIN, Sharing
+from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.check_engine import AUTO
@@ -32,10 +32,10 @@ from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.weights.checksums import WeightProof
+from mindspeed_rl.weights.checksums import WeightVerifier
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.sync import DirectPath, StreamPath, WeightPath, WeightSync
+from mindspeed_rl.weights.sync import ReshardTransfer, StreamTransfer, WeightSync, WeightTransfer
 from mindspeed_rl.weights.transports import make_transport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,7 +69,7 @@ def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
 def share_memory(
     job: Job[RLRunConfig, RLPlan],
     models: Models,
-) -> Sharing:
+) -> ColocationPlan:
     """What leaves the device for the engine, and what of the engine leaves for it.
 
     Collective: the world.
@@ -83,10 +83,10 @@ def share_memory(
     platform = job.platform
     groups = trainer_memory(models.policy, models.reference, models.critic, models.reward_model)
     if prediction.swap_parts:
-        for owner in (Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER):
+        for owner in (MemoryOwner.OPTIMIZER, MemoryOwner.CRITIC_OPTIMIZER):
             groups.pop(owner, None)  # MindSpeed moves it
     kept = platform.shares_host_memory and mode is OffloadMode.NONE
-    return Sharing(
+    return ColocationPlan(
         groups=groups,
         mode=mode,
         free_engine_weights=free_weights,
@@ -98,7 +98,7 @@ def share_memory(
 
 def open_ledger(
     job: Job[RLRunConfig, RLPlan],
-    sharing: Sharing,
+    sharing: ColocationPlan,
     engine: VllmEngine,
     cache: TensorCache,
 ) -> MemoryLedger:
@@ -108,13 +108,13 @@ def open_ledger(
     owners: dict[str, Callable[[], int]] = {
         owner.value: group.num_bytes for owner, group in sharing.groups.items()
     }
-    owners[Owner.ENGINE_WEIGHTS.value] = lambda: (
+    owners[MemoryOwner.ENGINE_WEIGHTS.value] = lambda: (
         0 if engine.state is EngineState.ASLEEP else engine.weight_bytes
     )
-    owners[Owner.KV_CACHE.value] = lambda: (
+    owners[MemoryOwner.KV_CACHE.value] = lambda: (
         engine.cache_bytes if engine.state is EngineState.AWAKE else 0
     )
-    owners[Owner.SAMPLES.value] = lambda: cache.num_bytes
+    owners[MemoryOwner.SAMPLES.value] = lambda: cache.num_bytes
     return MemoryLedger(
         owners,
         job.platform.memory,
@@ -124,7 +124,7 @@ def open_ledger(
     )
 
 
-def watched(sharing: Sharing, ledger: MemoryLedger) -> Sharing:
+def watched(sharing: ColocationPlan, ledger: MemoryLedger) -> ColocationPlan:
     """The same, with the ledger at every border."""
     return replace(sharing, require_free=ledger.require_free, at_border=ledger.at_border)
 
@@ -239,14 +239,14 @@ def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> Wei
     dtype = rollout_dtype(config.rollout, config.train)
     return WeightSync(
         build_weight_path(job, dtype),
-        WeightProof(plan.megatron, plan.vllm, world.rank, dtype),
+        WeightVerifier(plan.megatron, plan.vllm, world.rank, dtype),
         policy.named_parameters,
         config.rollout.reshard_verify_interval,
         job.platform.synchronize,
     )
 
 
-def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:
+def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightTransfer:
     """The way of ``--reshard-path``. Local."""
     options, plan, world = job.config.rollout, job.plan, job.world
     common: dict[str, Any] = {
@@ -257,6 +257,6 @@ def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> Weig
         "bucket_bytes": int(options.reshard_bucket_mb * 2**20),
     }
     if options.reshard_path == "stream":
-        return StreamPath(TensorStream(plan.megatron, range(world.size), **common))
+        return StreamTransfer(TensorStream(plan.megatron, range(world.size), **common))
     relay = options.reshard_relay == "auto" and world.size > world.local_size
-    return DirectPath(Resharder(plan.megatron, plan.vllm, relay=relay, **common))
+    return ReshardTransfer(Resharder(plan.megatron, plan.vllm, relay=relay, **common))

@@ -10,12 +10,12 @@ import torch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rl.dynamic_sampling import Group
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
-from mindspeed_rl.samples.store import Response
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.store import ResponseTensors
 
 
 def carryover_state(
-    groups: Sequence[Group], responses: Sequence[Response]
+    groups: Sequence[Group], responses: Sequence[ResponseTensors]
 ) -> list[list[dict[str, Any]]]:
     """Plain types, for a checkpoint; fp32 log-probs survive as they are.
 
@@ -27,7 +27,7 @@ def carryover_state(
     return [[_plain(s, next(given)) for s in group] for group in groups]
 
 
-def _plain(sample: Sample, response: Response) -> dict[str, Any]:
+def _plain(sample: RolloutInfo, response: ResponseTensors) -> dict[str, Any]:
     return {
         "sample_id": sample.sample_id,
         "prompt_index": sample.prompt_index,
@@ -47,7 +47,7 @@ def restored_carryover(
     columns: Sequence[Column],
     num_groups: int,
     saved_groups: int = 0,
-) -> tuple[list[Group], list[Response]]:
+) -> tuple[list[Group], list[ResponseTensors]]:
     """The inverse of :func:`carryover_state`: groups of samples, and all responses in order.
 
     Args:
@@ -62,7 +62,7 @@ def restored_carryover(
         UsageError: the checkpoint lacks a column that this run needs.
     """
     groups: list[Group] = []
-    responses: list[Response] = []
+    responses: list[ResponseTensors] = []
     for fields_of_group in state:
         samples = []
         for fields in fields_of_group:
@@ -71,7 +71,7 @@ def restored_carryover(
             mask = response.get(LOSS_MASK.name)
             num_tokens = response[TOKEN_IDS.name].size(0)
             samples.append(
-                Sample(
+                RolloutInfo(
                     sample_id=fields["sample_id"],
                     prompt_index=fields["prompt_index"],
                     num_tokens=num_tokens,
@@ -90,7 +90,7 @@ def restored_carryover(
     return groups, responses
 
 
-def _response(values: Mapping[str, Any], columns: Sequence[Column]) -> Response:
+def _response(values: Mapping[str, Any], columns: Sequence[Column]) -> ResponseTensors:
     for column in columns:
         if column.name not in values:
             raise UsageError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
-from mindspeed_rl.colocation.scheduler import Phases
+from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
@@ -20,7 +20,7 @@ from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.samples.lengths import LengthHistory
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.sync import WeightSync
@@ -82,7 +82,7 @@ class Components:
     models: Models
     rollouts: RolloutWorker
     samples: SampleStore
-    scheduler: Phases
+    scheduler: DeviceScheduler
     weight_sync: WeightSync
     telemetry: Telemetry
 
@@ -128,6 +128,6 @@ class RunState:
 
     version: int = 0
     kl_beta: float = 0.0
-    carried_groups: list[Sequence[Sample]] = field(default_factory=list)
-    partial_groups: list[Sequence[Sample]] = field(default_factory=list)
+    carried_groups: list[Sequence[RolloutInfo]] = field(default_factory=list)
+    partial_groups: list[Sequence[RolloutInfo]] = field(default_factory=list)
     lengths: LengthHistory = field(default_factory=LengthHistory)

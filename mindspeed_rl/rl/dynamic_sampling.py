@@ -14,9 +14,9 @@ import torch
 
 from mindspeed_rl.algorithms.advantages import teaches
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 
-Group = Sequence[Sample]
+Group = Sequence[RolloutInfo]
 Draw = Callable[[int, int, int], list[Group]]
 """(groups that are missing, prompts to sample, round) -> complete groups."""
 
@@ -129,7 +129,7 @@ def take_complete(
     return groups[:num_groups], generated, groups[num_groups:]
 
 
-def numbered(groups: Sequence[Group]) -> list[Sample]:
+def numbered(groups: Sequence[Group]) -> list[RolloutInfo]:
     """The samples of all groups, numbered by their place in the step."""
     samples = [s for group in groups for s in group]
     return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]

@@ -19,7 +19,7 @@ from mindspeed_rl.rewards import lenient_match
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 # Rewards whose verdict on a response is taken over, the first that scored it.
 VERDICTS = ("math", "code", "environment", "numeric_match", "exact_match")
@@ -89,7 +89,7 @@ def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int
     with run.telemetry.timer.excluded(), run.job.watchdog.phase("evaluate"):
         samples, found = _answers(run.rollouts, prompts, step, 0.0, state.version)
         several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
-        sampled: list[Sample] = []
+        sampled: list[RolloutInfo] = []
         if several:
             sampled, more = _answers(
                 run.rollouts, several, step, flags.rl_eval_temperature, state.version
@@ -113,7 +113,7 @@ def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int
 
 def _answers(
     worker: RolloutWorker, prompts: Sequence[Prompt], step: int, temperature: float, version: int
-) -> tuple[list[Sample], MetricSet]:
+) -> tuple[list[RolloutInfo], MetricSet]:
     found = worker.run(
         prompts,
         step,
@@ -134,16 +134,16 @@ def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
     return float(exact), float(is_right(rollout.reward_parts, text, answer))
 
 
-def _exact(samples: Sequence[Sample]) -> list[bool]:
+def _exact(samples: Sequence[RolloutInfo]) -> list[bool]:
     return [s.verdicts[0] == 1.0 for s in samples]
 
 
-def _right(samples: Sequence[Sample]) -> list[bool]:
+def _right(samples: Sequence[RolloutInfo]) -> list[bool]:
     return [s.verdicts[1] == 1.0 for s in samples]
 
 
 def sampled_metrics(
-    right: Sequence[bool], samples: Sequence[Sample], per_prompt: int
+    right: Sequence[bool], samples: Sequence[RolloutInfo], per_prompt: int
 ) -> dict[str, float]:
     """``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
 

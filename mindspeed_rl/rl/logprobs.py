@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, MetricSet
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
 
 
 def compute_logprobs(
-    run: Components, state: RunState, batches: StepBatches, samples: Sequence[Sample]
+    run: Components, state: RunState, batches: StepBatches, samples: Sequence[RolloutInfo]
 ) -> StepBatches:
     """Add old and reference log-probs and values where needed. Collective: the training grid.
 
@@ -28,7 +28,7 @@ def compute_logprobs(
     reference, num_reference = run.models.reference, 0
     if reference is not None:
         num_reference = len(batches.updates)
-        with run.scheduler.resident(Owner.REFERENCE):
+        with run.scheduler.resident(MemoryOwner.REFERENCE):
             batches = batches.with_column("ref_logprobs", batches.by_update(reference.logprobs))
     if run.config.sampling.rl_resample_factor > 1 or run.config.balance.partial_rollout_tokens:
         batches = with_on_policy_mask(batches, run.samples, samples, state.version)
@@ -36,12 +36,12 @@ def compute_logprobs(
     batches = batches.with_metrics(MetricSet(counts))
     if run.models.critic is None:
         return batches
-    with run.scheduler.resident(Owner.CRITIC):
+    with run.scheduler.resident(MemoryOwner.CRITIC):
         return batches.with_column("old_values", batches.by_update(run.models.critic.values))
 
 
 def _old_logprobs(
-    run: Components, state: RunState, batches: StepBatches, samples: Sequence[Sample]
+    run: Components, state: RunState, batches: StepBatches, samples: Sequence[RolloutInfo]
 ) -> tuple[list[torch.Tensor | None], int]:
     """Of every micro-batch, ``None`` where there are none; and how many passes they took."""
     choice = run.config.rl.old_logprob
@@ -63,7 +63,7 @@ def _old_logprobs(
     return found, num_passes
 
 
-def check_on_policy(samples: Sequence[Sample], version: int) -> None:
+def check_on_policy(samples: Sequence[RolloutInfo], version: int) -> None:
     """Every sample must come from the present weights.
 
     Raises:
@@ -78,7 +78,7 @@ def check_on_policy(samples: Sequence[Sample], version: int) -> None:
 
 
 def with_on_policy_mask(
-    batches: StepBatches, store: SampleStore, samples: Sequence[Sample], version: int
+    batches: StepBatches, store: SampleStore, samples: Sequence[RolloutInfo], version: int
 ) -> StepBatches:
     """Mark the tokens that the weights of ``version`` sampled. Local."""
     position = {s.sample_id: i for i, s in enumerate(samples)}

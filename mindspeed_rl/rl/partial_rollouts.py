@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 
-Pass = Callable[[Sequence[Prompt], Sequence[Sample | None]], list[Sample]]
+Pass = Callable[[Sequence[Prompt], Sequence[RolloutInfo | None]], list[RolloutInfo]]
 """(prompts, what there is of each response) -> all of each after one more pass, in order."""
 
 
@@ -29,8 +29,8 @@ class GrownGroups:
         num_passes: passes of generation.
     """
 
-    complete: list[Sequence[Sample]]
-    partial: list[Sequence[Sample]]
+    complete: list[Sequence[RolloutInfo]]
+    partial: list[Sequence[RolloutInfo]]
     num_continued: int
     num_passes: int
 
@@ -49,7 +49,7 @@ class GrownGroups:
 
 
 def complete_groups(
-    partial: Sequence[Sequence[Sample]],
+    partial: Sequence[Sequence[RolloutInfo]],
     needed: int,
     in_flight: int,
     *,
@@ -72,7 +72,7 @@ def complete_groups(
         run_pass: one pass of generation.
     """
     indices = [group[0].prompt_index for group in partial]
-    groups: list[list[Sample | None]] = [list(group) for group in partial]
+    groups: list[list[RolloutInfo | None]] = [list(group) for group in partial]
     new = next_prompts(max(0, in_flight - len(groups)))
     indices += new
     groups += [[None] * group_size for _ in new]
@@ -89,7 +89,9 @@ def complete_groups(
         passes += 1
         for (g, m), old, sample in zip(places, before, after, strict=True):
             groups[g][m] = sample.grown_from(old)
-        whole: list[Sequence[Sample]] = [[s for s in group if s is not None] for group in groups]
+        whole: list[Sequence[RolloutInfo]] = [
+            [s for s in group if s is not None] for group in groups
+        ]
         is_open = [any(s.goes_on(limit) for s in group) for group in whole]
         if len(whole) - sum(is_open) >= needed or not any(is_open):
             break

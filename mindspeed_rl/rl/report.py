@@ -21,7 +21,7 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
-from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
@@ -38,8 +38,8 @@ from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
-from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.samples.store import PlacedSamples, Response
+from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
 from mindspeed_rl.trainer.export import export_critic, export_policy
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -90,7 +90,7 @@ class Totals:
     worst_mismatch: float = 0.0
 
 
-class Report:
+class RunReporter:
     """Evaluates when due, logs every step, writes the summary.
 
     Args:
@@ -192,7 +192,9 @@ class Report:
                 self._dump(step, shown, responses)
             self._check(step, values)
 
-    def _log(self, step: int, samples: Sequence[Sample], metrics: MetricSet) -> Mapping[str, float]:
+    def _log(
+        self, step: int, samples: Sequence[RolloutInfo], metrics: MetricSet
+    ) -> Mapping[str, float]:
         run = self._run
         values = reduce_metrics(metrics.merge(run.telemetry.ledger.metrics()))
         if self._writer:
@@ -220,7 +222,9 @@ class Report:
         if interval and (step - 1) % interval == 0:
             check_computation(step, values.get(MISMATCH_MEAN, 0.0), config.sync_check_tol)
 
-    def _dump(self, step: int, shown: Sequence[Sample], responses: Sequence[Response]) -> None:
+    def _dump(
+        self, step: int, shown: Sequence[RolloutInfo], responses: Sequence[ResponseTensors]
+    ) -> None:
         run, rows = self._run, []
         for sample, response in zip(shown, responses, strict=True):
             prompt = run.data.train[sample.prompt_index]
@@ -256,7 +260,7 @@ class Report:
         with run.phase("export"):
             export_policy(run.job, run.models.policy, export, last)
         if run.models.critic is not None and config.critic.critic_export_hf:
-            with run.phase("export"), run.scheduler.resident(Owner.CRITIC):
+            with run.phase("export"), run.scheduler.resident(MemoryOwner.CRITIC):
                 export_critic(run.job, run.models.critic, last)
         if not self._writer:
             return
@@ -297,7 +301,9 @@ class Report:
         )
 
 
-def _tokens(prompt: Prompt, sample: Sample, response: Response) -> tuple[list[Any] | None, ...]:
+def _tokens(
+    prompt: Prompt, sample: RolloutInfo, response: ResponseTensors
+) -> tuple[list[Any] | None, ...]:
     """Prompt and response as the trainer reads them, the engine's log-probs, and the versions."""
     return (
         list(prompt.token_ids),
@@ -368,7 +374,7 @@ def check_computation(step: int, mean: float, limit: float) -> None:
 
 
 def sample_metrics(
-    samples: Sequence[Sample], reward_names: Sequence[str], group_size: int
+    samples: Sequence[RolloutInfo], reward_names: Sequence[str], group_size: int
 ) -> dict[str, float]:
     """Rewards and lengths of a step, computed alike on every rank."""
     known = [s.reward for s in samples if not math.isnan(s.reward)]
@@ -399,7 +405,7 @@ def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
 
 
-def _degenerate(samples: Sequence[Sample], group_size: int) -> float:
+def _degenerate(samples: Sequence[RolloutInfo], group_size: int) -> float:
     """Share of groups whose rewards are all equal: they teach nothing."""
     groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
     return sum(len({s.reward for s in group}) == 1 for group in groups) / max(1, len(groups))

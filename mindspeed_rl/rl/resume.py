@@ -7,15 +7,15 @@ from typing import Any
 
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.memory import CRITIC_OWNERS, Owner
+from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.report import Report
+from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
-def start(run: Components) -> tuple[RunState, Report]:
+def start(run: Components) -> tuple[RunState, RunReporter]:
     """The state to go on from: that of ``--load``, or of step 0. Collective: the world.
 
     The engine is not touched: it has no weights yet, so the first sync brings the restored ones
@@ -27,11 +27,11 @@ def start(run: Components) -> tuple[RunState, Report]:
     """
     run.scheduler.require(Phase.TRAIN, "load")
     state = RunState(kl_beta=run.config.rl.grpo_kl_beta)
-    with run.scheduler.resident(*CRITIC_OWNERS, Owner.REFERENCE):
+    with run.scheduler.resident(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         loaded = checkpoints.load(run.job, run.models.policy, companions(run))
     extra = loaded.extra
     if not extra:
-        return state, Report(run, state)
+        return state, RunReporter(run, state)
     run.data.sampler.load_state_dict(
         extra["sampler"], allow_changed_data=run.config.checkpoint.allow_changed_data
     )
@@ -41,7 +41,7 @@ def start(run: Components) -> tuple[RunState, Report]:
     if run.data.sampler.fingerprint == extra["sampler"]["fingerprint"]:
         restore_carryover(run, state, extra, loaded.step)
         state.lengths.load_state_dict(extra["lengths"])
-    return state, Report(run, state, loaded.step, extra["report"])
+    return state, RunReporter(run, state, loaded.step, extra["report"])
 
 
 def restore_carryover(
@@ -71,7 +71,7 @@ def restore_carryover(
     run.samples.keep_responses(responses, [s for group in groups for s in group])
 
 
-def save_if_due(run: Components, state: RunState, report: Report, step: int) -> None:
+def save_if_due(run: Components, state: RunState, report: RunReporter, step: int) -> None:
     """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
     if not checkpoints.save_is_due(run.config.checkpoint, run.config.train.train_iters, step):
         return
@@ -88,7 +88,7 @@ def save_if_due(run: Components, state: RunState, report: Report, step: int) -> 
         "lengths": state.lengths.state_dict(),
         "report": report.state_dict(),
     }
-    with run.phase("save"), run.scheduler.resident(*CRITIC_OWNERS, Owner.REFERENCE):
+    with run.phase("save"), run.scheduler.resident(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         checkpoints.save(run.job, run.models.policy, step, extra, companions(run))
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.rl.components import Components
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -36,7 +36,7 @@ def add_model_scores(
     model = run.models.reward_model
     if model is None or not rollouts.samples:
         return rollouts
-    with run.scheduler.resident(Owner.REWARD_MODEL):
+    with run.scheduler.resident(MemoryOwner.REWARD_MODEL):
         packed = [model.prepare(p) for p in run.samples.pack(placed, at_the_end=True)]
         scores = last_token_values(
             model, [s.sample_id for s in rollouts.samples], packed, run.job.platform.device
@@ -49,7 +49,7 @@ def add_model_scores(
     by_id = {s.sample_id: v for s, v in pairs}
     weight = run.config.rewards.reward_model_weight
 
-    def scored(sample: Sample) -> Sample:
+    def scored(sample: RolloutInfo) -> RolloutInfo:
         score = by_id[sample.sample_id]
         parts = (*sample.parts, score)
         return replace(sample, reward=sample.reward + weight * score, parts=parts)

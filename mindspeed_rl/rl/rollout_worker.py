@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.metrics.metric_set import MetricSet
-from mindspeed_rl.rl.assignment import Assignment
+from mindspeed_rl.rl.assignment import EngineAssignment
 from mindspeed_rl.rl.multi_turn import Environments, run_conversations
 from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
 from mindspeed_rl.rollout.engine import (
@@ -25,7 +25,7 @@ from mindspeed_rl.rollout.stats import record_history, step_metrics, take_stats
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
-from mindspeed_rl.samples.rollout_info import UNCACHED, Sample, SampleKey, exchange_table
+from mindspeed_rl.samples.rollout_info import UNCACHED, RolloutInfo, SampleKey, exchange_table
 
 #: numbers that a judge of samples gives
 NUM_VERDICTS = 2
@@ -43,7 +43,7 @@ class GenerationResult:
         metrics: what sampling and scoring have to report.
     """
 
-    samples: list[Sample]
+    samples: list[RolloutInfo]
     rollouts: list[Rollout]
     metrics: MetricSet
 
@@ -65,7 +65,7 @@ class RolloutWorker:
     """
 
     engine: InferenceEngine
-    assignment: Assignment
+    assignment: EngineAssignment
     rewards: RewardFunctions
     cache: TensorCache
     seed: int
@@ -95,7 +95,7 @@ class RolloutWorker:
         key: SampleKey = UNCACHED,
         judge: Callable[[Rollout], Sequence[float]] | None = None,
         lengths: LengthHistory | None = None,
-        prefixes: Sequence[Sample | None] = (),
+        prefixes: Sequence[RolloutInfo | None] = (),
     ) -> GenerationResult:
         """One scored response to each of ``prompts``. Collective: the world.
 
@@ -162,7 +162,7 @@ class RolloutWorker:
         attempt: int = 0,
         scorer: Scorer | None = None,
         lengths: LengthHistory | None = None,
-        prefixes: Sequence[Sample | None] = (),
+        prefixes: Sequence[RolloutInfo | None] = (),
     ) -> list[Rollout]:
         """Complete ``prompts``: the samples that ended on this rank's engine, by sample id.
 
@@ -192,7 +192,9 @@ class RolloutWorker:
         done = self.engine.generate(requests, settings, version, on_step, rebalancer)
         return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
 
-    def _continued(self, request: GenerationRequest, prefix: Sample | None) -> GenerationRequest:
+    def _continued(
+        self, request: GenerationRequest, prefix: RolloutInfo | None
+    ) -> GenerationRequest:
         """A request of partial rollouts, with what the cache of this rank has of its response."""
         if not self.assignment.partial_tokens:
             return request
@@ -203,7 +205,7 @@ class RolloutWorker:
             self.cache.read(column, prefix.key, prefix.weights_version).tolist()
             for column in (TOKEN_IDS, ROLLOUT_LOGPROBS)
         )
-        return replace(request, begun=tuple(tokens), begun_logprobs=tuple(logprobs))
+        return replace(request, prefix_tokens=tuple(tokens), prefix_logprobs=tuple(logprobs))
 
     def _converse(
         self,

@@ -13,7 +13,7 @@ from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
 from mindspeed_rl.rl.partial_rollouts import complete_groups
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class RolloutBatch:
             where it abstained; ``None`` unless the advantage estimator asks for them.
     """
 
-    samples: list[Sample]
-    generated: list[Sample]
+    samples: list[RolloutInfo]
+    generated: list[RolloutInfo]
     metrics: MetricSet
     greedy_rewards: list[float] | None = None
 
@@ -46,8 +46,8 @@ class _StepSampling:
     metrics: MetricSet = field(default_factory=MetricSet)
 
     def one_pass(
-        self, prompts: Sequence[Prompt], attempt: int, prefixes: Sequence[Sample | None] = ()
-    ) -> list[Sample]:
+        self, prompts: Sequence[Prompt], attempt: int, prefixes: Sequence[RolloutInfo | None] = ()
+    ) -> list[RolloutInfo]:
         """One response to each prompt, or more of one that has begun. Collective: the world."""
         worker = self.run.rollouts
         found = worker.run(

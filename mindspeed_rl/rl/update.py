@@ -23,7 +23,7 @@ from mindspeed_rl.algorithms.selection import (
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, Sequences
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.memory import CRITIC_OWNERS, Owner
+from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.rl.algorithm_settings import (
     covariance_settings,
@@ -147,8 +147,8 @@ def step_loss(
         if known is None:
             return outputs
         engine = inputs.rollout_logprobs
-        if inputs.fresh is not None:
-            known, engine = known[inputs.fresh], engine[inputs.fresh]
+        if inputs.on_policy_mask is not None:
+            known, engine = known[inputs.on_policy_mask], engine[inputs.on_policy_mask]
         if gaps is not None:
             gaps.append((known - engine).abs())
         return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine)})
@@ -249,7 +249,7 @@ def refresh_reference(run: Components, step: int) -> None:
     interval, reference = run.config.rl.ref_update_interval, run.models.reference
     if reference is None or not interval or step % interval:
         return
-    with run.scheduler.resident(Owner.REFERENCE), torch.no_grad():
+    with run.scheduler.resident(MemoryOwner.REFERENCE), torch.no_grad():
         present = run.models.policy.named_parameters()
         for name, param in reference.named_parameters().items():
             param.copy_(present[name])

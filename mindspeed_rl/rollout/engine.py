@@ -62,8 +62,8 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int | None = None
-    begun: tuple[int, ...] = ()
-    begun_logprobs: tuple[float, ...] = ()
+    prefix_tokens: tuple[int, ...] = ()
+    prefix_logprobs: tuple[float, ...] = ()
 
 
 OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
@@ -95,7 +95,7 @@ def requests_digest(
     """16 bytes that are equal when two ranks are about to generate the same thing."""
     state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
     for request in requests:
-        ids = (*request.token_ids, *request.begun)
+        ids = (*request.token_ids, *request.prefix_tokens)
         limit = -1 if request.max_tokens is None else request.max_tokens
         state.update(struct.pack("<4q", request.sample_id, request.seed, limit, len(ids)))
         state.update(struct.pack(f"<{len(ids)}q", *ids))

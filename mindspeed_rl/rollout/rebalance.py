@@ -26,7 +26,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
     plan_moves,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, Parcel, Progress
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests, Progress
 
 T = TypeVar("T")
 
@@ -88,8 +88,8 @@ class Rebalancer:
         plan = self.plan(groups)
         self.steps = self.steps_after(plan)
         if moves := plan.moves:
-            parcels = self.take(requests, moves, stats)
-            arrived = _of_all_ranks(parcels if self._leads else [])
+            open_requests = self.take(requests, moves, stats)
+            arrived = _of_all_ranks(open_requests if self._leads else [])
             self.deliver(requests, chain.from_iterable(arrived), moves)
         stats.settlements += 1
         stats.settle_seconds += time.perf_counter() - start
@@ -123,24 +123,28 @@ class Rebalancer:
         steps = next_steps(plan.replicas, self.rules.cost, self.rules.interval)
         return min(steps[first : first + size])
 
-    def take(self, requests: OpenRequests, moves: Sequence[Move], stats: StepStats) -> list[Parcel]:
+    def take(
+        self, requests: OpenRequests, moves: Sequence[Move], stats: StepStats
+    ) -> list[OpenRequest]:
         """What leaves this rank. Local; alike on the ranks of an engine."""
         leaving = [move.sample_id for move in moves if move.source == self._group]
-        parcels = requests.take(leaving)
-        stats.moved += len(parcels)
-        stats.moved_tokens += sum(len(p.request.token_ids) + len(p.token_ids) for p in parcels)
-        return parcels
+        open_requests = requests.take(leaving)
+        stats.moved += len(open_requests)
+        stats.moved_tokens += sum(
+            len(p.request.token_ids) + len(p.token_ids) for p in open_requests
+        )
+        return open_requests
 
     def deliver(
-        self, requests: OpenRequests, parcels: Iterable[Parcel], moves: Sequence[Move]
+        self, requests: OpenRequests, open_requests: Iterable[OpenRequest], moves: Sequence[Move]
     ) -> None:
-        """Of all parcels, add those for this rank. Local.
+        """Of all open requests, add those for this rank. Local.
 
         Raises:
             RuntimeError: one that was to come is missing.
         """
         awaited = {move.sample_id for move in moves if move.target == self._group}
-        mine = [p for p in parcels if p.request.sample_id in awaited]
+        mine = [p for p in open_requests if p.request.sample_id in awaited]
         if missing := awaited - {p.request.sample_id for p in mine}:
             raise RuntimeError(f"rebalance: samples {sorted(missing)[:8]} did not arrive")
         requests.add(sorted(mine, key=lambda p: p.request.sample_id))

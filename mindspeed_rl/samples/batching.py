@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.samples.balance import SequenceCost
-from mindspeed_rl.samples.locality import keep_near
+from mindspeed_rl.samples.locality import minimize_moves
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
 from mindspeed_rl.samples.placement import MicroBatchPlan, padded, plan_micro_batches
 from mindspeed_rl.samples.routes import Ints
@@ -57,7 +57,7 @@ class BatchRules:
         )
         if moved is None:
             return plan
-        return keep_near(plan, [padded(n, self.sequence_multiple) for n in lengths], moved)
+        return minimize_moves(plan, [padded(n, self.sequence_multiple) for n in lengths], moved)
 
     def mine(self, plan: MicroBatchPlan) -> list[int]:
         """Positions of the samples that this rank trains on, in the order of its micro-batches."""

@@ -16,7 +16,7 @@ from mindspeed_rl.samples.columns import WORD_BYTES, Column
 from mindspeed_rl.samples.rollout_info import SampleKey
 
 
-class Part(NamedTuple):
+class SamplePart(NamedTuple):
     """The tensor of one sample within one that holds those of several.
 
     Views are made when they are read: there are many more samples than readers.
@@ -49,7 +49,7 @@ class Part(NamedTuple):
         return padded.view(torch.int32)
 
 
-def as_words(column: Column, parts: Iterable[Part]) -> list[torch.Tensor]:
+def as_words(column: Column, parts: Iterable[SamplePart]) -> list[torch.Tensor]:
     """The words of samples in order, in as few views as their places allow.
 
     Samples that lie behind each other are one view: of what an engine sampled most do.
@@ -67,7 +67,7 @@ def as_words(column: Column, parts: Iterable[Part]) -> list[torch.Tensor]:
     return views if buffer is None else [*views, buffer[begin:end]]
 
 
-def join(column: Column, parts: Sequence[Part], device: torch.device) -> torch.Tensor:
+def join(column: Column, parts: Sequence[SamplePart], device: torch.device) -> torch.Tensor:
     """[sum of tokens x width] of several samples, those of one after those of another."""
     if not parts:
         return torch.empty(0, dtype=column.dtype, device=device)
@@ -93,7 +93,7 @@ class TensorCache:
         #: bytes of all entries
         self.num_bytes = 0
         self._columns: dict[str, Column] = {}
-        self._entries: dict[str, dict[SampleKey, dict[int, Part]]] = {}
+        self._entries: dict[str, dict[SampleKey, dict[int, SamplePart]]] = {}
 
     def begin_step(self, step: int, keep: Collection[SampleKey] = ()) -> None:
         """Drop everything but the samples in ``keep``, which are carried over.
@@ -140,7 +140,7 @@ class TensorCache:
         sizes = (length * column.width for length in lengths)
         *starts, end = accumulate(sizes, initial=0)
         assert end == moved.numel(), f"{column.name}: {moved.numel()} elements, {end} expected"
-        parts = [Part(moved, at, length) for at, length in zip(starts, lengths, strict=True)]
+        parts = [SamplePart(moved, at, length) for at, length in zip(starts, lengths, strict=True)]
         self.put_parts(column, keys, versions, parts)
 
     def put_parts(
@@ -148,7 +148,7 @@ class TensorCache:
         column: Column,
         keys: Sequence[SampleKey],
         versions: Sequence[int],
-        parts: Sequence[Part],
+        parts: Sequence[SamplePart],
     ) -> None:
         """Store what is on the device already; see :meth:`put`."""
         known = self._columns.setdefault(column.name, column)
@@ -169,10 +169,10 @@ class TensorCache:
                 entry[version] = part
             self.num_bytes += column.num_bytes(part.num_tokens)
 
-    def _alone(self, column: Column, part: Part) -> Part:
+    def _alone(self, column: Column, part: SamplePart) -> SamplePart:
         """A copy: the tensors that came with it can be freed."""
         self.num_bytes += column.num_bytes(part.num_tokens)
-        return Part(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
+        return SamplePart(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
 
     def has(self, column: Column, key: SampleKey, version: int) -> bool:
         """Whether this rank has it."""
@@ -198,15 +198,17 @@ class TensorCache:
         """
         return join(column, self.find_all(column, entries), self.device)
 
-    def find_all(self, column: Column, entries: Iterable[tuple[SampleKey, int]]) -> list[Part]:
+    def find_all(
+        self, column: Column, entries: Iterable[tuple[SampleKey, int]]
+    ) -> list[SamplePart]:
         """Where the tensors of several samples are; see :meth:`read`."""
-        known, none = self._entries.get(column.name, {}), dict[int, Part]()
+        known, none = self._entries.get(column.name, {}), dict[int, SamplePart]()
         return [
             known.get(key, none).get(version) or self.find(column, key, version)
             for key, version in entries
         ]
 
-    def find(self, column: Column, key: SampleKey, version: int) -> Part:
+    def find(self, column: Column, key: SampleKey, version: int) -> SamplePart:
         """Where the tensor of one sample is; see :meth:`read`."""
         entry = self._entries.get(column.name, {}).get(key, {})
         if version in entry:

@@ -1,6 +1,6 @@
-"""Samples from the ranks that have them to those that train on them, as the legs of a plan say.
+"""Samples from the ranks that have them to those that train on them, as the hops of a plan say.
 
-On each leg all tensors of all samples for a rank travel as one message of 32-bit words, and all
+On each hop all tensors of all samples for a rank travel as one message of 32-bit words, and all
 messages of a group in one all-to-all-v. How long they are follows from the sample table.
 """
 
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.samples.columns import WORD_BYTES, Column
-from mindspeed_rl.samples.device_cache import Part, TensorCache, as_words, join
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
-from mindspeed_rl.samples.routes import Leg
+from mindspeed_rl.samples.device_cache import SamplePart, TensorCache, as_words, join
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.routes import Hop
 
 
-class Parcel(NamedTuple):
+class SampleMessage(NamedTuple):
     """A sample as a message knows it.
 
     Attributes:
@@ -32,21 +32,21 @@ class Parcel(NamedTuple):
     num_tokens: int
 
     @classmethod
-    def of(cls, sample: Sample) -> Parcel:
+    def of(cls, sample: RolloutInfo) -> SampleMessage:
         """Of a row of the sample table."""
         return cls(sample.key, sample.weights_version, sample.num_tokens)
 
 
 class Wire(Protocol):
-    """Carries out the collective of a leg."""
+    """Carries out the collective of a hop."""
 
     def exchange(
-        self, leg: Leg, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+        self, hop: Hop, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        """All messages from the leg's peers, one after the other. Collective: the peers.
+        """All messages from the hop's peers, one after the other. Collective: the peers.
 
         Args:
-            leg: which.
+            hop: which.
             outgoing: [words] int32, the messages to all peers, one after the other.
             sent: words for each peer.
             received: words from each peer.
@@ -68,11 +68,11 @@ class GroupWire:
         self.num_collectives = 0
 
     def exchange(
-        self, leg: Leg, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+        self, hop: Hop, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
         """See :class:`Wire`."""
         incoming = outgoing.new_empty(sum(received))
-        group = self._group_of(leg.axis)
+        group = self._group_of(hop.axis)
         dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=group)
         self.sent_bytes += WORD_BYTES * sum(sent)
         self.num_collectives += 1
@@ -84,60 +84,60 @@ class Redistribution:
 
     Args:
         cache: what this rank has.
-        parcels: all samples, in the order of the plan.
+        messages: all samples, in the order of the plan.
         columns: what of them is moved.
-        legs: of this rank.
+        hops: of this rank.
     """
 
     def __init__(
         self,
         cache: TensorCache,
-        parcels: Sequence[Parcel],
+        messages: Sequence[SampleMessage],
         columns: Sequence[Column],
-        legs: Sequence[Leg],
+        hops: Sequence[Hop],
     ) -> None:
         self._cache = cache
-        self._parcels = parcels
+        self._messages = messages
         self._columns = columns
-        self.legs = legs
-        #: of each column, what has come on a leg
-        self._arrived: dict[str, dict[int, Part]] = {column.name: {} for column in columns}
-        sizes = {n: num_words(columns, n) for n in {p.num_tokens for p in parcels}}
-        self._num_words = [sizes[p.num_tokens] for p in parcels]
+        self.hops = hops
+        #: of each column, what has come on a hop
+        self._arrived: dict[str, dict[int, SamplePart]] = {column.name: {} for column in columns}
+        sizes = {n: num_words(columns, n) for n in {p.num_tokens for p in messages}}
+        self._num_words = [sizes[p.num_tokens] for p in messages]
 
     def run(self, wire: Wire) -> None:
-        """Carry out all legs. Collective: the groups of the legs."""
-        for leg in self.legs:
-            outgoing, sent = self.outgoing(leg)
-            received = self._sizes(leg, leg.receives)
-            self.take(leg, wire.exchange(leg, outgoing, sent, received))
+        """Carry out all hops. Collective: the groups of the hops."""
+        for hop in self.hops:
+            outgoing, sent = self.outgoing(hop)
+            received = self._sizes(hop, hop.receives)
+            self.take(hop, wire.exchange(hop, outgoing, sent, received))
 
-    def outgoing(self, leg: Leg) -> tuple[torch.Tensor, list[int]]:
+    def outgoing(self, hop: Hop) -> tuple[torch.Tensor, list[int]]:
         """The messages to all peers, and the words of each. Local.
 
         Raises:
             RuntimeError: a sample is not here, or not of the length that the table says.
         """
         views: list[torch.Tensor] = []
-        for peer in leg.peers:
-            items = leg.sends.get(peer, ())
+        for peer in hop.peers:
+            items = hop.sends.get(peer, ())
             for column in self._columns if items else ():
                 views += as_words(column, self._parts(items, column))
-        sizes = self._sizes(leg, leg.sends)
+        sizes = self._sizes(hop, hop.sends)
         if not views:
             return torch.empty(0, dtype=torch.int32, device=self._cache.device), sizes
         return torch.cat(views), sizes
 
-    def take(self, leg: Leg, incoming: torch.Tensor) -> None:
+    def take(self, hop: Hop, incoming: torch.Tensor) -> None:
         """Note what has arrived: from each peer one column of all samples after another. Local."""
         start = 0
-        for peer in leg.peers:
+        for peer in hop.peers:
             for column in self._columns:
                 arrived = self._arrived[column.name]
-                for item in leg.receives.get(peer, ()):
+                for item in hop.receives.get(peer, ()):
                     assert item not in arrived, f"sample {item} arrives twice"
-                    num_tokens = self._parcels[item].num_tokens
-                    arrived[item] = Part(incoming, start, num_tokens)
+                    num_tokens = self._messages[item].num_tokens
+                    arrived[item] = SamplePart(incoming, start, num_tokens)
                     start += column.num_words(num_tokens)
         assert start == incoming.numel(), f"{incoming.numel()} words arrived, {start} expected"
 
@@ -153,34 +153,35 @@ class Redistribution:
         """Put what has arrived into the cache. Local."""
         for column in self._columns:
             arrived = self._arrived[column.name]
-            parcels = [self._parcels[item] for item in arrived]
-            keys, versions = [p.key for p in parcels], [p.version for p in parcels]
+            messages = [self._messages[item] for item in arrived]
+            keys, versions = [p.key for p in messages], [p.version for p in messages]
             self._cache.put_parts(column, keys, versions, list(arrived.values()))
             arrived.clear()
 
-    def _parts(self, items: Sequence[int], column: Column) -> list[Part]:
+    def _parts(self, items: Sequence[int], column: Column) -> list[SamplePart]:
         """Where the tensors of samples are.
 
         Raises:
             RuntimeError: one is not here, or not of the length that the table says.
         """
         arrived = self._arrived[column.name]
-        here = [self._parcels[item] for item in items if item not in arrived]
+        here = [self._messages[item] for item in items if item not in arrived]
         found = self._cache.find_all(column, [(p.key, p.version) for p in here])
-        for parcel, part in zip(here, found, strict=True):
-            if part.num_tokens != parcel.num_tokens:
+        for message, part in zip(here, found, strict=True):
+            if part.num_tokens != message.num_tokens:
+                number, step = message.key.number, message.key.step
                 raise RuntimeError(
-                    f"{column.name!r} of sample {parcel.key.number} of step {parcel.key.step} has "
-                    f"{part.num_tokens} tokens; the table says {parcel.num_tokens}"
+                    f"{column.name!r} of sample {number} of step {step} has "
+                    f"{part.num_tokens} tokens; the table says {message.num_tokens}"
                 )
         if len(found) == len(items):
             return found
         of_cache = iter(found)
         return [arrived[item] if item in arrived else next(of_cache) for item in items]
 
-    def _sizes(self, leg: Leg, items: Mapping[int, Sequence[int]]) -> list[int]:
+    def _sizes(self, hop: Hop, items: Mapping[int, Sequence[int]]) -> list[int]:
         """Words of the message of each peer."""
-        return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in leg.peers]
+        return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in hop.peers]
 
 
 def num_words(columns: Sequence[Column], num_tokens: int) -> int:

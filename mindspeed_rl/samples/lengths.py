@@ -24,7 +24,7 @@ _DIGITS = 4
 
 
 @dataclass(slots=True)
-class Spread:
+class LengthSpread:
     """Lengths over what was foretold for them, sorted."""
 
     ratios: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class LengthHistory:
     def __init__(self) -> None:
         self._mean = 0.0
         self._relative: dict[int, float] = {}
-        self._known, self._new = Spread(), Spread()
+        self._known, self._new = LengthSpread(), LengthSpread()
 
     def __bool__(self) -> bool:
         return self._mean > 0
@@ -120,7 +120,7 @@ class LengthHistory:
         self._new.replace(state["new"])
 
 
-def deal_samples(
+def assign_to_engines(
     prompts: Sequence[int], num_groups: int, history: LengthHistory | None, limit: int
 ) -> list[list[int]]:
     """The samples of a step for each group of ranks that generates: equal numbers, equal work.

@@ -23,7 +23,7 @@ Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 _MOST_PARTS = 256
 
 
-def keep_near(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) -> MicroBatchPlan:
+def minimize_moves(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) -> MicroBatchPlan:
     """The placement with samples on ranks that have them, as far as balance leaves a choice. Pure.
 
     Up to 256 ranks it is the best that the two changes can reach where no sample is on several

@@ -41,7 +41,7 @@ UNCACHED = SampleKey(-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RolloutInfo:
     """A finished sample as every rank knows it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Sample:
         earlier = [version for version, tokens in self.spans for _ in range(tokens)]
         return earlier + [self.weights_version] * (self.num_tokens - len(earlier))
 
-    def grown_from(self, before: Sample | None) -> Sample:
+    def grown_from(self, before: RolloutInfo | None) -> RolloutInfo:
         """This sample with the spans of what there was of it before its last pass."""
         if before is None:
             return self
@@ -109,7 +109,7 @@ def exchange_table(
     *,
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
-) -> list[Sample]:
+) -> list[RolloutInfo]:
     """The table of ``num_samples`` samples on every rank, by sample id. Collective: the world.
 
     One sum over the ranks of a table on the host, 8 bytes for each number of a sample, to which
@@ -168,12 +168,12 @@ def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
         )
 
 
-def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[Sample]:
+def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[RolloutInfo]:
     """The rows of a checked table. Local."""
     floats = rows[:-1, _INTEGERS:].to(torch.int32).view(torch.float32).tolist()
     end = 1 + num_parts
     return [
-        Sample(
+        RolloutInfo(
             sample_id=i,
             prompt_index=facts[0],
             num_tokens=facts[1],

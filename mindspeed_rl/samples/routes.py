@@ -1,10 +1,10 @@
 """The way of every sample from the ranks that have it to the ranks that train on it.
 
 Pure functions of the sample table: every rank finds its own part, and nothing is negotiated. A
-sample goes along one axis of the training grid at a time, so each leg is one collective of a group
+sample goes along one axis of the training grid at a time, so each hop is one collective of a group
 that training uses anyway: first to a data-parallel rank, once, then to the pipeline stages, context
 and tensor ranks of it that lack it. On one node it goes straight, in one collective of the world.
-A leg on which a group moves nothing does not exist.
+A hop on which a group moves nothing does not exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mindspeed_rl.core.layout import ParallelLayout
 
-#: axes of legs, in order; ``dp-cp`` are the ranks of a stage that hold the same dense weights
+#: axes of hops, in order; ``dp-cp`` are the ranks of a stage that hold the same dense weights
 AXES = ("dp-cp", "pp", "cp", "tp")
 
 Ints = NDArray[np.int64]
@@ -25,7 +25,7 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class Hop:
     """What one rank sends and receives in one collective.
 
     Attributes:
@@ -54,7 +54,7 @@ class Holders:
     count: int = 1
 
 
-def plan_legs(
+def plan_hops(
     holders: Holders,
     destinations: Sequence[int],
     layout: ParallelLayout,
@@ -62,8 +62,8 @@ def plan_legs(
     rank: int,
     *,
     one_node: bool = False,
-) -> tuple[Leg, ...]:
-    """The legs of one rank, in the order of :data:`AXES`; on one node a single one. Pure.
+) -> tuple[Hop, ...]:
+    """The hops of one rank, in the order of :data:`AXES`; on one node a single one. Pure.
 
     Args:
         holders: where each sample is.
@@ -78,15 +78,15 @@ def plan_legs(
     ranks = first + np.arange(holders.count)
     wanted = np.asarray(destinations, dtype=np.int64)
     if one_node:
-        leg = _leg("world", range(layout.world), rank, [_straight(ranks, wanted, layout, stages)])
-        return () if leg is None else (leg,)
+        hop = _hop("world", range(layout.world), rank, [_straight(ranks, wanted, layout, stages)])
+        return () if hop is None else (hop,)
     at = layout.coords(rank)
     moves = _to_blocks(ranks, wanted, layout)
-    legs = [_leg("dp-cp", layout.replicas(at.tp, at.pp), rank, [moves])]
+    hops = [_hop("dp-cp", layout.replicas(at.tp, at.pp), rank, [moves])]
     block = _Block(moves, ranks, wanted, layout, at.dp)
     for axis in AXES[1:]:
-        legs.append(_leg(axis, block.peers(axis, rank), rank, block.serve(axis, sorted(stages))))
-    return tuple(leg for leg in legs if leg is not None)
+        hops.append(_hop(axis, block.peers(axis, rank), rank, block.serve(axis, sorted(stages))))
+    return tuple(hop for hop in hops if hop is not None)
 
 
 def copies_moved(
@@ -94,7 +94,7 @@ def copies_moved(
 ) -> Ints:
     """How many copies of each sample go from rank to rank, by the rank that it trains on. Pure.
 
-    What the legs of all ranks move in all: a copy to every place of the data-parallel rank that
+    What the hops of all ranks move in all: a copy to every place of the data-parallel rank that
     needs the sample and lacks it, and one more where the first copy comes to a stage between. On
     one node that one does not move; it counts all the same, so that who trains on what does not
     depend on how many nodes there are.
@@ -122,13 +122,13 @@ def copies_moved(
     return np.where(here > 0, places - useful, places + between[:, None])
 
 
-def plan_gather(holders: Holders, to: int, world: int, rank: int) -> tuple[Leg, ...]:
-    """The leg over the world that brings every sample to rank ``to``. Pure."""
+def plan_gather(holders: Holders, to: int, world: int, rank: int) -> tuple[Hop, ...]:
+    """The hop over the world that brings every sample to rank ``to``. Pure."""
     first = np.asarray(holders.first, dtype=np.int64)
     away = np.flatnonzero(~((first <= to) & (to < first + holders.count)))
     moves = _Moves(away, first[away], np.full(len(away), to))
-    leg = _leg("world", range(world), rank, [moves])
-    return () if leg is None else (leg,)
+    hop = _hop("world", range(world), rank, [moves])
+    return () if hop is None else (hop,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class _Moves:
     targets: Ints
 
 
-def _leg(axis: str, peers: Sequence[int], rank: int, moves: Sequence[_Moves]) -> Leg | None:
+def _hop(axis: str, peers: Sequence[int], rank: int, moves: Sequence[_Moves]) -> Hop | None:
     """The part of ``rank``; ``None`` when nothing moves between its peers."""
     among = [np.isin(m.sources, peers) for m in moves]
     if not any(a.any() for a in among):
@@ -154,7 +154,7 @@ def _leg(axis: str, peers: Sequence[int], rank: int, moves: Sequence[_Moves]) ->
         ):
             for item, other in zip(m.items[mine].tolist(), others[mine].tolist(), strict=True):
                 found.setdefault(other, []).append(item)
-    return Leg(axis, tuple(peers), _ordered(sends), _ordered(receives))
+    return Hop(axis, tuple(peers), _ordered(sends), _ordered(receives))
 
 
 def _ordered(items: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
@@ -184,13 +184,13 @@ def _straight(ranks: Ints, wanted: Ints, layout: ParallelLayout, stages: Collect
 
 
 class _Block:
-    """Which ranks of one data-parallel rank have its samples, leg after leg.
+    """Which ranks of one data-parallel rank have its samples, hop after hop.
 
     Places of the block are numbered like ranks: tensor ranks are neighbours, then context ranks,
     then stages.
 
     Args:
-        arrived: the first leg of all ranks.
+        arrived: the first hop of all ranks.
         ranks: [samples, holders] before it.
         wanted: [samples] data-parallel rank.
         layout: of training.
@@ -228,12 +228,12 @@ class _Block:
         return [int(r) for r in self._rank_of[same]]
 
     def serve(self, axis: str, stages: Sequence[int]) -> list[_Moves]:
-        """The moves of one leg between all ranks of the block; they are done afterwards."""
+        """The moves of one hop between all ranks of the block; they are done afterwards."""
         before = self._have.copy()
         return [self._supply(before, axis, target) for target in self._targets(axis, stages)]
 
     def _targets(self, axis: str, stages: Sequence[int]) -> Iterator[dict[str, int]]:
-        """The parts of the block that must have every sample once a leg is done."""
+        """The parts of the block that must have every sample once a hop is done."""
         for stage in stages:
             for cp in range(self._layout.cp if axis != "pp" else 1):
                 for tp in range(self._layout.tp if axis == "tp" else 1):

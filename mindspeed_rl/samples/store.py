@@ -20,13 +20,13 @@ from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution, num_words
+from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage, num_words
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 from mindspeed_rl.samples.placement import MicroBatchPlan
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
-from mindspeed_rl.samples.routes import Holders, Leg, copies_moved, plan_gather, plan_legs
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.routes import Holders, Hop, copies_moved, plan_gather, plan_hops
 
-Response = Mapping[str, torch.Tensor]
+ResponseTensors = Mapping[str, torch.Tensor]
 """The tokens of one response, [n] or [n, width] by the name of a column; token ids are int64."""
 
 
@@ -42,7 +42,7 @@ class PlacedSamples:
         metrics: what moving them took.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[RolloutInfo]
     plans: Sequence[MicroBatchPlan]
     destinations: Sequence[int]
     moved: Redistribution
@@ -88,15 +88,17 @@ class SampleStore:
     drop_truncated: bool
     group_along: Callable[[str], dist.ProcessGroup | None]
 
-    def begin_step(self, step: int, carried: Sequence[Sample]) -> None:
+    def begin_step(self, step: int, carried: Sequence[RolloutInfo]) -> None:
         """Drop the tokens of earlier steps, but for those of ``carried`` samples. Local."""
         self.cache.begin_step(step, [s.key for s in carried])
 
-    def keep(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> None:
+    def keep(self, rollouts: Sequence[Rollout], samples: Sequence[RolloutInfo]) -> None:
         """Keep what this rank's engine sampled: see :func:`keep_rollouts`. Local."""
         keep_rollouts(self.cache, self.columns, rollouts, samples)
 
-    def keep_responses(self, responses: Sequence[Response], samples: Sequence[Sample]) -> None:
+    def keep_responses(
+        self, responses: Sequence[ResponseTensors], samples: Sequence[RolloutInfo]
+    ) -> None:
         """Keep the responses, one for each sample, of which this rank is a holder. Local."""
         holders = self.holders(samples)
         mine = [
@@ -109,7 +111,7 @@ class SampleStore:
             }
             _put(self.cache, self.columns, [samples[i] for i in mine], values)
 
-    def holders(self, samples: Sequence[Sample]) -> Holders:
+    def holders(self, samples: Sequence[RolloutInfo]) -> Holders:
         """Where the tokens of samples are: on all tensor ranks of an engine, or on its first.
 
         Conversations are held by the rank that leads the engine alone.
@@ -117,15 +119,17 @@ class SampleStore:
         first = [s.group * self.engine.tp * self.engine.pp for s in samples]
         return Holders(first, self.num_copies)
 
-    def num_prompt_tokens(self, sample: Sample) -> int:
+    def num_prompt_tokens(self, sample: RolloutInfo) -> int:
         """Tokens of the prompt of a sample."""
         return len(self.prompts[sample.prompt_index].token_ids)
 
-    def num_trained(self, sample: Sample) -> int:
+    def num_trained(self, sample: RolloutInfo) -> int:
         """Tokens of a sample in the loss, as all ranks know them. Local."""
         return 0 if self.drop_truncated and not sample.stopped else sample.num_sampled
 
-    def place(self, samples: Sequence[Sample], cache: TensorCache | None = None) -> PlacedSamples:
+    def place(
+        self, samples: Sequence[RolloutInfo], cache: TensorCache | None = None
+    ) -> PlacedSamples:
         """Decide who trains on what, and move the tokens there. Collective: the training grid.
 
         Balance comes first, then as few bytes as that allows. All optimizer steps of the RL step
@@ -151,19 +155,19 @@ class SampleStore:
             for dp, mine in enumerate(plan.assignment):
                 for i in (i for micro in mine for i in micro):
                     destinations[number * size + i] = dp
-        legs = plan_legs(
+        hops = plan_hops(
             holders, destinations, self.parallel, self.stages, self.rank, one_node=self.one_node
         )
-        moved, metrics = self._move(samples, legs, cache or self.cache, self.columns)
+        moved, metrics = self._move(samples, hops, cache or self.cache, self.columns)
         moved.keep()
         return PlacedSamples(samples, plans, destinations, moved, metrics)
 
     def fetch(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[RolloutInfo],
         placed: PlacedSamples | None = None,
         columns: Sequence[Column] | None = None,
-    ) -> list[Response]:
+    ) -> list[ResponseTensors]:
         """The responses of samples on rank 0, on the host; nothing elsewhere. Collective: world.
 
         Args:
@@ -176,8 +180,8 @@ class SampleStore:
         there = placed.keys_on(self.parallel.coords(0).dp) if placed else ()
         known = self.holders(samples)
         first = [0 if s.key in there else at for s, at in zip(samples, known.first, strict=True)]
-        legs = plan_gather(Holders(first, known.count), 0, self.parallel.world, self.rank)
-        moved, _ = self._move(samples, legs, self.cache, wanted)
+        hops = plan_gather(Holders(first, known.count), 0, self.parallel.world, self.rank)
+        moved, _ = self._move(samples, hops, self.cache, wanted)
         if self.rank:
             return []
         found = responses_in(moved, range(len(samples)), samples, wanted)
@@ -185,12 +189,12 @@ class SampleStore:
 
     def _move(
         self,
-        samples: Sequence[Sample],
-        legs: Sequence[Leg],
+        samples: Sequence[RolloutInfo],
+        hops: Sequence[Hop],
         cache: TensorCache,
         columns: Sequence[Column],
     ) -> tuple[Redistribution, MetricSet]:
-        moved = Redistribution(cache, [Parcel.of(s) for s in samples], columns, legs)
+        moved = Redistribution(cache, [SampleMessage.of(s) for s in samples], columns, hops)
         wire = GroupWire(self.group_along)
         moved.run(wire)
         metrics = MetricSet(
@@ -240,7 +244,7 @@ class SampleStore:
             ]
         return as_train_samples(samples, prompts, responses, drop_truncated and self.drop_truncated)
 
-    def _prompt_tokens(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    def _prompt_tokens(self, samples: Sequence[RolloutInfo]) -> list[torch.Tensor]:
         """[n] int64 token ids of the prompt of each sample, in one copy to the device. Local."""
         indices = sorted({s.prompt_index for s in samples})
         ids = [self.prompts[i].token_ids for i in indices]
@@ -253,9 +257,9 @@ class SampleStore:
 def responses_in(
     moved: Redistribution,
     items: Sequence[int],
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutInfo],
     columns: Sequence[Column],
-) -> list[Response]:
+) -> list[ResponseTensors]:
     """Responses that were here or have arrived, on the device: views of one tensor each. Local.
 
     Args:
@@ -283,7 +287,7 @@ def keep_rollouts(
     cache: TensorCache,
     columns: Sequence[Column],
     rollouts: Sequence[Rollout],
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutInfo],
 ) -> None:
     """Keep what this rank's engine sampled: one copy to the device for each column. Local.
 
@@ -301,7 +305,7 @@ def keep_rollouts(
 def _put(
     cache: TensorCache,
     columns: Sequence[Column],
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutInfo],
     values: Mapping[str, torch.Tensor],
 ) -> None:
     for column in columns:
@@ -315,9 +319,9 @@ def _put(
 
 
 def as_train_samples(
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutInfo],
     prompts: Sequence[torch.Tensor],
-    responses: Sequence[Response],
+    responses: Sequence[ResponseTensors],
     drop_truncated: bool = False,
 ) -> list[TrainSample]:
     """Prompts and responses as sequences to train on. Local.
@@ -339,7 +343,7 @@ def as_train_samples(
 
 
 def _joined(
-    prompts: Sequence[torch.Tensor], responses: Sequence[Response]
+    prompts: Sequence[torch.Tensor], responses: Sequence[ResponseTensors]
 ) -> Sequence[torch.Tensor]:
     """[prompt + response] int64 of each sample: views of one tensor."""
     if not prompts:

@@ -102,7 +102,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BatchCut:
     """How the samples of a rank become micro-batches: by number, or packed up to some tokens."""
 
     samples: int = 0
@@ -135,11 +135,11 @@ class Case:
         )
 
 
-CUTS = (Cut(samples=1), Cut(samples=2), Cut(samples=8), Cut(tokens=48))
+CUTS = (BatchCut(samples=1), BatchCut(samples=2), BatchCut(samples=8), BatchCut(tokens=48))
 #: the critic's loss, with the values of a pass and the returns of GAE as its targets
 VALUE = "value"
 CASES = tuple(Case(loss, mode) for loss, mode in product((*POLICY_LOSSES, VALUE), AGGREGATIONS))
-Trial = tuple[Layout, Cut, Case]
+Trial = tuple[Layout, BatchCut, Case]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
         One finding per layout and cut on rank 0, nothing elsewhere.
     """
     job = _tiny_job(job)
-    cases: dict[tuple[Layout, Cut], list[Case]] = {}
+    cases: dict[tuple[Layout, BatchCut], list[Case]] = {}
     for layout, cut, case in trials:
         cases.setdefault((layout, cut), []).append(case)
     with job.watchdog.phase("selftest: one rank"), in_layout(job, Layout()) as models:
@@ -266,7 +266,7 @@ def _tiny_job(job: RLJobOf) -> RLJobOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class SelftestModels:
     """The job in a layout, with a policy and a critic on this rank."""
 
     job: RLJobOf
@@ -301,7 +301,7 @@ def _gradients_of(job: RLJobOf, engine: TrainEngine) -> Callable[[], Gradients]:
 
 
 @contextmanager
-def in_layout(job: RLJobOf, layout: Layout) -> Iterator[Models]:
+def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
     """The models of a layout; megatron-core's state is undone at the end. Collective."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp,
@@ -326,12 +326,14 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[Models]:
             with torch.no_grad():
                 weight.copy_(torch.linspace(-0.3, 0.5, weight.numel()).view_as(weight))
         critic.weights_changed()
-        yield Models(job, policy, critic, _gradients_of(job, policy), _gradients_of(job, critic))
+        yield SelftestModels(
+            job, policy, critic, _gradients_of(job, policy), _gradients_of(job, critic)
+        )
     finally:
         parallel_state.forget()
 
 
-def _cut(job: RLJobOf, cut: Cut) -> RLJobOf:
+def _cut(job: RLJobOf, cut: BatchCut) -> RLJobOf:
     train = replace(
         job.config.train,
         micro_batch_size=max(1, cut.samples),
@@ -368,7 +370,7 @@ def _with_behaviour(engine: TrainEngine, samples: Sequence[TrainSample]) -> list
 
 
 def _outcome(
-    models: Models,
+    models: SelftestModels,
     batches: Sequence[MicroBatch],
     samples: Sequence[TrainSample],
     case: Case,

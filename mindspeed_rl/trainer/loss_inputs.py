@@ -37,8 +37,8 @@ def policy_inputs(
         ref_logprobs=columns.get("ref_logprobs"),
         advantages=columns.get("advantages", none),
         sequences=_sequences(micro, reduce),
-        selected=columns.get("covariance_mask"),
-        fresh=columns.get("on_policy_mask"),
+        covariance_mask=columns.get("covariance_mask"),
+        on_policy_mask=columns.get("on_policy_mask"),
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from mindspeed_rl.colocation.host_pool import HostPool
 from mindspeed_rl.colocation.storage_group import StorageGroup
-from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.trainer.owned_tensors import (
     gradient_tensors,
     optimizer_tensors,
@@ -22,7 +22,7 @@ def trainer_memory(
     reference: TrainEngine | None = None,
     critic: TrainEngine | None = None,
     reward_model: TrainEngine | None = None,
-) -> dict[Owner, StorageGroup]:
+) -> dict[MemoryOwner, StorageGroup]:
     """Every owner of the trainer's device memory. Local.
 
     Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
@@ -30,12 +30,15 @@ def trainer_memory(
     once. Optimizer state, hundreds of tensors, comes back as one storage.
     """
     pool = HostPool(policy.platform)
-    trained = (Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER)
+    trained = (MemoryOwner.PARAMETERS, MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
     groups = _trained(policy, pool, *trained)
     if critic is not None:
-        parts = (Owner.CRITIC, Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER)
+        parts = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
         groups |= _trained(critic, pool, *parts)
-    for owner, engine in ((Owner.REFERENCE, reference), (Owner.REWARD_MODEL, reward_model)):
+    for owner, engine in (
+        (MemoryOwner.REFERENCE, reference),
+        (MemoryOwner.REWARD_MODEL, reward_model),
+    ):
         if engine is not None:
             find = partial(parameter_tensors, parameters_of(engine.modules))
             groups[owner] = StorageGroup(
@@ -49,8 +52,12 @@ def _writes_of(engine: TrainEngine) -> Callable[[], int]:
 
 
 def _trained(
-    engine: TrainEngine, pool: HostPool, parameters: Owner, gradients: Owner, optimizer: Owner
-) -> dict[Owner, StorageGroup]:
+    engine: TrainEngine,
+    pool: HostPool,
+    parameters: MemoryOwner,
+    gradients: MemoryOwner,
+    optimizer: MemoryOwner,
+) -> dict[MemoryOwner, StorageGroup]:
     """Parameters, gradient buffers and optimizer state of an engine that updates."""
     # Walking the modules takes longer than all else at a border.
     platform, held = engine.platform, parameters_of(engine.modules)
@@ -62,7 +69,7 @@ def _trained(
             partial(gradient_tensors, engine.models, held),
             platform,
             None,
-            before_release=engine.let_go,
+            before_release=engine.release_step_state,
         ),
         optimizer: StorageGroup(
             optimizer,

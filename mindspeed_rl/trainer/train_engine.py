@@ -140,7 +140,7 @@ class TrainEngine:
             }
         return weights
 
-    def let_go(self) -> None:
+    def release_step_state(self) -> None:
         """Drop what the last step left behind, before gradient buffers leave the device. Local.
 
         Raises:

@@ -164,7 +164,7 @@ def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
     return torch.tensor(copies, dtype=torch.int64)
 
 
-class WeightProof:
+class WeightVerifier:
     """Compares the bits of two layouts again and again; what is constant is computed once.
 
     Args:

@@ -21,7 +21,7 @@ ALONE_BYTES = 256 << 10  # from here on a rectangle is a message of its own, whe
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RankMessages:
     """One rank's messages of one exchange, by ascending peer."""
 
     sends: Messages
@@ -48,14 +48,14 @@ class Round:
     """One rank's part of one round; its tensors have one element type.
 
     Attributes:
-        legs: one exchange, or two with a relay.
+        hops: one exchange, or two with a relay.
         copies: what the rank has itself.
         repeats: what it keeps twice, once it has arrived.
         names: the HF tensors that are complete after this round.
         dtype: declared element type; empty: that of the model.
     """
 
-    legs: tuple[Leg, ...]
+    hops: tuple[RankMessages, ...]
     copies: tuple[Transfer, ...]
     repeats: tuple[Transfer, ...]
     names: tuple[str, ...]
@@ -89,9 +89,9 @@ class Exchange:
         self._pending: Pending | None = None
         self._arriving: list[Message] = []
 
-    def post(self, leg: int, read: Params) -> None:
-        """Pack the messages of a leg and send them."""
-        part, item = self._round.legs[leg], self._dtype.itemsize
+    def post(self, hop: int, read: Params) -> None:
+        """Pack the messages of a hop and send them."""
+        part, item = self._round.hops[hop], self._dtype.itemsize
         sent, received = (sum(s.values()) * item for s in (part.send_sizes, part.receive_sizes))
         start = _aligned(sent)
         outgoing = shared_view(self._staging[:sent], self._dtype)
@@ -135,8 +135,8 @@ class Exchange:
     def finish(self, after_round: Callable[[Round], None] | None) -> None:
         """Take what arrives; with a relay pass it on and take that, too."""
         self._take()
-        for leg in range(1, len(self._round.legs)):
-            self.post(leg, self._write)
+        for hop in range(1, len(self._round.hops)):
+            self.post(hop, self._write)
             self._take()
         copy_within(self._round.repeats, self._write, self._write)
         if after_round is not None:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from mindspeed_rl.weights.exchange import ALIGNMENT_BYTES, Exchange, Leg, Round, copy_within
+from mindspeed_rl.weights.exchange import (
+    ALIGNMENT_BYTES,
+    Exchange,
+    RankMessages,
+    Round,
+    copy_within,
+)
 from mindspeed_rl.weights.garbage import without_collection
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer, check_same_tensors, plan_reshard
@@ -34,7 +40,7 @@ def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
 
 @without_collection
 def split_rounds(
-    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_legs: int
+    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_hops: int
 ) -> tuple[Round, ...]:
     """Distribute a plan over the rounds of a schedule. Both ends keep the plan's order."""
     count = schedule.num_rounds
@@ -55,11 +61,11 @@ def split_rounds(
     return tuple(
         Round(
             tuple(
-                Leg(
-                    _by_peer(sends[i], leg, lambda t: t.dst_rank),
-                    _by_peer(receives[i], leg, lambda t: t.src_rank),
+                RankMessages(
+                    _by_peer(sends[i], hop, lambda t: t.dst_rank),
+                    _by_peer(receives[i], hop, lambda t: t.src_rank),
                 )
-                for leg in range(1, num_legs + 1)
+                for hop in range(1, num_hops + 1)
             ),
             tuple(copies[i]),
             tuple(repeats[i]),
@@ -71,11 +77,11 @@ def split_rounds(
 
 
 def _by_peer(
-    transfers: Iterable[Transfer], leg: int, peer: Callable[[Transfer], int]
+    transfers: Iterable[Transfer], hop: int, peer: Callable[[Transfer], int]
 ) -> dict[int, tuple[Transfer, ...]]:
     groups: dict[int, list[Transfer]] = {}
     for transfer in transfers:
-        if transfer.leg == leg:
+        if transfer.hop == hop:
             groups.setdefault(peer(transfer), []).append(transfer)
     return {p: tuple(group) for p, group in sorted(groups.items())}
 
@@ -183,9 +189,9 @@ class Resharder:
     def _slot_bytes(self) -> int:
         return max(
             (
-                leg.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)
+                hop.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)
                 for part in self.rounds
-                for leg in part.legs
+                for hop in part.hops
             ),
             default=0,
         )

@@ -17,15 +17,15 @@ from functools import lru_cache
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.weights.garbage import without_collection
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate
-from mindspeed_rl.weights.sources import Assignment, Wanted, share_out
+from mindspeed_rl.weights.sources import SourceAssignment, Wanted, share_out
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One rectangle from one rank's parameter to another's (or the same rank's).
 
-    ``leg`` 1 reads the source layout; leg 2 passes on, after it, what the sender itself received in
-    leg 1: ``src_param`` is then a parameter of the target layout.
+    ``hop`` 1 reads the source layout; hop 2 passes on, after it, what the sender itself received in
+    hop 1: ``src_param`` is then a parameter of the target layout.
     """
 
     src_rank: int
@@ -38,7 +38,7 @@ class Transfer:
     dst_param: str
     dst_box: Box
     dst_view: ParamView
-    leg: int = 1
+    hop: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -62,7 +62,7 @@ class Transfer:
                 self.dst_param,
                 boxes[2],
                 self.dst_view,
-                self.leg,
+                self.hop,
             )
             if boxes
             else None
@@ -171,7 +171,7 @@ def turn_of(hf_name: str, experts_per_rank: int = 1) -> int:
 
 def overlaps(
     source: ShardLayout, target: ShardLayout, hf_name: str, ranks_per_node: int, relay: bool
-) -> Iterator[tuple[Cell, Cell, Box, Assignment]]:
+) -> Iterator[tuple[Cell, Cell, Box, SourceAssignment]]:
     """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
 
     With ``relay`` rectangles are sliced so that every destination on a node without a holder
@@ -196,7 +196,7 @@ def overlaps(
 
 
 def _transfer(
-    piece: Piece, wanted: Piece, box: Box, src_rank: int, dst_rank: int, leg: int
+    piece: Piece, wanted: Piece, box: Box, src_rank: int, dst_rank: int, hop: int
 ) -> Transfer:
     return Transfer(
         src_rank,
@@ -209,7 +209,7 @@ def _transfer(
         wanted.param,
         box.moved(wanted.hf_box, wanted.param_box),
         wanted.view,
-        leg,
+        hop,
     )
 
 
@@ -230,7 +230,7 @@ def plan_reshard(
             (:func:`check_same_tensors`).
         rank: whose plan.
         ranks_per_node: size of a node: near sources are preferred.
-        relay: send each rectangle once to a node and pass it on there (two legs).
+        relay: send each rectangle once to a node and pass it on there (two hops).
     """
     sends: list[Transfer] = []
     receives: list[Transfer] = []
@@ -239,16 +239,16 @@ def plan_reshard(
     for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
         for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
             if needed := dst.is_held_by(rank):
-                sender, leg = assigned.source_of(rank)
-                piece = (dst if leg == 2 else cell).piece_of(sender)
+                sender, hop = assigned.source_of(rank)
+                piece = (dst if hop == 2 else cell).piece_of(sender)
                 where = copies if sender == rank else receives
                 wanted = dst.piece_of(rank)
-                where.append(_transfer(piece, wanted, box, sender, rank, max(1, leg)))
+                where.append(_transfer(piece, wanted, box, sender, rank, max(1, hop)))
             if needed or cell.is_held_by(rank):
-                for receiver, leg in assigned.served_by(rank):
-                    piece = (dst if leg == 2 else cell).piece_of(rank)
+                for receiver, hop in assigned.served_by(rank):
+                    piece = (dst if hop == 2 else cell).piece_of(rank)
                     wanted = dst.piece_of(receiver)
-                    sends.append(_transfer(piece, wanted, box, rank, receiver, leg))
+                    sends.append(_transfer(piece, wanted, box, rank, receiver, hop))
         for again, once in repeats_of(target, name).items():
             if rank in again.holders:
                 box = once.piece.hf_box

@@ -46,7 +46,7 @@ class Schedule:
         slots: by key of a unit or by tensor, in order; see :meth:`slots_of`.
         completed: by round, the tensors that are whole after it.
         dtypes: by round, the declared element type of its tensors; empty: that of the model.
-        staging_bytes: bound of what one rank sends plus receives in one leg of one round.
+        staging_bytes: bound of what one rank sends plus receives in one hop of one round.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
@@ -69,7 +69,7 @@ class _Cost:
     """Bounds of one unit.
 
     Attributes:
-        loads: [legs, world] bytes that each rank sends plus receives, if all of the unit travels.
+        loads: [hops, world] bytes that each rank sends plus receives, if all of the unit travels.
         most: the largest of them.
         narrowest: the least extent of its rectangles along what slices cut: into more parts they do
             not go.
@@ -194,7 +194,7 @@ class _Costs:
 
     def _measure(self, unit: Unit) -> _Cost:
         """Every source is charged with what the busiest of its peers sends, every destination with
-        all that it needs: both whatever the turn of the tensor is. In leg 2 of n destinations each
+        all that it needs: both whatever the turn of the tensor is. In hop 2 of n destinations each
         receives what it needs and sends less than that, n - 1 copies of one slice of n; where nodes
         differ in n, less than twice that.
         """
@@ -209,14 +209,14 @@ class _Costs:
                 num_bytes = float(box.num_elements * size)
                 charges = [(1, ranks, assigned.most_sent) for ranks in cell.holders]
                 charges += [(1, ranks, 1) for ranks in dst.holders]
-                if assigned.leg.max(initial=0) == 2:
+                if assigned.hop.max(initial=0) == 2:
                     charges += [(2, ranks, 2 if assigned.even else 3) for ranks in dst.holders]
-                for leg, ranks, times in charges:
-                    loads[leg, ranks] = loads.get((leg, ranks), 0.0) + num_bytes * times
+                for hop, ranks, times in charges:
+                    loads[hop, ranks] = loads.get((hop, ranks), 0.0) + num_bytes * times
         world = 1 + max((ranks[-1] for _, ranks in loads), default=0)
         table = np.zeros((2 if self._relay else 1, world))
-        for (leg, ranks), load in loads.items():
-            table[leg - 1, ranks.start : ranks.stop : ranks.step] += load
+        for (hop, ranks), load in loads.items():
+            table[hop - 1, ranks.start : ranks.stop : ranks.step] += load
         return _Cost(table, float(table.max(initial=0.0)), narrowest)
 
 
@@ -271,15 +271,15 @@ def _slices(batch: Batch, costs: _Costs, quantum: float) -> Iterator[_Item]:
 
 
 def _total(items: list[_Item], world: int) -> Loads:
-    """[world] load of every rank in the busier leg."""
+    """[world] load of every rank in the busier hop."""
     amounts: dict[tuple[int, int], tuple[_Item, int]] = {}
     for item in items:
         key = (id(item.cost), item.parts)
         amounts[key] = (item, amounts.get(key, (item, 0))[1] + 1)
     table = np.zeros((2, world))
     for item, times in amounts.values():
-        legs, ranks = item.cost.loads.shape
-        table[:legs, :ranks] += item.loads * times
+        hops, ranks = item.cost.loads.shape
+        table[:hops, :ranks] += item.loads * times
     result: Loads = table.max(axis=0)
     return result
 
@@ -304,10 +304,10 @@ def _progress(queue: list[_Item], world: int) -> Loads:
     for _, alike in groupby(queue, lambda item: (id(item.cost), item.parts)):
         items = list(alike)
         adding = items[0].cost.loads[:, some]
-        legs, ranks = adding.shape
+        hops, ranks = adding.shape
         parts = np.arange(1, len(items) + 1) / items[0].parts
-        rising = load[:legs, :ranks] + parts[:, None, None] * adding
-        load[:legs, :ranks] = rising[-1]
+        rising = load[:hops, :ranks] + parts[:, None, None] * adding
+        load[:hops, :ranks] = rising[-1]
         reached.append(np.maximum(rising.max(axis=(1, 2)), reached[-1][-1]))
     ends = np.concatenate(reached)
     middles: Loads = (ends[1:] + ends[:-1]) / max(2 * ends[-1], 1e-300)

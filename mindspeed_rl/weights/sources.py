@@ -20,15 +20,15 @@ Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Assignment:
+class SourceAssignment:
     """The sources of one rectangle.
 
     Attributes:
         destinations: [D] ranks that need it, ascending.
         source: [D] who serves each; itself where it holds the rectangle.
-        leg: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
-            node passes on what it received in leg 1.
-        most_sent: the largest number of destinations that one rank serves in leg 1.
+        hop: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
+            node passes on what it received in hop 1.
+        most_sent: the largest number of destinations that one rank serves in hop 1.
         fan_out: the largest number of destinations on a node without a holder.
         even: all such nodes have equally many.
         level: no other turn gives any source another load.
@@ -36,21 +36,21 @@ class Assignment:
 
     destinations: Ranks
     source: Ranks
-    leg: NDArray[np.int8]
+    hop: NDArray[np.int8]
     most_sent: int
     fan_out: int
     even: bool
     level: bool
 
     def served_by(self, rank: int) -> list[tuple[int, int]]:
-        """(destination, leg) of everything that ``rank`` sends, ascending."""
-        found = np.flatnonzero((self.source == rank) & (self.leg > 0))
-        return [(int(self.destinations[i]), int(self.leg[i])) for i in found]
+        """(destination, hop) of everything that ``rank`` sends, ascending."""
+        found = np.flatnonzero((self.source == rank) & (self.hop > 0))
+        return [(int(self.destinations[i]), int(self.hop[i])) for i in found]
 
     def source_of(self, rank: int) -> tuple[int, int]:
-        """(source, leg) of a destination."""
+        """(source, hop) of a destination."""
         i = int(np.searchsorted(self.destinations, rank))
-        return int(self.source[i]), int(self.leg[i])
+        return int(self.source[i]), int(self.hop[i])
 
 
 class Wanted(NamedTuple):
@@ -75,7 +75,7 @@ class Shared(NamedTuple):
         level: no other turn gives any source another load.
     """
 
-    slices: tuple[tuple[Assignment, ...], ...]
+    slices: tuple[tuple[SourceAssignment, ...], ...]
     level: bool
 
 
@@ -85,7 +85,7 @@ def assign_sources(
     ranks_per_node: int,
     turn: int = 0,
     relay: bool = False,
-) -> Assignment:
+) -> SourceAssignment:
     """:func:`share_out` of the first slice of one rectangle."""
     return share_out(sources, (Wanted(destinations),), ranks_per_node, turn, relay=relay)[0][0]
 
@@ -97,7 +97,7 @@ def share_out(
     turn: int = 0,
     alike: int = 1,
     relay: bool = False,
-) -> tuple[tuple[Assignment, ...], ...]:
+) -> tuple[tuple[SourceAssignment, ...], ...]:
     """Choose a source for every destination of rectangles.
 
     A destination that holds a rectangle takes its own. Others take a holder of their node, evenly.
@@ -239,9 +239,9 @@ class _Order:
 
 def _assign(
     fixed: _Fixed, order: _Order, choice: Ranks, size: float, turn: int | None
-) -> Assignment:
+) -> SourceAssignment:
     """The sources of one slice, relayed where it has a ``turn``."""
-    src, dst, far, leg = fixed.src, fixed.dst, fixed.far, fixed.leg
+    src, dst, far, hop = fixed.src, fixed.dst, fixed.far, fixed.hop
     source = fixed.source.copy()
     source[fixed.near.index] = src[choice]
     entering = far.index
@@ -249,17 +249,17 @@ def _assign(
         leaders = far.first + (turn + far.node) % far.count
         passed_on = leaders != np.arange(far.index.size)
         source[far.index[passed_on]] = dst[far.index[leaders[passed_on]]]
-        leg = leg.copy()
-        leg[far.index[passed_on]] = 2
+        hop = hop.copy()
+        hop[far.index[passed_on]] = 2
         entering = far.index[~passed_on]
     loads = np.bincount(choice, minlength=src.size)
     shares, surplus = _level(loads, entering.size, order)
     order.add(shares, size)
     source[entering] = np.repeat(src, shares)
-    return Assignment(
+    return SourceAssignment(
         dst,
         source,
-        leg,
+        hop,
         most_sent=int((loads + shares).max()),
         fan_out=fixed.fan_out,
         even=fixed.even,
@@ -267,15 +267,15 @@ def _assign(
     )
 
 
-def _one_to_one(src: int, dst: int, ranks_per_node: int) -> Assignment:
+def _one_to_one(src: int, dst: int, ranks_per_node: int) -> SourceAssignment:
     """What is left of it for whole experts on one rank each, which are most of all tensors."""
-    leg = int(src != dst)
+    hop = int(src != dst)
     far = src // ranks_per_node != dst // ranks_per_node
-    return Assignment(
+    return SourceAssignment(
         np.array([dst]),
         np.array([src]),
-        np.array([leg], np.int8),
-        most_sent=leg,
+        np.array([hop], np.int8),
+        most_sent=hop,
         fan_out=int(far),
         even=True,
         level=True,
@@ -283,7 +283,7 @@ def _one_to_one(src: int, dst: int, ranks_per_node: int) -> Assignment:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Group:
+class _ReplicaGroup:
     """Some destinations, and for each the run that its choice rotates in.
 
     Attributes:
@@ -310,21 +310,21 @@ class _Fixed:
         src_node: [S] their nodes.
         dst: [D] the destinations, ascending.
         source: [D] themselves where they are sources, else -1.
-        leg: [D] 0 there, else 1.
+        hop: [D] 0 there, else 1.
         near: destinations with a source on their node; runs of sources.
         far: the others; runs of destinations.
         near_is_level: every source of a node serves equally many of it.
-        fan_out: as in :class:`Assignment`.
-        even: as in :class:`Assignment`.
+        fan_out: as in :class:`SourceAssignment`.
+        even: as in :class:`SourceAssignment`.
     """
 
     src: Ranks
     src_node: Ranks
     dst: Ranks
     source: Ranks
-    leg: NDArray[np.int8]
-    near: _Group
-    far: _Group
+    hop: NDArray[np.int8]
+    near: _ReplicaGroup
+    far: _ReplicaGroup
     near_is_level: bool
     fan_out: int
     even: bool
@@ -337,21 +337,21 @@ def _fixed(
     src, dst = _ranks(sources), _ranks(destinations)
     found = np.minimum(np.searchsorted(src, dst), src.size - 1)
     source = np.where(src[found] == dst, dst, -1)
-    leg = (source < 0).astype(np.int8)
+    hop = (source < 0).astype(np.int8)
     src_node, dst_node = src // ranks_per_node, dst // ranks_per_node
     first = np.searchsorted(src_node, dst_node, "left")
     count = np.searchsorted(src_node, dst_node, "right") - first
     index = np.flatnonzero((source < 0) & (count > 0))
     position, length = _runs(dst_node[index])
-    near = _Group(index, dst_node[index], first[index], count[index], position)
+    near = _ReplicaGroup(index, dst_node[index], first[index], count[index], position)
     near_is_level = not (length % near.count).any()
     index = np.flatnonzero((source < 0) & (count == 0))
     position, length = _runs(dst_node[index])
     begins = np.arange(index.size) - position
-    far = _Group(index, dst_node[index], begins, length, position)
+    far = _ReplicaGroup(index, dst_node[index], begins, length, position)
     even = bool((length == length[:1]).all())
     fan_out = int(length.max(initial=0))
-    return _Fixed(src, src_node, dst, source, leg, near, far, near_is_level, fan_out, even)
+    return _Fixed(src, src_node, dst, source, hop, near, far, near_is_level, fan_out, even)
 
 
 def _ranks(several: tuple[range, ...]) -> Ranks:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from mindspeed_rl.metrics.metric_set import MetricSet
-from mindspeed_rl.weights.checksums import WeightProof
+from mindspeed_rl.weights.checksums import WeightVerifier
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.sync_metrics import SyncTraffic, sync_metrics
@@ -44,7 +44,7 @@ class Receiver(Protocol):
         ...
 
 
-class WeightPath(Protocol):
+class WeightTransfer(Protocol):
     """A way of the trainer's weights into the engine."""
 
     @property
@@ -58,7 +58,7 @@ class WeightPath(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DirectPath:
+class ReshardTransfer:
     """Rectangles straight into the engine's live parameters."""
 
     resharder: Resharder
@@ -70,7 +70,7 @@ class DirectPath:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPath:
+class StreamTransfer:
     """Whole tensors through the engine's own loading code."""
 
     stream: TensorStream
@@ -98,8 +98,8 @@ class WeightSync:
 
     def __init__(
         self,
-        path: WeightPath,
-        proof: WeightProof,
+        path: WeightTransfer,
+        proof: WeightVerifier,
         read: Callable[[], Mapping[str, torch.Tensor]],
         verify_interval: int,
         synchronize: Callable[[], None] = lambda: None,

@@ -28,7 +28,7 @@ def element_bytes_of(layout: ShardLayout, default: int) -> ElementBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TrafficSpread:
     """Smallest, mean and largest of some ranks."""
 
     min: int
@@ -36,7 +36,7 @@ class Spread:
     max: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Spread:
+    def of(cls, values: Sequence[int]) -> TrafficSpread:
         """The spread of at least one value."""
         return cls(min(values), sum(values) / len(values), max(values))
 
@@ -102,7 +102,7 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
 
 @dataclass(frozen=True, slots=True)
 class RoundTraffic:
-    """What one rank moves in each exchange of a schedule: the legs of round 0, of round 1, ...
+    """What one rank moves in each exchange of a schedule: the hops of round 0, of round 1, ...
 
     Attributes:
         receive_bytes: by exchange.
@@ -131,8 +131,8 @@ def round_traffic(
         source: its sending layout.
         bytes_of: bytes of an element of each tensor.
     """
-    num_legs = max((t.leg for t in (*plan.sends, *plan.receives)), default=1)
-    num_exchanges = num_legs * schedule.num_rounds
+    num_hops = max((t.hop for t in (*plan.sends, *plan.receives)), default=1)
+    num_exchanges = num_hops * schedule.num_rounds
 
     def parts(transfers: Iterable[Transfer]) -> Iterator[tuple[int, int, int]]:
         """(exchange, bytes, sender)."""
@@ -141,7 +141,7 @@ def round_traffic(
             for slot in schedule.slots_of(source, t.hf_name):
                 elements = t.hf_box.slice(slot.part, slot.parts).num_elements
                 if elements:
-                    yield slot.round * num_legs + t.leg - 1, elements * size, t.src_rank
+                    yield slot.round * num_hops + t.hop - 1, elements * size, t.src_rank
 
     received, sent = [0] * num_exchanges, [0] * num_exchanges
     messages = set()

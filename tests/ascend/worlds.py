@@ -119,7 +119,7 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     """The same steps with everything resident, and with everything away in between."""
     from support.batches import local_batches
 
-    from mindspeed_rl.colocation.scheduler import Sharing
+    from mindspeed_rl.colocation.scheduler import ColocationPlan
     from mindspeed_rl.core.memory import OffloadMode
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.resident_memory import trainer_memory
@@ -132,7 +132,7 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
         policy = build_engine(job, "policy", num_steps)
         reference = build_engine(job, "reference", 0)
         platform = job.platform
-        sharing = Sharing(
+        sharing = ColocationPlan(
             trainer_memory(policy, reference),
             mode,
             release_cached_memory=platform.release_cached_memory,
@@ -147,7 +147,7 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
             policy.forward_backward(batches, loss)
             policy.step()
             reference.logprobs(batches)
-            policy.let_go()
+            policy.release_step_state()
             platform.release_cached_memory()
             before = platform.memory()
             owned = {owner.value: g.num_bytes() for owner, g in sharing.groups.items()}
@@ -215,9 +215,9 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.core.types import Rollout as Finished
     from mindspeed_rl.samples.columns import experts_column, response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
-    from mindspeed_rl.samples.exchange import GroupWire, Parcel, Redistribution
+    from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
-    from mindspeed_rl.samples.routes import Holders, plan_legs
+    from mindspeed_rl.samples.routes import Holders, plan_hops
     from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
     mine = []
@@ -236,8 +236,8 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     keep_rollouts(cache, columns, mine, table)
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
-    legs = plan_legs(Holders([s.group for s in table]), wanted, layout, (0,), world.rank)
-    moved = Redistribution(cache, [Parcel.of(s) for s in table], columns, legs)
+    hops = plan_hops(Holders([s.group for s in table]), wanted, layout, (0,), world.rank)
+    moved = Redistribution(cache, [SampleMessage.of(s) for s in table], columns, hops)
     moved.run(GroupWire(lambda axis: None))
     moved.keep()
     found = []

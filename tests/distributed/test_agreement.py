@@ -37,12 +37,12 @@ def rollout(i: int) -> Rollout:
 
 
 def rows(samples: object) -> list[Row]:
-    from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+    from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
     assert isinstance(samples, list)
     result = []
     for s in samples:
-        assert isinstance(s, Sample) and s.parts == (float(s.sample_id),)
+        assert isinstance(s, RolloutInfo) and s.parts == (float(s.sample_id),)
         assert s.key == SampleKey(2, 4 + s.sample_id) and s.num_sampled == s.num_tokens
         result.append(
             (s.sample_id, s.prompt_index, s.num_tokens, s.stopped, s.weights_version, s.group,

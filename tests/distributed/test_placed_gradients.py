@@ -19,7 +19,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.samples.store import PlacedSamples, Response, SampleStore
+    from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors, SampleStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -30,7 +30,9 @@ PROMPTS = tuple(tuple(range(5, 5 + n)) for n in (2, 7, 1, 12))
 PER_UPDATE = 6
 
 
-def compare_fetched(store: SampleStore, placed: PlacedSamples, said: Sequence[Response]) -> None:
+def compare_fetched(
+    store: SampleStore, placed: PlacedSamples, said: Sequence[ResponseTensors]
+) -> None:
     """Rank 0 gets all samples; those that it trains on are not sent to it again."""
     import torch
     import torch.distributed as dist
@@ -57,14 +59,14 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     from mindspeed_rl.samples.columns import response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.packing import pack
-    from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+    from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
     from mindspeed_rl.samples.store import SampleStore, as_train_samples
     from mindspeed_rl.selftest import loss as selftest
     from mindspeed_rl.selftest.loss import Case, Layout, relative_errors
     from mindspeed_rl.trainer import parallel_state
 
     generator = torch.Generator().manual_seed(0)
-    said: list[Response] = [
+    said: list[ResponseTensors] = [
         {
             "token_ids": torch.randint(5, selftest.VOCAB_SIZE, (n,), generator=generator),
             "rollout_logprobs": 0.1 * torch.randn(n, generator=generator) - 5.7,
@@ -75,7 +77,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     for i, n in enumerate(LENGTHS):
         step, version = (1, 3) if i in CARRIED else (2, 4)
         key = SampleKey(step, i)
-        table.append(Sample(i, i // 3, n, n, True, version, i * 5 % 4, 0.0, key=key))
+        table.append(RolloutInfo(i, i // 3, n, n, True, version, i * 5 % 4, 0.0, key=key))
     counts = [
         Denominators.of(LENGTHS[start : start + PER_UPDATE])
         for start in range(0, len(table), PER_UPDATE)
@@ -98,7 +100,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
     def placed_gradients(models: Any, nodes: int) -> list[Any]:
         """Of both optimizer steps, after every rank has stored what its engine said.
 
-        Within one node all samples take one leg; over several each axis of the grid has its own.
+        Within one node all samples take one hop; over several each axis of the grid has its own.
         """
         here = replace(models.job, world=replace(world, local_size=world.size // nodes))
         parallel = here.plan.parallel
@@ -124,7 +126,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         rows = [p.num_micro_batches * parallel.dp for p in placed.plans]
         assert max(rows) < PER_UPDATE, "several samples share a row"
         taken = cast(Max, placed.metrics["exchange/collectives"])
-        legs[nodes] = legs.get(nodes, 0) + int(taken.value)
+        hops[nodes] = hops.get(nodes, 0) + int(taken.value)
         compare_fetched(store, placed, said)
         packed = [models.policy.prepare(micro) for micro in store.pack(placed)]
         return [gradients(models, batches, update) for update, batches in enumerate(packed)]
@@ -142,7 +144,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
 
     job = make_job(world, model, ["--max-tokens-per-micro-batch", "48"])
     result: dict[str, list[dict[str, float]]] = {}
-    legs: dict[int, int] = {}
+    hops: dict[int, int] = {}
     wanted: list[Any] = []
     for shape in SHAPES:
         with selftest.in_layout(job, Layout(*shape)) as models:
@@ -151,7 +153,7 @@ def gradients_world(world: World, model: str) -> dict[str, list[dict[str, float]
         result[Layout(*shape).name(world.size)] = [
             relative_errors(f, w) for f, w in zip(found, 2 * wanted, strict=True)
         ]
-    assert legs[2] > legs[1], "the second way must have been another"
+    assert hops[2] > hops[1], "the second way must have been another"
     return result if world.rank == 0 else None
 
 

@@ -45,18 +45,18 @@ def exchange_world(world: World) -> tuple[int, int]:
             tuple(draw.randrange(world.size // engine_tp) for _ in range(size)),
             tuple(draw.randrange(layout.dp) for _ in range(size)),
         )
-        legs = [case.legs(rank) for rank in range(world.size)]
-        for ranks in {leg.peers for of_rank in legs for leg in of_rank} - groups.keys():
+        hops = [case.hops(rank) for rank in range(world.size)]
+        for ranks in {hop.peers for of_rank in hops for hop in of_rank} - groups.keys():
             groups[ranks] = dist.new_group(list(ranks))
-        mine = {leg.axis: groups[leg.peers] for leg in legs[world.rank]}
+        mine = {hop.axis: groups[hop.peers] for hop in hops[world.rank]}
         wire = GroupWire(mine.__getitem__)
         cache = case.cache(world.rank)
-        part = Redistribution(cache, case.parcels, COLUMNS, legs[world.rank])
+        part = Redistribution(cache, case.parcels, COLUMNS, hops[world.rank])
         part.run(wire)
         moved += wire.sent_bytes
-        sent = [i for leg in legs[world.rank] for items in leg.sends.values() for i in items]
+        sent = [i for hop in hops[world.rank] for items in hop.sends.values() for i in items]
         assert wire.sent_bytes == 4 * case.words(sent)
-        assert wire.num_collectives == len(legs[world.rank]) <= len(AXES)
+        assert wire.num_collectives == len(hops[world.rank]) <= len(AXES)
         parts.append((case, part))
         held.append(
             {

@@ -48,14 +48,14 @@ DIVERGED, DIVERGED_PARAM = "model.norm.weight", "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RunReporter:
     """What one rank saw of one reshard.
 
     Attributes:
         wrong: parameters whose bits differ from the oracle's.
         staging: by way, what the reshard says that it allocates, and the peak of what it did.
         stream: the same of a stream, less the whole tensors that it delivers.
-        exchanges: by way, calls of ``torch.distributed`` in one reshard, and its rounds x legs.
+        exchanges: by way, calls of ``torch.distributed`` in one reshard, and its rounds x hops.
         num_rounds: rounds that the bucket size made.
         proof: HF tensors that differ after the reshard, as the checksums say.
         engine_flip: the same after one bit changed in the last engine rank, and where.
@@ -75,12 +75,12 @@ class Report:
     diverged: list[str]
 
 
-def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, Report]:
+def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, RunReporter]:
     """Reshard both models to every engine size, then export the first, doubled."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.export import export_policy
 
-    reports: dict[str, Report] = {}
+    reports: dict[str, RunReporter] = {}
     for model, folder in models.items():
         layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
         for size in ENGINE_SIZES:
@@ -102,12 +102,12 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
 
 def reshard_and_prove(
     job: object, read: Mapping[str, torch.Tensor], folder: str, dtype: torch.dtype
-) -> Report:
+) -> RunReporter:
     """Collective: the world."""
     from support.tensor_tracker import TensorTracker
 
     from mindspeed_rl.launch.job import Job
-    from mindspeed_rl.weights.checksums import WeightProof
+    from mindspeed_rl.weights.checksums import WeightVerifier
     from mindspeed_rl.weights.executor import Resharder
     from mindspeed_rl.weights.stream import TensorStream
     from mindspeed_rl.weights.transports import make_transport
@@ -156,7 +156,7 @@ def reshard_and_prove(
     hf = load_file(Path(folder) / "model.safetensors") if rank in (1, 2) else {}
     streamed = {name for name, tensor in whole.items() if torch.equal(hf[name].to(dtype), tensor)}
     wrong += sorted(hf.keys() - streamed)
-    proof_of = WeightProof(source, target, rank, dtype)
+    proof_of = WeightVerifier(source, target, rank, dtype)
 
     def differing() -> list[str]:
         return proof_of.differing_tensors(read, write)
@@ -172,7 +172,7 @@ def reshard_and_prove(
     with flipped_bit(read[DIVERGED_PARAM] if last else None):
         resharder.run(read, write)
         diverged = [*differing(), located(DIVERGED)]
-    return Report(
+    return RunReporter(
         wrong,
         staging,
         streamed_bytes,
@@ -252,7 +252,7 @@ def flipped_bit(tensor: torch.Tensor | None) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def resharded(
     tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[dict[str, Report]], Path]:
+) -> tuple[list[dict[str, RunReporter]], Path]:
     """Reports of all ranks, and the directory of the export."""
     folder = tmp_path_factory.mktemp("reshard")
     models = {"tiny": str(tiny_model), "tied": str(tied_model)}
@@ -266,7 +266,7 @@ NAMES = [f"{m}-tp{n}-{d}" for m in ("tiny", "tied") for n in ENGINE_SIZES
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_engine_rank_holds_the_bits_of_the_oracle(
-    name: str, resharded: tuple[list[dict[str, Report]], Path]
+    name: str, resharded: tuple[list[dict[str, RunReporter]], Path]
 ) -> None:
     for report in (rank[name] for rank in resharded[0]):
         assert report.wrong == []
@@ -276,7 +276,7 @@ def test_every_engine_rank_holds_the_bits_of_the_oracle(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_staging_stays_within_the_bucket(
-    name: str, resharded: tuple[list[dict[str, Report]], Path]
+    name: str, resharded: tuple[list[dict[str, RunReporter]], Path]
 ) -> None:
     """Every tensor that a reshard makes is counted, transport and comparison included."""
     for report in (rank[name] for rank in resharded[0]):
@@ -290,7 +290,7 @@ def test_staging_stays_within_the_bucket(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reshard_makes_one_collective_per_round(
-    name: str, resharded: tuple[list[dict[str, Report]], Path]
+    name: str, resharded: tuple[list[dict[str, RunReporter]], Path]
 ) -> None:
     """And one comparison of plans; point to point a rank may have nothing to do in a round."""
     for report in (rank[name] for rank in resharded[0]):
@@ -301,7 +301,7 @@ def test_a_reshard_makes_one_collective_per_round(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_proof_names_the_tensor_of_a_flipped_bit(
-    name: str, resharded: tuple[list[dict[str, Report]], Path]
+    name: str, resharded: tuple[list[dict[str, RunReporter]], Path]
 ) -> None:
     """One bit, on one rank of one side; every rank is told."""
     for report in (rank[name] for rank in resharded[0]):
@@ -316,7 +316,7 @@ def test_proof_names_the_tensor_of_a_flipped_bit(
 
 
 def test_export_loads_in_transformers(
-    resharded: tuple[list[dict[str, Report]], Path], tiny_model: Path
+    resharded: tuple[list[dict[str, RunReporter]], Path], tiny_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

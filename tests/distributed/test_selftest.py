@@ -19,7 +19,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.selftest.loss import Case, Cut, Finding, Layout
+    from mindspeed_rl.selftest.loss import BatchCut, Case, Finding, Layout
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +41,7 @@ def sizes(at: Layout, world: int) -> tuple[int | bool, ...]:
     return at.tp, at.pp, at.cp, world // (at.tp * at.pp * at.cp), at.sp
 
 
-def chosen_rows(world: int) -> list[tuple[Layout, Cut, Case]]:
+def chosen_rows(world: int) -> list[tuple[Layout, BatchCut, Case]]:
     """Every pair of tp, pp, cp, dp, sequence parallelism, cut, loss and aggregation."""
     from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
 
@@ -136,7 +136,7 @@ def test_the_array_covers_every_pair() -> None:
     """Against all pairs of all allowed rows, counted apart."""
     from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
 
-    def values(at: Layout, cut: Cut, case: Case) -> tuple[Any, ...]:
+    def values(at: Layout, cut: BatchCut, case: Case) -> tuple[Any, ...]:
         return (*sizes(at, 4), cut, case.loss, case.aggregation)
 
     everything = {

@@ -13,7 +13,7 @@ from support.spawn import run_ranks
 
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.samples.packing import TrainSample
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 pytestmark = pytest.mark.distributed
 
@@ -31,14 +31,14 @@ FLAGS = {
 Advantages = dict[tuple[int, int], float]  # (sample, place in the response)
 
 
-def make_samples() -> tuple[list[Sample], list[TrainSample]]:
+def make_samples() -> tuple[list[RolloutInfo], list[TrainSample]]:
     """Old log-probs are the engine's; the reference's are 0.02 x place below them."""
     generator = torch.Generator().manual_seed(0)
     samples, rows = [], []
     for i, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
         ids = torch.randint(5, 300, (4 + length,), generator=generator)
         logprobs = -torch.rand(length, generator=generator)
-        samples.append(Sample(i, 0, length, length, True, 0, 0, reward))
+        samples.append(RolloutInfo(i, 0, length, length, True, 0, 0, reward))
         rows.append(TrainSample(i, ids, 4, {"rollout_logprobs": logprobs}))
     return samples, rows
 

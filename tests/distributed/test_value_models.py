@@ -67,8 +67,8 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     """Rank function."""
     from support.batches import local_batches
 
-    from mindspeed_rl.colocation.scheduler import Sharing
-    from mindspeed_rl.core.memory import MemoryPhase, OffloadMode, Owner
+    from mindspeed_rl.colocation.scheduler import ColocationPlan
+    from mindspeed_rl.core.memory import MemoryOwner, MemoryPhase, OffloadMode
     from mindspeed_rl.planning.prediction import predict
     from mindspeed_rl.rl import checkpoints
     from mindspeed_rl.rl.build_models import (
@@ -121,11 +121,11 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
 
     policy, critic = build()
     groups = trainer_memory(policy, None, critic, scores_by)
-    sharing = Sharing(groups, OffloadMode.ALL, wait_for_copies=job.platform.wait_for_copies)
+    sharing = ColocationPlan(groups, OffloadMode.ALL, wait_for_copies=job.platform.wait_for_copies)
     _train(policy, critic, batches, samples)
     sharing.leave_all()
     assert sum(measured().values()) == 0
-    for owner in Owner:
+    for owner in MemoryOwner:
         if owner in groups:
             groups[owner].restore()
     checkpoints.save(job, policy, 1, {"version": 1}, {"critic": critic})

@@ -16,7 +16,7 @@ _UNCHANGED = "tests/simulated/test_rebalance.py::test_nothing_is_lost_doubled_or
 
 def _own_tokens_only(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(self: Any, outputs: Any, version: int) -> Any:
-        before = {i: len(self._parcels[i].token_ids) for i in outputs}
+        before = {i: len(self._open[i].token_ids) for i in outputs}
         found = original(self, outputs, version)
         return {i: replace(c, token_ids=c.token_ids[before[i] :]) for i, c in found.items()}
 
@@ -72,7 +72,7 @@ ENGINE = (
           "mindspeed_rl.samples.device_cache:TensorCache.find",
           _any_entry, _CACHE + "test_nothing_else_is_read_in_its_place",
           "Log-probs of earlier weights would be taken for those of the sample."),
-    Fault("work-in-any-phase", "mindspeed_rl.colocation.scheduler:Phases.require",
+    Fault("work-in-any-phase", "mindspeed_rl.colocation.scheduler:DeviceScheduler.require",
           skipped,
           "tests/unit/rl/test_phase_requirements.py::test_refused_while_the_engine_has_the_device[save]",
           "A checkpoint would be written while parameters are away from the device."),

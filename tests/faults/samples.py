@@ -122,7 +122,7 @@ SAMPLES = (
           gives_fields(partial=lambda _: []),
           _PARTIAL + "test_every_group_is_trained_on_once_and_whole",
           "Long responses would never be finished, and the policy becomes short."),
-    Fault("one-version-for-all-tokens", "mindspeed_rl.samples.rollout_info:Sample.grown_from",
+    Fault("one-version-for-all-tokens", "mindspeed_rl.samples.rollout_info:RolloutInfo.grown_from",
           lambda original: lambda self, before: self,
           _PARTIAL + "test_every_token_knows_the_weights_that_sampled_it",
           "Tokens of older weights would be taken for on-policy ones."),

@@ -144,7 +144,7 @@ WIRING = (
     Fault("critic-trains-the-policy-along", "mindspeed_rl.rl.update:update",
           takes(step=lambda _: 1 << 30), _PPO + "test_a_critic_alone",
           "--critic-warmup-steps would do nothing."),
-    Fault("evaluated-a-step-early", "mindspeed_rl.rl.report:Report.evaluate_if_due",
+    Fault("evaluated-a-step-early", "mindspeed_rl.rl.report:RunReporter.evaluate_if_due",
           takes(step=lambda step: step + 1),
           _LOOP + "test_an_evaluation_is_of_the_weights_after_its_step",
           "Curves of accuracy would belong to other weights."),

@@ -52,7 +52,7 @@ def sum_over_ranks(shares: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def engine_differs(case: Case, weights: list[Params], dtype: torch.dtype) -> list[str]:
-    """The comparison of ``WeightProof`` with the all-reduce done by hand."""
+    """The comparison of ``WeightVerifier`` with the all-reduce done by hand."""
     source, target = layouts_of(case)
     names = list(target.hf_shapes)
     place = {name: i for i, name in enumerate(source.hf_shapes)}

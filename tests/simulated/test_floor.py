@@ -27,7 +27,7 @@ from support.tiers import slow_but
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
-from mindspeed_rl.models.rules import Row
+from mindspeed_rl.models.rules import WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.executor import round_bytes
 from mindspeed_rl.weights.layouts.base import ShardLayout
@@ -193,7 +193,7 @@ class _WrongTraining(MegatronLayout):
     """Output projections of attention cut by rows."""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[WeightRow, ...]:
         rows = super().rows
         return tuple(replace(r, dim=0) if isinstance(r, HeadSplit) else r for r in rows)
 
@@ -211,7 +211,7 @@ class _WrongRollout(VllmLayout):
     """Replicated key/value heads on the wrong ranks."""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[WeightRow, ...]:
         rows = super().rows
         return tuple(
             _RoundRobinKV(r.param, hf=r.hf, bias=r.bias) if isinstance(r, StackedQKV) else r
@@ -287,7 +287,7 @@ def largest_send(source: ShardLayout, target: ShardLayout, case: FloorCase) -> f
     bytes_of, sent = element_bytes_of(source, BF16), np.zeros(case.world)
     for name in source.hf_shapes:
         for _, _, box, chosen in overlaps(source, target, name, case.ranks_per_node, False):
-            senders = chosen.source[chosen.leg > 0]
+            senders = chosen.source[chosen.hop > 0]
             np.add.at(sent, senders, box.num_elements * bytes_of(name))
     return float(sent.max())
 

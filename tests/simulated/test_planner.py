@@ -240,7 +240,7 @@ def test_plans_of_all_ranks_fit_together(case: Case, relay: bool) -> None:
         held = megatron_params(case, hf, plan.rank), vllm_params(case, hf, plan.rank)
         for transfer in (*plan.sends, *plan.copies):
             assert transfer.src_rank == plan.rank
-            param = held[transfer.leg - 1][transfer.src_param]  # leg 2 passes on what arrived
+            param = held[transfer.hop - 1][transfer.src_param]  # hop 2 passes on what arrived
             mine = transfer.src_view.of(param)[transfer.src_box.slices]
             np.testing.assert_array_equal(mine, hf[transfer.hf_name][transfer.hf_box.slices])
         times = {n: np.zeros(s, int) for n, s in target.local_shapes(plan.rank).items()}

@@ -65,7 +65,7 @@ def smallest_budget(case: Case, source: ShardLayout, target: ShardLayout, relay:
 
 
 def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
-    """[rounds, ranks] bytes that each rank sends plus receives in the busier leg."""
+    """[rounds, ranks] bytes that each rank sends plus receives in the busier hop."""
     source, target = layouts_of(case)
     table = np.zeros((2, schedule.num_rounds, case.world), int)
     for rank in range(case.world):
@@ -74,7 +74,7 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
             slots = schedule.slots_of(source, transfer.hf_name)
             for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
                 if part:
-                    table[transfer.leg - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
+                    table[transfer.hop - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
     return table.max(axis=0)
 
 

@@ -42,9 +42,9 @@ def test_both_views_tell_the_same(
     assigned = assign_sources(sources, destinations, node, turn, relay)
     chosen = {d: assigned.source_of(d) for d in ranks_of(destinations)}
     for src in {rank for ranks in sources for rank in ranks} | set(chosen):
-        served = [(d, leg) for d, (s, leg) in chosen.items() if s == src and leg]
+        served = [(d, hop) for d, (s, hop) in chosen.items() if s == src and hop]
         assert assigned.served_by(src) == served
-    counts = Counter(s for s, leg in chosen.values() if leg == 1)
+    counts = Counter(s for s, hop in chosen.values() if hop == 1)
     assert assigned.most_sent == max(counts.values(), default=0)
 
 
@@ -58,15 +58,15 @@ def test_the_choice_prefers_itself_then_its_node(
     assigned = assign_sources(sources, destinations, node, turn, relay)
     entering: Counter[int] = Counter()
     for dst in ranks_of(destinations):
-        src, leg = assigned.source_of(dst)
+        src, hop = assigned.source_of(dst)
         if dst in holders:
-            assert (src, leg) == (dst, 0)
+            assert (src, hop) == (dst, 0)
         elif dst // node in nodes:
-            assert src in holders and src // node == dst // node and leg == 1
-        elif leg == 2:
+            assert src in holders and src // node == dst // node and hop == 1
+        elif hop == 2:
             assert src // node == dst // node and assigned.source_of(src)[1] == 1
         else:
-            assert src in holders and leg == 1
+            assert src in holders and hop == 1
             entering[dst // node] += 1
     if relay:
         assert set(entering.values()) <= {1}, "a rectangle enters a node once"
@@ -102,7 +102,7 @@ def test_turns_share_what_does_not_divide(relay: bool) -> None:
     wanted = (Wanted((range(64, 66),)),)
     for turn in range(4):
         for assigned in share_out((range(4),), wanted, 8, turn, relay=relay)[0]:
-            load.update(s for d in (64, 65) for s, leg in [assigned.source_of(d)] if leg == 1)
+            load.update(s for d in (64, 65) for s, hop in [assigned.source_of(d)] if hop == 1)
     assert len(load) == 4 and len(set(load.values())) == 1
 
 
@@ -116,8 +116,8 @@ def loads_of(
         for rectangle, slices in zip(wanted, shared, strict=True):
             for assigned in slices:
                 for d in ranks_of(rectangle.destinations):
-                    source, leg = assigned.source_of(d)
-                    load[source] += rectangle.size // len(slices) * (leg > 0)
+                    source, hop = assigned.source_of(d)
+                    load[source] += rectangle.size // len(slices) * (hop > 0)
     return load
 
 

@@ -95,11 +95,11 @@ MANY = replace(
 def test_collectives_follow_the_rounds_and_not_the_tensors(
     bucket_bytes: int, relay: bool, rounds: range
 ) -> None:
-    """More than a thousand tensors, three syncs: one exchange per round and leg.
+    """More than a thousand tensors, three syncs: one exchange per round and hop.
 
     The plans are compared once, before the first round. Two types of elements make two rounds.
     """
-    num_syncs, legs = 3, 1 + relay
+    num_syncs, hops = 3, 1 + relay
     hf = hf_arrays(MANY)
     assert len(hf) > 1000
 
@@ -113,7 +113,7 @@ def test_collectives_follow_the_rounds_and_not_the_tensors(
 
     for num_rounds, num_exchanges, num_gathers in LocalWorld(MANY.world).run(one_rank):
         assert num_rounds in rounds
-        assert num_exchanges == num_syncs * legs * num_rounds
+        assert num_exchanges == num_syncs * hops * num_rounds
         assert num_gathers == 1
 
 

@@ -21,7 +21,7 @@ from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.rl.assignment import Assignment
+from mindspeed_rl.rl.assignment import EngineAssignment
 from mindspeed_rl.rl.components import Components, PromptData, RunState, Telemetry
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
@@ -120,7 +120,7 @@ def make_run(
     cache = TensorCache(torch.device("cpu"))
     worker = RolloutWorker(
         engine=cast(Any, Answers(answers, clock)),
-        assignment=Assignment(engine_layout, world.rank, limit=64),
+        assignment=EngineAssignment(engine_layout, world.rank, limit=64),
         rewards=RewardFunctions(names, cast(Any, InlinePool(rewards)), cast(Any, Letters())),
         cache=cache,
         seed=config.train.seed,

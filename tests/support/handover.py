@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.colocation.scheduler import Phases
+from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.weights.sync import WeightSync
 
 
-def hand_over(phases: Phases, sync: WeightSync, engine: InferenceEngine, version: int) -> None:
+def hand_over(
+    phases: DeviceScheduler, sync: WeightSync, engine: InferenceEngine, version: int
+) -> None:
     """Make room for the engine's weights, bring them to ``version``, roll out. Collective: world.
 
     An error in the weight sync leaves SYNC.

@@ -14,8 +14,8 @@ from support.table_engine import CompareWeights, CopyWeights, TableEngine, first
 from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
-from mindspeed_rl.colocation.scheduler import Phases, Sharing
-from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.colocation.scheduler import ColocationPlan, DeviceScheduler
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.prediction import MemoryPrediction, predict
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
@@ -103,9 +103,11 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
     owners = _owners(engine)
     return Measured(
         owners=owners,
-        predicted={name: table[MemoryPhase.TRAIN_IDLE].get(Owner(name), 0) for name in owners},
+        predicted={
+            name: table[MemoryPhase.TRAIN_IDLE].get(MemoryOwner(name), 0) for name in owners
+        },
         optimizer_at_start=at_start,
-        predicted_at_start=table[MemoryPhase.LOAD].get(Owner.OPTIMIZER, 0),
+        predicted_at_start=table[MemoryPhase.LOAD].get(MemoryOwner.OPTIMIZER, 0),
         borders={},
     )
 
@@ -125,21 +127,21 @@ def walk_borders(
             state: str, mode: OffloadMode = mode, prediction: MemoryPrediction = prediction
         ) -> None:
             measured = _owners(policy) | {
-                Owner.REFERENCE.value: _bytes(
+                MemoryOwner.REFERENCE.value: _bytes(
                     [p.data for module in reference.modules for p in module.parameters()]
                 )
             }
             expected = prediction.border(job.world.rank, state)
             found[f"{mode.value}/{state}"] = (measured, {o: expected.get(o, 0) for o in measured})
 
-        sharing = Sharing(groups, mode, at_border=look)
+        sharing = ColocationPlan(groups, mode, at_border=look)
         sharing.leave_all()
         table = {"table": first_table()}
         sync = WeightSync(
             cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda table=table: table, 0
         )
         engine = TableEngine()
-        phases = Phases(engine, lambda name: nullcontext(), sharing)
+        phases = DeviceScheduler(engine, lambda name: nullcontext(), sharing)
         phases.to_train()
         hand_over(phases, sync, engine, 0)
         phases.to_train()
@@ -157,9 +159,9 @@ def _owners(engine: TrainEngine) -> dict[str, int]:
     parameters = [p.data for module in engine.modules for p in module.parameters()]
     gradients = [p.main_grad for module in engine.modules for p in module.parameters()]
     return {
-        Owner.PARAMETERS.value: _bytes(parameters),
-        Owner.GRAD_BUFFERS.value: _bytes(gradients),
-        Owner.OPTIMIZER.value: _optimizer_bytes(engine),
+        MemoryOwner.PARAMETERS.value: _bytes(parameters),
+        MemoryOwner.GRAD_BUFFERS.value: _bytes(gradients),
+        MemoryOwner.OPTIMIZER.value: _optimizer_bytes(engine),
     }
 
 

@@ -12,8 +12,8 @@ from support.table_engine import CompareWeights, CopyWeights, TableEngine, first
 
 from mindspeed_rl.colocation import host_pool, packed
 from mindspeed_rl.colocation import storage_group as group
-from mindspeed_rl.colocation.scheduler import Phase, Phases, Sharing
-from mindspeed_rl.core.memory import Owner
+from mindspeed_rl.colocation.scheduler import ColocationPlan, DeviceScheduler, Phase
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.platforms import storages
 from mindspeed_rl.weights.sync import WeightSync
 
@@ -22,7 +22,7 @@ FILES = (group, host_pool, packed, storages)
 STRIDE = 31
 
 
-def fail_everywhere(sharing: Sharing) -> tuple[int, list[str]]:
+def fail_everywhere(sharing: ColocationPlan) -> tuple[int, list[str]]:
     """Switch there and back again and again, each time with an error further on. Local.
 
     The engine's side is a double. Afterwards the machine is led back to TRAIN.
@@ -35,7 +35,7 @@ def fail_everywhere(sharing: Sharing) -> tuple[int, list[str]]:
         cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda: {"table": first_table()}, 0
     )
     sharing.leave_all()
-    phases = Phases(engine, lambda name: nullcontext(), sharing)
+    phases = DeviceScheduler(engine, lambda name: nullcontext(), sharing)
     phases.to_train()
     expected, _ = _look(sharing)
 
@@ -64,16 +64,18 @@ def fail_everywhere(sharing: Sharing) -> tuple[int, list[str]]:
     return len(numbers), wrong
 
 
-def _look(sharing: Sharing) -> tuple[dict[Owner, list[torch.Tensor]], list[Owner]]:
+def _look(
+    sharing: ColocationPlan,
+) -> tuple[dict[MemoryOwner, list[torch.Tensor]], list[MemoryOwner]]:
     """Copies of what the owners hold in TRAIN, and those that are away although they should not."""
-    visitors = sharing.leaving(Owner.REFERENCE)
+    visitors = sharing.leaving(MemoryOwner.REFERENCE)
     away = [o for o, g in sharing.groups.items() if not g.resident and g not in visitors]
     for found in visitors:
         found.restore()
     contents = {
         owner: [t.detach().clone() for t in found._find()]
         for owner, found in sharing.groups.items()
-        if owner is not Owner.GRAD_BUFFERS
+        if owner is not MemoryOwner.GRAD_BUFFERS
     }
     for found in visitors:
         found.release()

@@ -10,8 +10,8 @@ import torch
 from support.offload_faults import fail_everywhere
 from support.training_worlds import Case, make_job, make_loss, make_samples
 
-from mindspeed_rl.colocation.scheduler import Sharing
-from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.colocation.scheduler import ColocationPlan
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
 
@@ -85,7 +85,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     policy = build_engine(job, "policy", NUM_STEPS)
     reference = build_engine(job, "reference", 0)
     groups = trainer_memory(policy, reference)
-    sharing = Sharing(groups, mode, wait_for_copies=job.platform.wait_for_copies)
+    sharing = ColocationPlan(groups, mode, wait_for_copies=job.platform.wait_for_copies)
     samples = make_samples(VOCAB)
     batches = local_batches(job, policy, samples)
     loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
@@ -94,7 +94,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
         policy.forward_backward(batches, loss)
         if step == 0:
             try:
-                groups[Owner.GRAD_BUFFERS].release()
+                groups[MemoryOwner.GRAD_BUFFERS].release()
             except RuntimeError as error:
                 refusal = str(error)
         policy.step()
@@ -119,7 +119,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     )
 
 
-def _count(sharing: Sharing, mode: OffloadMode, facts: OffloadFacts) -> None:
+def _count(sharing: ColocationPlan, mode: OffloadMode, facts: OffloadFacts) -> None:
     """How much all tensors of the process shrink when the mode's groups leave."""
     host = {
         region.untyped_storage()._cdata

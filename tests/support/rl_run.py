@@ -20,7 +20,7 @@ from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, Table
 
 from mindspeed_rl.algorithms.types import MeanTerm
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
-from mindspeed_rl.colocation.scheduler import Phases
+from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.types import Prompt
@@ -48,8 +48,8 @@ from mindspeed_rl.rl.update import update
 from mindspeed_rl.samples.columns import LOSS_MASK, ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.samples.rollout_info import Sample
-from mindspeed_rl.samples.store import Response
+from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.store import ResponseTensors
 from mindspeed_rl.trainer.loss_inputs import policy_inputs, value_inputs
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.train_engine import UpdateStats
@@ -274,23 +274,23 @@ class TableRun:
         self.to_train()
         return rollouts
 
-    def build(self, samples: Sequence[Sample]) -> StepBatches:
+    def build(self, samples: Sequence[RolloutInfo]) -> StepBatches:
         return build_batches(self.parts, samples)
 
-    def logprobs(self, batches: StepBatches, samples: Sequence[Sample]) -> StepBatches:
+    def logprobs(self, batches: StepBatches, samples: Sequence[RolloutInfo]) -> StepBatches:
         return compute_logprobs(self.parts, self.state, batches, samples)
 
     def advantages(
         self,
         batches: StepBatches,
-        samples: Sequence[Sample],
+        samples: Sequence[RolloutInfo],
         step: int = 1,
         greedy: Sequence[float] | None = None,
     ) -> StepBatches:
         return compute_advantages(self.parts, self.state, batches, samples, step, greedy)
 
     def prepared(
-        self, samples: Sequence[Sample], step: int = 1, greedy: Sequence[float] | None = None
+        self, samples: Sequence[RolloutInfo], step: int = 1, greedy: Sequence[float] | None = None
     ) -> StepBatches:
         """Everything up to the update."""
         return self.advantages(self.logprobs(self.build(samples), samples), samples, step, greedy)
@@ -298,20 +298,22 @@ class TableRun:
     def update(self, batches: StepBatches, step: int = 1) -> MetricSet:
         return update(self.parts, self.state, batches, step)
 
-    def hold(self, samples: list[Sample], responses: Sequence[Response]) -> list[Sample]:
+    def hold(
+        self, samples: list[RolloutInfo], responses: Sequence[ResponseTensors]
+    ) -> list[RolloutInfo]:
         """The run keeps what these samples say."""
         self.set_cache(TensorCache(torch.device("cpu")))
         self.parts.samples.keep_responses(responses, samples)
         return samples
 
-    def said(self, samples: Sequence[Sample]) -> list[Response]:
+    def said(self, samples: Sequence[RolloutInfo]) -> list[ResponseTensors]:
         """What is kept of samples."""
         return self.parts.samples.fetch(samples)
 
 
 def response(
     ids: Sequence[int], logprobs: Sequence[float] | torch.Tensor, mask: Sequence[bool] | None = None
-) -> Response:
+) -> ResponseTensors:
     """The columns of one response; with ``mask`` those of a conversation."""
     columns = {
         TOKEN_IDS.name: torch.tensor(list(ids), dtype=torch.int64),
@@ -342,7 +344,7 @@ def make_run(
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
     timer = PhaseTimer(mark=profiler.phase)
-    scheduler = Phases(cast(Any, engine), timer)
+    scheduler = DeviceScheduler(cast(Any, engine), timer)
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
     prompts, pool = cast(PromptDataset, PROMPTS), cast(Any, TableRewards(rewards or {}))

@@ -32,7 +32,7 @@ from mindspeed_rl.samples.packing import TrainSample
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mindspeed_rl.colocation.scheduler import Phases
+    from mindspeed_rl.colocation.scheduler import DeviceScheduler
     from mindspeed_rl.rollout.vllm.engine import VllmEngine
     from mindspeed_rl.trainer.train_engine import TrainEngine
     from mindspeed_rl.weights.sync import WeightSync
@@ -90,7 +90,7 @@ class Both:
     job: Job[RLRunConfig, RLPlan]
     policy: TrainEngine
     engine: VllmEngine
-    phases: Phases
+    phases: DeviceScheduler
     sync: WeightSync
 
     def to_rollout(self, version: int) -> None:
@@ -162,14 +162,14 @@ def engine_job(world: World, model: str, trainer_tp: int, engine_tp: int) -> Job
 
 def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     """The engine and the state machine, by the functions of the entry."""
-    from mindspeed_rl.colocation.scheduler import Phases
+    from mindspeed_rl.colocation.scheduler import DeviceScheduler
     from mindspeed_rl.rl.build_engine import build_rollout_engine, build_weight_sync, share_memory
     from mindspeed_rl.rl.components import Models
 
     sharing = share_memory(job, Models(policy))
     sharing.leave_all()
     engine = build_rollout_engine(job)
-    phases = Phases(engine, lambda _: nullcontext(), sharing)
+    phases = DeviceScheduler(engine, lambda _: nullcontext(), sharing)
     phases.to_train()
     return Both(job, policy, engine, phases, build_weight_sync(job, policy))
 

@@ -11,9 +11,9 @@ from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Parcel, Redistribution, num_words
+from mindspeed_rl.samples.exchange import Redistribution, SampleMessage, num_words
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import AXES, Holders, Leg, plan_legs
+from mindspeed_rl.samples.routes import AXES, Holders, Hop, plan_hops
 
 EXPERTS = Column("experts", torch.uint8, "the engine", 3)
 COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS, EXPERTS)
@@ -44,8 +44,8 @@ class Case:
         return tuple(sorted({0, self.layout.pp - 1}))
 
     @property
-    def parcels(self) -> list[Parcel]:
-        return [Parcel(SampleKey(STEP, i), 100 + i, n) for i, n in enumerate(self.lengths)]
+    def messages(self) -> list[SampleMessage]:
+        return [SampleMessage(SampleKey(STEP, i), 100 + i, n) for i, n in enumerate(self.lengths)]
 
     @property
     def holders(self) -> Holders:
@@ -59,8 +59,8 @@ class Case:
         at = self.layout.coords(rank)
         return at.dp == self.destinations[item] and at.pp in self.stages
 
-    def legs(self, rank: int) -> tuple[Leg, ...]:
-        return plan_legs(
+    def hops(self, rank: int) -> tuple[Hop, ...]:
+        return plan_hops(
             self.holders,
             self.destinations,
             self.layout,
@@ -96,7 +96,7 @@ class Case:
         return cache
 
     def part(self, rank: int) -> Redistribution:
-        return Redistribution(self.cache(rank), self.parcels, COLUMNS, self.legs(rank))
+        return Redistribution(self.cache(rank), self.messages, COLUMNS, self.hops(rank))
 
     def check(self, rank: int, part: Redistribution) -> None:
         """The rank has the samples that it needs, bit for bit."""
@@ -116,22 +116,22 @@ def simulate(case: Case) -> dict[str, int]:
     parts = [case.part(rank) for rank in range(world)]
     moved = dict.fromkeys(("world",) if case.one_node else AXES, 0)
     for axis in ("world",) if case.one_node else AXES:
-        legs = {r: leg for r, part in enumerate(parts) for leg in part.legs if leg.axis == axis}
+        hops = {r: hop for r, part in enumerate(parts) for hop in part.hops if hop.axis == axis}
         messages: dict[tuple[int, int], torch.Tensor] = {}
-        for rank, leg in legs.items():
-            assert rank in leg.peers and rank not in leg.sends and rank not in leg.receives
-            for peer in leg.peers:  # the collective is entered by all of a group or by none
-                assert legs[peer].peers == leg.peers
-            outgoing, sizes = parts[rank].outgoing(leg)
-            for peer, message in zip(leg.peers, torch.split(outgoing, sizes), strict=True):
+        for rank, hop in hops.items():
+            assert rank in hop.peers and rank not in hop.sends and rank not in hop.receives
+            for peer in hop.peers:  # the collective is entered by all of a group or by none
+                assert hops[peer].peers == hop.peers
+            outgoing, sizes = parts[rank].outgoing(hop)
+            for peer, message in zip(hop.peers, torch.split(outgoing, sizes), strict=True):
                 messages[rank, peer] = message
             moved[axis] += sum(sizes)
-            assert sum(sizes) == case.words([i for s in leg.sends.values() for i in s])
-        for rank, leg in legs.items():
-            for peer in leg.peers:  # both ends expect the same
-                mine, theirs = leg.receives.get(peer, ()), legs[peer].sends.get(rank, ())
+            assert sum(sizes) == case.words([i for s in hop.sends.values() for i in s])
+        for rank, hop in hops.items():
+            for peer in hop.peers:  # both ends expect the same
+                mine, theirs = hop.receives.get(peer, ()), hops[peer].sends.get(rank, ())
                 assert mine == theirs
-            parts[rank].take(leg, torch.cat([messages[peer, rank] for peer in leg.peers]))
+            parts[rank].take(hop, torch.cat([messages[peer, rank] for peer in hop.peers]))
     for rank, part in enumerate(parts):
         case.check(rank, part)
     return moved

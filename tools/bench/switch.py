@@ -39,7 +39,7 @@ if __name__ == "__main__":  # for the maker of the model
 from mindspeed_rl.colocation import scheduler, transition  # noqa: E402
 from mindspeed_rl.config import RLRunConfig  # noqa: E402
 from mindspeed_rl.config.arguments import parse  # noqa: E402
-from mindspeed_rl.core.memory import Owner  # noqa: E402
+from mindspeed_rl.core.memory import MemoryOwner  # noqa: E402
 from mindspeed_rl.launch import bootstrap  # noqa: E402
 from mindspeed_rl.planning.run_plan import check_rl  # noqa: E402
 from mindspeed_rl.platforms.host_pages import advise_large_pages  # noqa: E402
@@ -107,7 +107,7 @@ def start(args: argparse.Namespace) -> Any:
     return Job(config, plan, world, platform, cast(Any, watchdog), ())
 
 
-Built = tuple[scheduler.Phases, scheduler.Sharing, Any, WeightSync]
+Built = tuple[scheduler.DeviceScheduler, scheduler.ColocationPlan, Any, WeightSync]
 
 
 def build(job: Any) -> Built:
@@ -127,15 +127,15 @@ def build(job: Any) -> Built:
     sharing = build_engine.share_memory(job, Models(policy))
     sharing.leave_all()
     engine = build_engine.build_rollout_engine(job)
-    phases = scheduler.Phases(engine, lambda _: nullcontext(), sharing)
+    phases = scheduler.DeviceScheduler(engine, lambda _: nullcontext(), sharing)
     phases.to_train()
     return phases, sharing, engine, build_engine.build_weight_sync(job, policy)
 
 
-def sizes(sharing: scheduler.Sharing, engine: Any) -> dict[str, int]:
+def sizes(sharing: scheduler.ColocationPlan, engine: Any) -> dict[str, int]:
     """Bytes of one whole switch on this rank, there and back."""
     owned = {owner.value: group.num_bytes() for owner, group in sharing.groups.items()}
-    kept = owned[Owner.PARAMETERS] + owned[Owner.OPTIMIZER]
+    kept = owned[MemoryOwner.PARAMETERS] + owned[MemoryOwner.OPTIMIZER]
     return {
         **owned,
         "engine_weights": engine.weight_bytes,
@@ -180,15 +180,15 @@ def sequential(built: Built, cycle: int, into: Seconds) -> None:
     groups = sharing.groups
     step: Callable[[str], Any] = lambda name: timed(into[name])  # noqa: E731
     with step("offload grad_buffers"):
-        gradients = away(groups[Owner.GRAD_BUFFERS], keep=False)
+        gradients = away(groups[MemoryOwner.GRAD_BUFFERS], keep=False)
     with step("offload optimizer"):
-        optimizer = away(groups[Owner.OPTIMIZER])
+        optimizer = away(groups[MemoryOwner.OPTIMIZER])
     with step("engine weights"):
         engine.wake(["weights"])
     with step("reshard"):
         sync.run(engine, 10**6 + cycle)
     with step("offload parameters"):
-        parameters = away(groups[Owner.PARAMETERS])
+        parameters = away(groups[MemoryOwner.PARAMETERS])
     with step("cache"):
         engine.wake(["kv_cache"])
     with step("free cache"):

@@ -104,7 +104,7 @@ class CodeReward:
 
     def __init__(self, flags: RewardConfig) -> None:
         self._all_must_pass = flags.reward_code_score == "all"
-        self._limits = sandbox.Limits(
+        self._limits = sandbox.SandboxLimits(
             flags.reward_code_time_limit_s,
             int(flags.reward_code_memory_gb * 2**30),
             flags.reward_code_processes,

@@ -14,7 +14,7 @@ from mindspeed_rl.rollout.vllm.requests import completion
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class OpenRequest:
     """A request on its way to another engine, or one that has not been anywhere.
 
     Attributes:
@@ -99,26 +99,26 @@ class OpenRequests:
         self._experts = experts
         if experts is not None:
             experts.clear()
-        self._parcels: dict[int, Parcel] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._names: dict[int, str] = {}
         self._latest: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self._open)
 
-    def add(self, parcels: Iterable[Parcel]) -> None:
+    def add(self, open_requests: Iterable[OpenRequest]) -> None:
         """Start them, or let them go on."""
-        for parcel in parcels:
-            request = parcel.request
+        for open_request in open_requests:
+            request = open_request.request
             limit = self._limit if request.max_tokens is None else request.max_tokens
             self._names[request.sample_id] = self._port.add(
                 str(request.sample_id),
-                [*request.token_ids, *parcel.token_ids],
+                [*request.token_ids, *open_request.token_ids],
                 request.seed,
-                limit - len(parcel.token_ids),
-                parcel.stream,
+                limit - len(open_request.token_ids),
+                open_request.stream,
             )
-            self._parcels[request.sample_id] = parcel
+            self._open[request.sample_id] = open_request
 
     def note(self, outputs: Iterable[Any]) -> None:
         """What a step of the engine gave, finished or not."""
@@ -133,19 +133,21 @@ class OpenRequests:
         """
         found = {}
         for sample_id, output in outputs.items():
-            parcel = self._parcels.pop(sample_id)
+            open_request = self._open.pop(sample_id)
             name = self._names.pop(sample_id)
             self._latest.pop(sample_id, None)
             last = completion(output.outputs[0], sample_id, version)
             experts = None
             if self._experts is not None:
-                assert not parcel.token_ids, "experts of a request that was on other engines"
-                before = len(parcel.request.token_ids) - 1  # where the first token is predicted
+                assert not open_request.token_ids, "experts of a request that was on other engines"
+                before = (
+                    len(open_request.request.token_ids) - 1
+                )  # where the first token is predicted
                 experts = self._experts.take(name, before, len(last.token_ids))
             found[sample_id] = replace(
                 last,
-                token_ids=(*parcel.token_ids, *last.token_ids),
-                logprobs=(*parcel.logprobs, *last.logprobs),
+                token_ids=(*open_request.token_ids, *last.token_ids),
+                logprobs=(*open_request.logprobs, *last.logprobs),
                 experts=experts,
             )
         return found
@@ -153,28 +155,28 @@ class OpenRequests:
     def progress(self) -> list[Progress]:
         """Of every request, in the order of their start."""
         found = []
-        for sample_id, parcel in self._parcels.items():
+        for sample_id, open_request in self._open.items():
             here = self._latest.get(sample_id)
-            generated = len(parcel.token_ids) + (0 if here is None else len(here.token_ids))
-            context = len(parcel.request.token_ids) + generated
+            generated = len(open_request.token_ids) + (0 if here is None else len(here.token_ids))
+            context = len(open_request.request.token_ids) + generated
             found.append(Progress(sample_id, context, generated, here is not None))
         return found
 
-    def take(self, sample_ids: Sequence[int]) -> list[Parcel]:
+    def take(self, sample_ids: Sequence[int]) -> list[OpenRequest]:
         """Give requests up with what they have so far. Local; alike on the ranks of an engine."""
         found = []
         for sample_id in sample_ids:
-            parcel, name = self._parcels.pop(sample_id), self._names.pop(sample_id)
+            open_request, name = self._open.pop(sample_id), self._names.pop(sample_id)
             here = self._latest.pop(sample_id, None)
             if here is not None:
                 ids = tuple(here.token_ids)
                 pairs = zip(ids, here.logprobs, strict=True)
-                parcel = replace(
-                    parcel,
-                    token_ids=(*parcel.token_ids, *ids),
-                    logprobs=(*parcel.logprobs, *(entry[t].logprob for t, entry in pairs)),
+                open_request = replace(
+                    open_request,
+                    token_ids=(*open_request.token_ids, *ids),
+                    logprobs=(*open_request.logprobs, *(entry[t].logprob for t, entry in pairs)),
                     stream=self._port.stream(name),
                 )
-            found.append(parcel)
+            found.append(open_request)
         self._port.abort([str(sample_id) for sample_id in sample_ids])
         return found

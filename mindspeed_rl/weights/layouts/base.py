@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.models.expert_rules import ExpertRow
-from mindspeed_rl.models.rules import Cut, Row, Share
+from mindspeed_rl.models.rules import Cut, Share, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.holders import boxes_kept_twice, merge_holders
 
@@ -159,7 +159,7 @@ class Placed:
 class RowPlacement:
     """One row at one global layer and expert: its local name and who holds which share."""
 
-    row: Row
+    row: WeightRow
     param: str
     shares: tuple[Placed, ...]
     mirror: bool = False
@@ -177,19 +177,19 @@ class TableLayout(ABC):
 
     @property
     @abstractmethod
-    def present_rows(self) -> tuple[Row, ...]:
+    def present_rows(self) -> tuple[WeightRow, ...]:
         """The rows that have a parameter in this layout, in the order of the table."""
 
     @abstractmethod
-    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+    def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         """Where one row lives at one layer and expert: one place, or one per redundant copy."""
 
     @abstractmethod
-    def held_by(self, rank: int) -> Iterator[tuple[Row, int, int]]:
+    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Row, layer and expert of everything that a rank holds, in the order of the table."""
 
     @abstractmethod
-    def lane_of(self, row: Row, layer: int) -> int:
+    def lane_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage that holds a row at a layer."""
 
     @property
@@ -197,7 +197,7 @@ class TableLayout(ABC):
     def experts_per_rank(self) -> int:
         """Experts of a layer that a rank holds; 0 without experts."""
 
-    def _experts(self, row: Row) -> range:
+    def _experts(self, row: WeightRow) -> range:
         return range(self.spec.num_experts) if isinstance(row, ExpertRow) else range(1)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,8 +217,8 @@ class TableLayout(ABC):
         }
 
     @cached_property
-    def _rows_of_patterns(self) -> dict[str, list[Row]]:
-        index: dict[str, list[Row]] = {}
+    def _rows_of_patterns(self) -> dict[str, list[WeightRow]]:
+        index: dict[str, list[WeightRow]] = {}
         for row in self.present_rows:
             for pattern in self._patterns_of_rows[id(row)]:
                 index.setdefault(pattern, []).append(row)
@@ -299,7 +299,7 @@ class TableLayout(ABC):
         """No: parameters exist anyway."""
         return False
 
-    def _cuts_of(self, row: Row, share: Share) -> tuple[Cut, ...]:
+    def _cuts_of(self, row: WeightRow, share: Share) -> tuple[Cut, ...]:
         """The cuts of a row at a share; equal at all layers and experts. Equal cuts are one."""
         key = (id(row), share)
         known = self._cuts_of_rows.get(key)
@@ -346,7 +346,7 @@ class TableLayout(ABC):
             for position, holders in enumerate(merged):
                 yield Shard(piece, holders, mirror or position > 0)
 
-    def _parameters(self, rank: int) -> dict[str, tuple[Row, Share]]:
+    def _parameters(self, rank: int) -> dict[str, tuple[WeightRow, Share]]:
         """Row and share of every local parameter of a rank, in the order of the table."""
         return {
             place.param: (row, placed.share)
@@ -383,7 +383,7 @@ class TableLayout(ABC):
         yield repr(self)
         yield from map(repr, self.present_rows)
 
-    def check_rows(self, rows: Iterable[Row], count: int) -> None:
+    def check_rows(self, rows: Iterable[WeightRow], count: int) -> None:
         """Refuse a number of tensor-parallel ranks that some row cannot be cut into."""
         for row in rows:
             row.check(self.spec, count)

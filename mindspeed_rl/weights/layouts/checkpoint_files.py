@@ -15,10 +15,10 @@ from functools import cached_property
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
-from mindspeed_rl.core.stages import Place, StageLayout
+from mindspeed_rl.core.stages import LayerPlace, StageLayout
 from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.file_names import FileNames
-from mindspeed_rl.models.rules import Row, Vocab
+from mindspeed_rl.models.rules import Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import RowPlacement
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -42,28 +42,28 @@ class CheckpointLayout(MegatronLayout):
     extends_ep: bool = False
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[WeightRow, ...]:
         """The rows of the model in the dialect."""
         return self.names.rows(self.spec)
 
     @cached_property
-    def present_rows(self) -> tuple[Row, ...]:
+    def present_rows(self) -> tuple[WeightRow, ...]:
         """All rows; on a single stage the head of a tied model is the embedding itself."""
         if self.parallel.pp > 1:
             return self.rows
         return tuple(r for r in self.rows if not (self._is_tied(r) or _repeats_embedding(r)))
 
-    def _pattern(self, row: Row, layer: int) -> str:
+    def _pattern(self, row: WeightRow, layer: int) -> str:
         return self.names.param(row.param, self.spec, layer)
 
-    def _place_of(self, row: Row, layer: int) -> Place:
+    def _place_of(self, row: WeightRow, layer: int) -> LayerPlace:
         place = super()._place_of(row, layer)
         if not self.slots or row.stage in ("first", "last", "mtp"):
             return place
         chunk = place.chunk * self.parallel.pp + place.stage
-        return Place(place.stage, place.chunk, self.slots[chunk][place.local])
+        return LayerPlace(place.stage, place.chunk, self.slots[chunk][place.local])
 
-    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+    def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         """The one place of a row at a layer and expert; none where the row is of other layers."""
         if (layer >= self.spec.num_layers) != (row.stage == "mtp"):
             return
@@ -101,7 +101,7 @@ class CheckpointLayout(MegatronLayout):
         return shape
 
 
-def _repeats_embedding(row: Row) -> bool:
+def _repeats_embedding(row: WeightRow) -> bool:
     return isinstance(row, Vocab) and row.stage == "last" and row.hf == EMBED_NAME
 
 

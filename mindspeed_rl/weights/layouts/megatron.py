@@ -8,11 +8,11 @@ from functools import cached_property
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
-from mindspeed_rl.core.stages import Place
+from mindspeed_rl.core.stages import LayerPlace
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.module_names import LOCAL, ModuleNames
 from mindspeed_rl.models.registry import weight_table
-from mindspeed_rl.models.rules import Row, Share
+from mindspeed_rl.models.rules import Share, WeightRow
 from mindspeed_rl.weights.layouts.base import (
     Placed,
     RowPlacement,
@@ -53,7 +53,7 @@ class MegatronLayout(TableLayout):
             )
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[WeightRow, ...]:
         """The trainer's rows of the model."""
         return weight_table(self.spec.family).trainer_rows(self.spec)
 
@@ -68,33 +68,33 @@ class MegatronLayout(TableLayout):
         return self.spec.num_experts // self.parallel.ep
 
     @cached_property
-    def present_rows(self) -> tuple[Row, ...]:
+    def present_rows(self) -> tuple[WeightRow, ...]:
         """All rows; on a single stage a tied head is the embedding itself."""
         single = self.parallel.pp == 1
         return tuple(r for r in self.rows if not (self._is_tied(r) and single))
 
-    def _is_tied(self, row: Row) -> bool:
+    def _is_tied(self, row: WeightRow) -> bool:
         return bool(self.spec.tie_embeddings and row.tied_to)
 
-    def _place_of(self, row: Row, layer: int) -> Place:
+    def _place_of(self, row: WeightRow, layer: int) -> LayerPlace:
         stages = self.parallel.stages
         if row.stage == "first":
-            return Place(0, 0, 0)
+            return LayerPlace(0, 0, 0)
         if row.stage == "last":
-            return Place(stages.pp - 1, stages.vpp - 1, 0)
+            return LayerPlace(stages.pp - 1, stages.vpp - 1, 0)
         if row.stage == "mtp":
-            return Place(stages.pp - 1, stages.vpp - 1, layer - self.spec.num_layers)
+            return LayerPlace(stages.pp - 1, stages.vpp - 1, layer - self.spec.num_layers)
         return stages.place_of(layer)
 
-    def _pattern(self, row: Row, layer: int) -> str:
+    def _pattern(self, row: WeightRow, layer: int) -> str:
         """Name of the parameter of a row at a layer, its number left open."""
         return self.modules.param(row.param, self.spec, layer)
 
-    def lane_of(self, row: Row, layer: int) -> int:
+    def lane_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage of a row at a layer."""
         return self._place_of(row, layer).stage
 
-    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+    def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         """The one place of a row at a layer and expert."""
         parallel = self.parallel
         place = self._place_of(row, layer)
@@ -119,7 +119,7 @@ class MegatronLayout(TableLayout):
         )
         yield RowPlacement(row, name, shares, mirror=self._is_tied(row))
 
-    def held_by(self, rank: int) -> Iterator[tuple[Row, int, int]]:
+    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Row, layer and expert of everything that a rank holds."""
         parallel, stages = self.parallel, self.parallel.stages
         stage = parallel.coords(rank).pp

@@ -10,7 +10,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.expert_rules import ExpertRow, StackedExperts
 from mindspeed_rl.models.registry import weight_table
-from mindspeed_rl.models.rules import Row, Share
+from mindspeed_rl.models.rules import Share, WeightRow
 from mindspeed_rl.weights.layouts.base import (
     Placed,
     RowPlacement,
@@ -84,7 +84,7 @@ class VllmLayout(TableLayout):
             )
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[WeightRow, ...]:
         """The engine's rows of the model."""
         rows = weight_table(self.spec.family).engine_rows(self.spec)
         return tuple(
@@ -104,7 +104,7 @@ class VllmLayout(TableLayout):
         return VOCAB_PADDING
 
     @cached_property
-    def present_rows(self) -> tuple[Row, ...]:
+    def present_rows(self) -> tuple[WeightRow, ...]:
         """All rows but a tied head."""
         return tuple(r for r in self.rows if not (self.spec.tie_embeddings and r.tied_to))
 
@@ -113,14 +113,14 @@ class VllmLayout(TableLayout):
         engine, num_layers = self.engine, self.spec.num_layers
         return tuple(s for s in range(engine.pp) for _ in engine.layers_of(s, num_layers))
 
-    def _stages(self, row: Row, layer: int) -> tuple[int, ...]:
+    def _stages(self, row: WeightRow, layer: int) -> tuple[int, ...]:
         """The pipeline stages that hold a row; the first of them is no copy."""
         last = self.engine.pp - 1
         if row.stage == "first":
             return (0, last) if self.spec.tie_embeddings and last else (0,)
         return (last,) if row.stage == "last" else (self._stage_of_layers[layer],)
 
-    def lane_of(self, row: Row, layer: int) -> int:
+    def lane_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage of a row at a layer."""
         return self._stages(row, layer)[0]
 
@@ -138,7 +138,7 @@ class VllmLayout(TableLayout):
         """Physical experts of a layer that a rank holds; 0 without experts."""
         return (len(self.physical_experts) or self.spec.num_experts) // self.engine.ep
 
-    def places(self, row: Row, layer: int, expert: int) -> Iterator[RowPlacement]:
+    def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         """Where a row is at a layer and expert: on every stage and in every slot that holds it."""
         name = layer_name(row.param, layer)
         stages = self._stages(row, layer)
@@ -158,7 +158,7 @@ class VllmLayout(TableLayout):
             )
             yield RowPlacement(row, name, shares, mirror=stage != stages[0])
 
-    def _keeps_whole(self, row: Row) -> bool:
+    def _keeps_whole(self, row: WeightRow) -> bool:
         """Whether tensor-parallel ranks keep a row whole that they could cut.
 
         Source: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM.
@@ -182,7 +182,7 @@ class VllmLayout(TableLayout):
             )
             yield RowPlacement(row, expert_name(name, local), shares, mirror=copy > 0)
 
-    def held_by(self, rank: int) -> Iterator[tuple[Row, int, int]]:
+    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Row, layer and expert of everything that a rank holds."""
         engine, spec = self.engine, self.spec
         stage = engine.stage_of(rank)

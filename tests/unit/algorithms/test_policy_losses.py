@@ -76,7 +76,7 @@ def share(
         ref_logprobs=None,
         advantages=step.flat("advantage")[chosen],
         sequences=sequences,
-        selected=step.flat("selected")[chosen],
+        covariance_mask=step.flat("selected")[chosen],
     )
 
 
@@ -257,7 +257,9 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
     settings = replace(BASE, policy_loss=name)
     logprobs = step.flat("now").requires_grad_()
     inputs = share(step, torch.arange(logprobs.numel()), logprobs)
-    inputs = replace(inputs, old_logprobs=None, selected=torch.zeros_like(inputs.selected))
+    inputs = replace(
+        inputs, old_logprobs=None, covariance_mask=torch.zeros_like(inputs.covariance_mask)
+    )
     outputs = policy_loss(inputs, settings, denominators(step))
     (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
     torch.testing.assert_close(gradient, -step.flat("advantage") / len(gradient))
@@ -269,7 +271,7 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
 def test_a_selection_must_have_been_made(name: str) -> None:
     step = make_step()
     logprobs = step.flat("now")
-    inputs = replace(share(step, torch.arange(len(logprobs)), logprobs), selected=None)
+    inputs = replace(share(step, torch.arange(len(logprobs)), logprobs), covariance_mask=None)
     with pytest.raises(RuntimeError, match="no tokens were selected"):
         policy_loss(inputs, replace(BASE, policy_loss=name), denominators(step))
 

@@ -28,7 +28,7 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models import registry
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.models.rules import Block, Cut, GateUp, Row, Share, Split, Vocab
+from mindspeed_rl.models.rules import Block, Cut, GateUp, Share, Split, Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
 from mindspeed_rl.weights.layouts.base import TableLayout
@@ -203,7 +203,7 @@ class OneRowTooFar(Split):
             yield replace(cut, param_box=Box(lo, cut.param_box.size))
 
 
-def rebuilt(row: Row, kind: type[Row]) -> Row:
+def rebuilt(row: WeightRow, kind: type[WeightRow]) -> WeightRow:
     fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
     return kind(**fields)
 
@@ -223,7 +223,7 @@ def rebuilt(row: Row, kind: type[Row]) -> Row:
     ],
 )
 def test_a_wrong_row_is_found(
-    suffix: str, kind: type[Row], finding: str, monkeypatch: pytest.MonkeyPatch
+    suffix: str, kind: type[WeightRow], finding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = small_qwen3()
     plant(monkeypatch, "trainer", lambda r: rebuilt(r, kind) if r.param.endswith(suffix) else r)
@@ -249,7 +249,9 @@ def test_a_lost_row_is_found_on_either_side(
                 assert re.search(r"VllmLayout: its tensors are not the table's.*k_norm", finding)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, side: str, change: Callable[[Row], Row | None]) -> None:
+def plant(
+    monkeypatch: pytest.MonkeyPatch, side: str, change: Callable[[WeightRow], WeightRow | None]
+) -> None:
     """Qwen3's table with other rows on one side; ``None`` takes a row out."""
 
     def faulty(block: Block) -> Block:

@@ -23,27 +23,27 @@ from support.table_engine import (
 
 from mindspeed_rl.colocation import transition
 from mindspeed_rl.colocation.host_pool import HostPool
-from mindspeed_rl.colocation.scheduler import CHAIN, Phase, Phases, Sharing
+from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan, DeviceScheduler, Phase
 from mindspeed_rl.colocation.storage_group import StorageGroup
-from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.weights.sync import WeightSync
 
 MODES = (OffloadMode.NONE, OffloadMode.OPTIMIZER, OffloadMode.ALL)
-UPDATE = {Owner.GRAD_BUFFERS, Owner.OPTIMIZER}
-CRITIC_UPDATE = {Owner.CRITIC_GRAD_BUFFERS, Owner.CRITIC_OPTIMIZER}
-OTHERS = {Owner.REFERENCE, Owner.REWARD_MODEL, Owner.CRITIC, *CRITIC_UPDATE}
-LEAVES_IN_TRAIN: dict[OffloadMode, set[Owner]] = {
+UPDATE = {MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER}
+CRITIC_UPDATE = {MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER}
+OTHERS = {MemoryOwner.REFERENCE, MemoryOwner.REWARD_MODEL, MemoryOwner.CRITIC, *CRITIC_UPDATE}
+LEAVES_IN_TRAIN: dict[OffloadMode, set[MemoryOwner]] = {
     OffloadMode.NONE: set(),
     OffloadMode.OPTIMIZER: CRITIC_UPDATE,
     OffloadMode.ALL: OTHERS,
 }
-DROPPED = {Owner.GRAD_BUFFERS, Owner.CRITIC_GRAD_BUFFERS}
+DROPPED = {MemoryOwner.GRAD_BUFFERS, MemoryOwner.CRITIC_GRAD_BUFFERS}
 LEAVES_IN_ROLLOUT = {
     OffloadMode.NONE: set(),
     OffloadMode.OPTIMIZER: UPDATE | CRITIC_UPDATE,
-    OffloadMode.ALL: UPDATE | OTHERS | {Owner.PARAMETERS},
+    OffloadMode.ALL: UPDATE | OTHERS | {MemoryOwner.PARAMETERS},
 }
 
 
@@ -65,14 +65,14 @@ class Machine:
         self.proof = CompareWeights()
         self.mode, self.free_weights = mode, free_weights
         self.tensors = {
-            Owner.PARAMETERS: first_table(),
-            Owner.GRAD_BUFFERS: torch.zeros(64),
-            Owner.OPTIMIZER: torch.arange(128.0),
-            Owner.REFERENCE: first_table() - 7,
-            Owner.CRITIC: torch.arange(32.0) + 1,
-            Owner.CRITIC_GRAD_BUFFERS: torch.zeros(32),
-            Owner.CRITIC_OPTIMIZER: torch.arange(96.0) - 3,
-            Owner.REWARD_MODEL: torch.arange(16.0) + 5,
+            MemoryOwner.PARAMETERS: first_table(),
+            MemoryOwner.GRAD_BUFFERS: torch.zeros(64),
+            MemoryOwner.OPTIMIZER: torch.arange(128.0),
+            MemoryOwner.REFERENCE: first_table() - 7,
+            MemoryOwner.CRITIC: torch.arange(32.0) + 1,
+            MemoryOwner.CRITIC_GRAD_BUFFERS: torch.zeros(32),
+            MemoryOwner.CRITIC_OPTIMIZER: torch.arange(96.0) - 3,
+            MemoryOwner.REWARD_MODEL: torch.arange(16.0) + 5,
         }
         self.expected = {owner: tensor.clone() for owner, tensor in self.tensors.items()}
         self.named: list[str] = []
@@ -96,7 +96,7 @@ class Machine:
             lambda: {"table": self.trainer},
             verify_interval,
         )
-        sharing = Sharing(
+        sharing = ColocationPlan(
             self.groups,
             mode,
             free_weights,
@@ -106,7 +106,7 @@ class Machine:
             at_border=self.borders.append,
         )
         sharing.leave_all()
-        self.phases = Phases(cast(Any, self.engine), self.phase, sharing)
+        self.phases = DeviceScheduler(cast(Any, self.engine), self.phase, sharing)
         self.phases.to_train()
         self.named.clear()
         self.borders.clear()
@@ -117,7 +117,7 @@ class Machine:
 
     @property
     def trainer(self) -> torch.Tensor:
-        return self.tensors[Owner.PARAMETERS]
+        return self.tensors[MemoryOwner.PARAMETERS]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -137,7 +137,7 @@ class Machine:
         away = LEAVES_IN_TRAIN if state is Phase.TRAIN else LEAVES_IN_ROLLOUT
         gone = set(away[self.mode])
         if state in (Phase.IDLE, Phase.SYNC):
-            gone -= {Owner.PARAMETERS}
+            gone -= {MemoryOwner.PARAMETERS}
         for owner, tensor in self.tensors.items():
             assert (tensor.untyped_storage().nbytes() == 0) == (owner in gone), (state, owner)
             if owner not in (gone | DROPPED):
@@ -153,7 +153,7 @@ class Machine:
             }[state]
         )
         if state is Phase.ROLLOUT:
-            assert torch.equal(self.engine.weights, self.expected[Owner.PARAMETERS])
+            assert torch.equal(self.engine.weights, self.expected[MemoryOwner.PARAMETERS])
 
 
 def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
@@ -188,7 +188,7 @@ def test_what_is_where_in_every_state(mode: OffloadMode) -> None:
     machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL)
     machine.check()
     for version in range(3):
-        machine.expected[Owner.PARAMETERS] -= version
+        machine.expected[MemoryOwner.PARAMETERS] -= version
         machine.trainer.sub_(version)
         machine.to_rollout(version)
         machine.check()
@@ -198,13 +198,13 @@ def test_what_is_where_in_every_state(mode: OffloadMode) -> None:
 
 def test_the_reference_comes_for_its_pass_only() -> None:
     machine = Machine(mode=OffloadMode.ALL)
-    with machine.phases.resident(Owner.REFERENCE):
-        assert torch.equal(machine.tensors[Owner.REFERENCE], first_table() - 7)
+    with machine.phases.resident(MemoryOwner.REFERENCE):
+        assert torch.equal(machine.tensors[MemoryOwner.REFERENCE], first_table() - 7)
     machine.check()
     machine.to_rollout(0)
     with (
         pytest.raises(RuntimeError, match="reference: allowed in train only, not in rollout"),
-        machine.phases.resident(Owner.REFERENCE),
+        machine.phases.resident(MemoryOwner.REFERENCE),
     ):
         pass
     machine.check()
@@ -213,28 +213,28 @@ def test_the_reference_comes_for_its_pass_only() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_critic_comes_for_its_own_updates_only(mode: OffloadMode) -> None:
     machine = Machine(mode=mode)
-    critic = (Owner.CRITIC, *CRITIC_UPDATE)
+    critic = (MemoryOwner.CRITIC, *CRITIC_UPDATE)
     with machine.phases.resident(*critic):
         assert all(machine.tensors[o].untyped_storage().nbytes() for o in critic)
-        machine.tensors[Owner.CRITIC].add_(1)
-        machine.tensors[Owner.CRITIC_OPTIMIZER].sub_(1)
-    machine.expected[Owner.CRITIC] += 1
-    machine.expected[Owner.CRITIC_OPTIMIZER] -= 1
+        machine.tensors[MemoryOwner.CRITIC].add_(1)
+        machine.tensors[MemoryOwner.CRITIC_OPTIMIZER].sub_(1)
+    machine.expected[MemoryOwner.CRITIC] += 1
+    machine.expected[MemoryOwner.CRITIC_OPTIMIZER] -= 1
     machine.check()
     machine.step(0)
     machine.check()
     with machine.phases.resident(*critic):
-        for owner in (Owner.CRITIC, Owner.CRITIC_OPTIMIZER):
+        for owner in (MemoryOwner.CRITIC, MemoryOwner.CRITIC_OPTIMIZER):
             assert torch.equal(machine.tensors[owner], machine.expected[owner])
 
 
-CRITIC = (Owner.CRITIC, *sorted(CRITIC_UPDATE))
+CRITIC = (MemoryOwner.CRITIC, *sorted(CRITIC_UPDATE))
 
 
 @pytest.mark.parametrize("owner", CRITIC)
 @pytest.mark.parametrize("at", ["release", "restore"])
 def test_an_error_while_visitors_come_or_leave_takes_all_away(
-    owner: Owner, at: str, monkeypatch: pytest.MonkeyPatch
+    owner: MemoryOwner, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(mode=OffloadMode.ALL)
     group, calls = machine.groups[owner], []
@@ -263,7 +263,7 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
     def lost() -> None:
         raise Fault("host memory is gone")
 
-    monkeypatch.setattr(machine.groups[Owner.CRITIC], "release", lost)
+    monkeypatch.setattr(machine.groups[MemoryOwner.CRITIC], "release", lost)
     with pytest.raises(Fault), machine.phases.resident(*CRITIC):
         pass
     assert machine.phases.state is Phase.BROKEN
@@ -281,14 +281,14 @@ def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode
     machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL, platform=platform)
     platform.wait_for_copies()  # as TrainEngine.step
     for version in range(3):
-        machine.expected[Owner.PARAMETERS] -= 1
+        machine.expected[MemoryOwner.PARAMETERS] -= 1
         machine.trainer.sub_(1)
         machine.to_rollout(version)
         machine.check()
         machine.phases.to_train()
-        assert torch.equal(machine.trainer, machine.expected[Owner.PARAMETERS])
-        with machine.phases.resident(Owner.REFERENCE, *CRITIC):
-            for owner in (Owner.REFERENCE, Owner.CRITIC, Owner.CRITIC_OPTIMIZER):
+        assert torch.equal(machine.trainer, machine.expected[MemoryOwner.PARAMETERS])
+        with machine.phases.resident(MemoryOwner.REFERENCE, *CRITIC):
+            for owner in (MemoryOwner.REFERENCE, MemoryOwner.CRITIC, MemoryOwner.CRITIC_OPTIMIZER):
                 assert torch.equal(machine.tensors[owner], machine.expected[owner]), owner
         platform.wait_for_copies()
         machine.check()
@@ -301,7 +301,7 @@ def test_room_is_asked_for_before_anything_comes() -> None:
     machine.asked_for.clear()
     machine.step(0)
     weights = first_table().nbytes
-    trainer = [nbytes[Owner.PARAMETERS], sum(nbytes[o] for o in UPDATE)]
+    trainer = [nbytes[MemoryOwner.PARAMETERS], sum(nbytes[o] for o in UPDATE)]
     assert machine.asked_for == [weights, CACHE_BYTES, *trainer]
 
 
@@ -325,15 +325,27 @@ def test_freed_weights_move_although_their_version_did_not_change() -> None:
 @pytest.mark.parametrize(
     ("before", "move", "told"),
     [
-        (Phase.ROLLOUT, Phases.to_sync, "from train or idle or sync only, not from rollout"),
-        (Phase.ROLLOUT, Phases.to_rollout, "to_rollout: allowed in sync only, not in rollout"),
-        (Phase.SYNC, Phases.to_rollout, "the engine has no complete weights"),
-        (Phase.TRAIN, Phases.to_rollout, "to_rollout: allowed in sync only, not in train"),
-        (Phase.TRAIN, Phases.to_train, "from rollout or sync or idle only, not from train"),
+        (
+            Phase.ROLLOUT,
+            DeviceScheduler.to_sync,
+            "from train or idle or sync only, not from rollout",
+        ),
+        (
+            Phase.ROLLOUT,
+            DeviceScheduler.to_rollout,
+            "to_rollout: allowed in sync only, not in rollout",
+        ),
+        (Phase.SYNC, DeviceScheduler.to_rollout, "the engine has no complete weights"),
+        (Phase.TRAIN, DeviceScheduler.to_rollout, "to_rollout: allowed in sync only, not in train"),
+        (
+            Phase.TRAIN,
+            DeviceScheduler.to_train,
+            "from rollout or sync or idle only, not from train",
+        ),
     ],
 )
 def test_illegal_moves_are_refused_and_change_nothing(
-    before: Phase, move: Callable[[Phases], None], told: str
+    before: Phase, move: Callable[[DeviceScheduler], None], told: str
 ) -> None:
     machine = Machine()
     if before is Phase.ROLLOUT:
@@ -367,7 +379,7 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
         if call == "update" and before is Phase.TRAIN:
             version += 1
             machine.trainer.sub_(1)
-            machine.expected[Owner.PARAMETERS] -= 1
+            machine.expected[MemoryOwner.PARAMETERS] -= 1
         elif call == "generate" and before is Phase.ROLLOUT:
             assert machine.engine.weights_version == version
         elif call == "sync":
@@ -382,12 +394,12 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
             with nullcontext() if before is not Phase.TRAIN else pytest.raises(RuntimeError):
                 phases.to_train()
         elif call == "reference" and before is Phase.TRAIN:
-            with phases.resident(Owner.REFERENCE):
-                assert machine.tensors[Owner.REFERENCE].untyped_storage().nbytes() > 0
+            with phases.resident(MemoryOwner.REFERENCE):
+                assert machine.tensors[MemoryOwner.REFERENCE].untyped_storage().nbytes() > 0
         elif call == "critic" and before is Phase.TRAIN:
             with phases.resident(*CRITIC):
-                machine.tensors[Owner.CRITIC_OPTIMIZER].add_(1)
-            machine.expected[Owner.CRITIC_OPTIMIZER] += 1
+                machine.tensors[MemoryOwner.CRITIC_OPTIMIZER].add_(1)
+            machine.expected[MemoryOwner.CRITIC_OPTIMIZER] += 1
         machine.check()
 
 
@@ -460,7 +472,7 @@ def test_an_undo_that_fails_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) 
     def lost() -> None:
         raise Fault("host memory is gone")
 
-    monkeypatch.setattr(machine.groups[Owner.PARAMETERS], "restore", lost)
+    monkeypatch.setattr(machine.groups[MemoryOwner.PARAMETERS], "restore", lost)
     phases._sharing = replace(phases._sharing, require_free=refuse)
     told = r"offload parameters could not be taken back \(host memory is gone\)"
     with pytest.raises(transition.UndoFailed, match=told) as raised:

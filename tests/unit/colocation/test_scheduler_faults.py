@@ -16,9 +16,9 @@ from mindspeed_rl.colocation import host_pool, packed
 from mindspeed_rl.colocation import scheduler as machine
 from mindspeed_rl.colocation import storage_group as group_module
 from mindspeed_rl.colocation.host_pool import HostPool
-from mindspeed_rl.colocation.scheduler import CHAIN, Phase, Phases, Sharing
+from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan, DeviceScheduler, Phase
 from mindspeed_rl.colocation.storage_group import StorageGroup
-from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.platforms import storages
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
@@ -42,7 +42,7 @@ FILES = (
 # Between two actions, or after the last: not inside one.
 AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "_onward", "_back", "resident",
           "_finish_release")  # fmt: skip
-DROPPED = (Owner.GRAD_BUFFERS,)
+DROPPED = (MemoryOwner.GRAD_BUFFERS,)
 
 
 class Fill:
@@ -71,11 +71,11 @@ class World:
         self.engine = EngineDouble()
         platform = CpuPlatform()
         pool = HostPool(platform)
-        self.tensors: dict[Owner, list[torch.Tensor]] = {
-            Owner.PARAMETERS: [torch.arange(1.0, 41.0), torch.full((7,), 2.0)],
-            Owner.GRAD_BUFFERS: [torch.zeros(40), torch.zeros(7)],
-            Owner.OPTIMIZER: [torch.arange(n).float() for n in (32, 5, 16)],
-            Owner.REFERENCE: [torch.arange(9.0), torch.arange(3.0)],
+        self.tensors: dict[MemoryOwner, list[torch.Tensor]] = {
+            MemoryOwner.PARAMETERS: [torch.arange(1.0, 41.0), torch.full((7,), 2.0)],
+            MemoryOwner.GRAD_BUFFERS: [torch.zeros(40), torch.zeros(7)],
+            MemoryOwner.OPTIMIZER: [torch.arange(n).float() for n in (32, 5, 16)],
+            MemoryOwner.REFERENCE: [torch.arange(9.0), torch.arange(3.0)],
         }
         self.expected = {o: [t.clone() for t in ts] for o, ts in self.tensors.items()}
         groups = {
@@ -84,18 +84,18 @@ class World:
                 lambda tensors=tensors: tensors,  # type: ignore[misc]
                 platform,
                 None if owner in DROPPED else pool,
-                packs=owner is Owner.OPTIMIZER,
-                num_writes=(lambda: 1) if owner is Owner.REFERENCE else None,
+                packs=owner is MemoryOwner.OPTIMIZER,
+                num_writes=(lambda: 1) if owner is MemoryOwner.REFERENCE else None,
             )
             for owner, tensors in self.tensors.items()
         }
         self.sync = WeightSync(cast(Any, Fill()), cast(Any, NoProof()), self._read, 0)
-        sharing = Sharing(groups, mode, free_weights, release_cached_memory=lambda: None)
+        sharing = ColocationPlan(groups, mode, free_weights, release_cached_memory=lambda: None)
         sharing.leave_all()
-        self.phases = Phases(self.engine, lambda name: nullcontext(), sharing)
+        self.phases = DeviceScheduler(self.engine, lambda name: nullcontext(), sharing)
 
     def _read(self) -> dict[str, torch.Tensor]:
-        return {"w": self.tensors[Owner.PARAMETERS][0]}
+        return {"w": self.tensors[MemoryOwner.PARAMETERS][0]}
 
     def to_rollout(self, version: int) -> None:
         hand_over(self.phases, self.sync, self.engine, version)
@@ -103,7 +103,7 @@ class World:
     def cycle(self, version: int) -> None:
         self.to_rollout(version)
         self.phases.to_train()
-        with self.phases.resident(Owner.REFERENCE):
+        with self.phases.resident(MemoryOwner.REFERENCE):
             pass
 
     def check(self) -> None:
@@ -112,9 +112,9 @@ class World:
         assert state in CHAIN
         gone = set(self.mode.leaves)
         if state is Phase.TRAIN:
-            gone &= {Owner.REFERENCE}
+            gone &= {MemoryOwner.REFERENCE}
         elif state is not Phase.ROLLOUT:
-            gone -= {Owner.PARAMETERS}
+            gone -= {MemoryOwner.PARAMETERS}
         for owner, tensors in self.tensors.items():
             held = [s.nbytes() > 0 for s in storages_of(tensors)]
             assert held == [owner not in gone] * len(held), (state, owner)
@@ -141,8 +141,8 @@ def _fail(world: World, number: int, version: int) -> list[str]:
     if world.phases.state is not Phase.TRAIN:
         world.phases.to_train()
     world.check()
-    world.tensors[Owner.PARAMETERS][0][0] = version
-    world.expected[Owner.PARAMETERS][0][0] = version
+    world.tensors[MemoryOwner.PARAMETERS][0][0] = version
+    world.expected[MemoryOwner.PARAMETERS][0][0] = version
     world.to_rollout(version + 1)
     world.check()
     weights = [p for _, p in world.engine.toy.model.named_parameters()]

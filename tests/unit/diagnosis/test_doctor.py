@@ -20,7 +20,7 @@ from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows, port_set
 from mindspeed_rl.diagnosis.facts import Facts, checkout, gather, normalised, soc_of
 from mindspeed_rl.diagnosis.packages import package_rows
-from mindspeed_rl.diagnosis.rows import Row, Status, green, lines, red, verdict
+from mindspeed_rl.diagnosis.rows import DoctorRow, Status, green, lines, red, verdict
 from mindspeed_rl.launch import bootstrap
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,9 @@ def healthy(platform: str) -> Facts:
     )
 
 
-def rows_of(facts: Facts, platform: str, *, phase_s: float = 1800, nodes: bool = True) -> list[Row]:
+def rows_of(
+    facts: Facts, platform: str, *, phase_s: float = 1800, nodes: bool = True
+) -> list[DoctorRow]:
     return [
         *package_rows(facts, platform, MATRIX),
         *environment_rows(facts, platform, longest_phase_s=phase_s, several_nodes=nodes),
@@ -73,7 +75,7 @@ def rows_of(facts: Facts, platform: str, *, phase_s: float = 1800, nodes: bool =
     ]
 
 
-def reds(rows: list[Row]) -> list[Row]:
+def reds(rows: list[DoctorRow]) -> list[DoctorRow]:
     return [row for row in rows if row.status is Status.RED]
 
 

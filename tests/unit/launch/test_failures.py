@@ -28,8 +28,8 @@ from mindspeed_rl.launch.failures import (
     JOIN,
     Failure,
     Heartbeat,
-    Limits,
     Member,
+    WatchdogLimits,
     is_lost_connection,
     is_usage_error,
     lost_failure,
@@ -125,7 +125,7 @@ class FakeClock:
         return self.now
 
 
-LIMITS = Limits(interval_s=1.0, silence_s=5.0)
+LIMITS = WatchdogLimits(interval_s=1.0, silence_s=5.0)
 
 
 def heartbeats_of(
@@ -231,7 +231,9 @@ def test_ranks_meet_under_another_launcher_before_they_join() -> None:
 def test_a_launcher_that_is_gone_is_said_so() -> None:
     with pytest.raises(RuntimeError, match=r"the launcher of the first node does not answer at"):
         connect(1, 1.0)
-    publish_usage_error(World(1, 2, 0, 1), "a mistake", Limits(connect_s=1.0))  # and nobody waits
+    publish_usage_error(
+        World(1, 2, 0, 1), "a mistake", WatchdogLimits(connect_s=1.0)
+    )  # and nobody waits
 
 
 # A rank whose heartbeat comes too late: a lost connection is the first that it sees.

@@ -6,13 +6,13 @@ from support.published import PUBLISHED
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.diagnosis.rows import Row, Status
+from mindspeed_rl.diagnosis.rows import DoctorRow, Status
 from mindspeed_rl.doctor import layout_rows
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.preflight import Account, Axis, Visit, axes_of, preflight_rows
 
 
-def reds(rows: list[Row]) -> list[Row]:
+def reds(rows: list[DoctorRow]) -> list[DoctorRow]:
     return [row for row in rows if row.status is Status.RED]
 
 

@@ -19,7 +19,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.failure_store import FailureStore
 from mindspeed_rl.launch.failures import Failure, Member
 from mindspeed_rl.launch.ray import (
-    Place,
+    ActorPlace,
     RankActor,
     RunFailed,
     check_room,
@@ -121,8 +121,8 @@ def test_without_ray_a_pool_in_it_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_gets_what_torchrun_would_set() -> None:
-    found = [Place("a", ("10",)), Place("a", ("4",)), Place("b", ("0",))]
-    found.append(Place("b", ("1",)))
+    found = [ActorPlace("a", ("10",)), ActorPlace("a", ("4",)), ActorPlace("b", ("0",))]
+    found.append(ActorPlace("b", ("1",)))
     ranks = rank_environments(found, 2, ("10.0.0.1", 29500), "ASCEND_RT_VISIBLE_DEVICES")
     assert [r["RANK"] for r in ranks] == ["0", "1", "2", "3"]
     assert [r["LOCAL_RANK"] for r in ranks] == ["0", "1", "0", "1"]
@@ -137,13 +137,13 @@ def test_a_rank_gets_what_torchrun_would_set() -> None:
 
 
 def test_on_cpus_no_device_is_hidden() -> None:
-    (rank,) = rank_environments([Place("a")], 1, ("127.0.0.1", 1))
+    (rank,) = rank_environments([ActorPlace("a")], 1, ("127.0.0.1", 1))
     assert not {"ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(rank)
 
 
 def test_ranks_of_a_node_must_be_on_it() -> None:
     with pytest.raises(AssertionError, match="node 0 is several"):
-        rank_environments([Place("a"), Place("b")], 2, ("127.0.0.1", 1))
+        rank_environments([ActorPlace("a"), ActorPlace("b")], 2, ("127.0.0.1", 1))
 
 
 @pytest.mark.parametrize(

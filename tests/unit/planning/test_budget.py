@@ -13,7 +13,7 @@ from support.tiers import slow_but
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.machines import MACHINES
-from mindspeed_rl.core.memory import LEAVING, OffloadMode, Owner
+from mindspeed_rl.core.memory import LEAVING, MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.metrics.metric_set import Max
 from mindspeed_rl.planning.budget import device_bytes, machine_on, usable_bytes
@@ -182,7 +182,10 @@ def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatc
     )
     job = SimpleNamespace(config=config, platform=platform, say=lambda *lines: None)
     sharing = build_engine.share_memory(cast(Any, job), Models(cast(Any, None)))
-    assert set(everything) - set(sharing.groups) == {Owner.OPTIMIZER, Owner.CRITIC_OPTIMIZER}
+    assert set(everything) - set(sharing.groups) == {
+        MemoryOwner.OPTIMIZER,
+        MemoryOwner.CRITIC_OPTIMIZER,
+    }
 
 
 def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +207,7 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
     cache = TensorCache(torch.device("cpu"))
     ledger = build_engine.open_ledger(
         cast(Any, job),
-        cast(Any, SimpleNamespace(groups={Owner.PARAMETERS: parameters})),
+        cast(Any, SimpleNamespace(groups={MemoryOwner.PARAMETERS: parameters})),
         cast(Any, engine),
         cache,
     )

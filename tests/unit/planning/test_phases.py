@@ -10,7 +10,7 @@ from support.published import PUBLISHED
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.machines import MACHINES
-from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction, predict
 from mindspeed_rl.planning.suggestions import plan_of
@@ -38,19 +38,24 @@ def prediction_of(
 
 def test_phases_hold_what_the_offload_mode_says() -> None:
     tables = {mode: prediction_of(offload=mode).rank_table(RANK) for mode in FIXED_MODES}
-    trainer = {Owner.PARAMETERS, Owner.GRAD_BUFFERS, Owner.OPTIMIZER, Owner.REFERENCE}
+    trainer = {
+        MemoryOwner.PARAMETERS,
+        MemoryOwner.GRAD_BUFFERS,
+        MemoryOwner.OPTIMIZER,
+        MemoryOwner.REFERENCE,
+    }
     rollout = {mode: trainer & set(t[MemoryPhase.ROLLOUT]) for mode, t in tables.items()}
     assert rollout[OffloadMode.NONE] == trainer
-    assert rollout[OffloadMode.OPTIMIZER] == {Owner.PARAMETERS, Owner.REFERENCE}
+    assert rollout[OffloadMode.OPTIMIZER] == {MemoryOwner.PARAMETERS, MemoryOwner.REFERENCE}
     assert rollout[OffloadMode.ALL] == set()
     for mode, table in tables.items():
-        assert Owner.PARAMETERS in table[MemoryPhase.SYNC], "weights are about to be read"
-        assert Owner.KV_CACHE not in table[MemoryPhase.SYNC], "the cache comes last"
-        keeps = Owner.ENGINE_WEIGHTS in table[MemoryPhase.TRAIN_IDLE]
+        assert MemoryOwner.PARAMETERS in table[MemoryPhase.SYNC], "weights are about to be read"
+        assert MemoryOwner.KV_CACHE not in table[MemoryPhase.SYNC], "the cache comes last"
+        keeps = MemoryOwner.ENGINE_WEIGHTS in table[MemoryPhase.TRAIN_IDLE]
         assert keeps == (mode is not OffloadMode.ALL)
     # with everything away, the reference comes in for its own pass only
     all_away = tables[OffloadMode.ALL]
-    assert Owner.REFERENCE not in all_away[MemoryPhase.TRAIN_IDLE]
+    assert MemoryOwner.REFERENCE not in all_away[MemoryPhase.TRAIN_IDLE]
 
 
 def test_borders_are_what_the_ledger_reads() -> None:
@@ -84,13 +89,16 @@ def test_auto_takes_the_least_offload_that_fits() -> None:
 def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works_with() -> None:
     """With everything away in rollouts the reference is on the device for its own pass only."""
 
-    def train(*flags: str) -> dict[Owner, int]:
+    def train(*flags: str) -> dict[MemoryOwner, int]:
         away = prediction_of(*flags, offload=OffloadMode.ALL)
         return away.rank_table(RANK)[MemoryPhase.TRAIN]
 
     short, long = train(), train("--micro-batch-size", "8")
-    assert short[Owner.REFERENCE] > 0 and Owner.LOGITS not in short
-    assert Owner.REFERENCE not in long and long[Owner.ACTIVATIONS] > short[Owner.REFERENCE]
+    assert short[MemoryOwner.REFERENCE] > 0 and MemoryOwner.LOGITS not in short
+    assert (
+        MemoryOwner.REFERENCE not in long
+        and long[MemoryOwner.ACTIVATIONS] > short[MemoryOwner.REFERENCE]
+    )
     without = train(*RECOMPUTE, "--grpo-kl-beta", "0")
     assert sum(without.values()) < sum(short.values())
 
@@ -98,8 +106,8 @@ def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works
 def test_swapped_optimizer_state_passes_through_in_parts() -> None:
     plain = prediction_of().rank_table(RANK)[MemoryPhase.TRAIN_IDLE]
     swapped = prediction_of(*RECOMPUTE, "--swap-optimizer", machine="a3").rank_table(RANK)
-    part = swapped[MemoryPhase.TRAIN_IDLE][Owner.OPTIMIZER]
-    assert part == -(-plain[Owner.OPTIMIZER] // 16)
+    part = swapped[MemoryPhase.TRAIN_IDLE][MemoryOwner.OPTIMIZER]
+    assert part == -(-plain[MemoryOwner.OPTIMIZER] // 16)
 
 
 @pytest.mark.slow
@@ -123,4 +131,4 @@ def test_ranks_of_a_stage_differ_by_padding_alone() -> None:
 )
 def test_graphs_are_those_of_the_flags(flags: str, count: int) -> None:
     table = prediction_of(*RECOMPUTE, *flags.split(), machine="h200").rank_table(RANK)
-    assert table[MemoryPhase.ROLLOUT].get(Owner.GRAPHS, 0) == count * (128 << 20)
+    assert table[MemoryPhase.ROLLOUT].get(MemoryOwner.GRAPHS, 0) == count * (128 << 20)

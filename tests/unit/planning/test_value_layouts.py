@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryPhase, OffloadMode, Owner
+from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.prediction import predict
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
@@ -129,7 +129,7 @@ def test_a_policy_is_no_classifier(tmp_path: Path) -> None:
         plan_of(tmp_path, "", policy=CLASSIFIER)
 
 
-OTHERS = (*CRITIC_OWNERS, Owner.REWARD_MODEL)
+OTHERS = (*CRITIC_OWNERS, MemoryOwner.REWARD_MODEL)
 
 
 def test_memory_of_the_other_models(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_memory_of_the_other_models(tmp_path: Path) -> None:
     config, plan = plan_of(tmp_path, flags)
     stays = {
         OffloadMode.NONE: set(OTHERS),
-        OffloadMode.OPTIMIZER: {Owner.CRITIC, Owner.REWARD_MODEL},
+        OffloadMode.OPTIMIZER: {MemoryOwner.CRITIC, MemoryOwner.REWARD_MODEL},
         OffloadMode.ALL: set(),
     }
     for mode, expected in stays.items():
         table = predict(config, plan, offload=mode).rank_table(0)
         for phase in (MemoryPhase.TRAIN_IDLE, MemoryPhase.SYNC, MemoryPhase.ROLLOUT):
             assert set(table[phase]) & set(OTHERS) == expected, (mode, phase)
-        assert set(table[MemoryPhase.LOAD]) >= set(OTHERS) - {Owner.CRITIC_OPTIMIZER}
+        assert set(table[MemoryPhase.LOAD]) >= set(OTHERS) - {MemoryOwner.CRITIC_OPTIMIZER}
         assert table[MemoryPhase.TRAIN].keys() >= set(CRITIC_OWNERS), "the critic's update"
     plain_config, plain = plan_of(tmp_path, "")
     without = predict(plain_config, plain).rank_table(0)

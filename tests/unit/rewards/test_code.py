@@ -11,7 +11,7 @@ from support.rewards_support import children, make_pool, settings, wait_for
 
 from mindspeed_rl.rewards import RewardRequest, WeightedReward
 from mindspeed_rl.rewards.builtin.code import CodeReward, extract_program, parse_tests
-from mindspeed_rl.rewards.sandbox import Limits, Rights, SandboxError, run_python
+from mindspeed_rl.rewards.sandbox import Rights, SandboxError, SandboxLimits, run_python
 from mindspeed_rl.rewards.scoring import score_sample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -122,7 +122,7 @@ def test_what_is_said_to_be_closed_is_closed(code: CodeReward, tmp_path: Path) -
 
 def test_where_namespaces_are_forbidden_tcp_is_denied_instead(code: CodeReward) -> None:
     """Landlock from ABI 4 on; elsewhere the notice says that the network is open."""
-    limits = Limits(5.0, 256 << 20, 8, 1 << 20)
+    limits = SandboxLimits(5.0, 256 << 20, 8, 1 << 20)
     rights = Rights(counted=False, namespaces=False, files=True, deny_tcp=True)
     try:
         plain = run_python(["-c", "print(1)"], "", {}, limits, rights)

@@ -12,14 +12,14 @@ from support.rl_run import TableRun, make_run
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.metrics.metric_set import Max, Total
 from mindspeed_rl.planning.run_plan import RLPlan
-from mindspeed_rl.rl.assignment import Assignment, rebalance_rules
+from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
-def spread(run: TableRun, world: int, rank: int) -> tuple[Assignment, RLPlan]:
+def spread(run: TableRun, world: int, rank: int) -> tuple[EngineAssignment, RLPlan]:
     """How one rank of ``world`` engines deals, and its plan."""
     engine = EngineLayout(world, 1)
     plan = replace(run.parts.plan, engine=engine, vllm=VllmLayout(run.parts.plan.spec, engine))
@@ -33,10 +33,11 @@ def test_every_sample_has_one_engine_and_open_ones_keep_theirs(tmp_path: Path) -
     run = make_run(tmp_path)
     run.state.lengths.observe({3: [8, 8, 8], 4: [1, 1, 1], 5: [1, 1, 1]})
     prompts = [run.parts.data.train[i] for i in (4, 3, 3, 5, 4, 3, 3)]
-    begun: list[Sample | None] = [None] * 7
-    begun[0] = Sample(0, 4, 2, 2, False, 0, 1, math.nan)
+    prefix_tokens: list[RolloutInfo | None] = [None] * 7
+    prefix_tokens[0] = RolloutInfo(0, 4, 2, 2, False, 0, 1, math.nan)
     shares = [
-        spread(run, 2, rank)[0].own_samples(prompts, run.state.lengths, begun) for rank in (0, 1)
+        spread(run, 2, rank)[0].own_samples(prompts, run.state.lengths, prefix_tokens)
+        for rank in (0, 1)
     ]
     assert sorted(shares[0] + shares[1]) == list(range(7))
     assert 0 in shares[1], "its tokens are there"

@@ -26,8 +26,8 @@ from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.resume import restore_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.columns import response_columns
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
-from mindspeed_rl.samples.store import Response
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.store import ResponseTensors
 
 FILTER = "--grpo-filter-groups-with-same-reward"
 NAN = math.nan
@@ -41,7 +41,7 @@ def world() -> Iterator[None]:
 
 def group_of(number: int, rewards: Sequence[float]) -> Group:
     return [
-        Sample(i, number, 2, 2, True, 3, 0, r, (r,), key=SampleKey(2, i))
+        RolloutInfo(i, number, 2, 2, True, 3, 0, r, (r,), key=SampleKey(2, i))
         for i, r in enumerate(rewards)
     ]
 
@@ -71,7 +71,7 @@ def value(metrics: MetricSet, name: str) -> float:
 COLUMNS = response_columns(has_environment=False, experts=None)
 
 
-def assert_equal(found: Sequence[Response], wanted: Sequence[Response]) -> None:
+def assert_equal(found: Sequence[ResponseTensors], wanted: Sequence[ResponseTensors]) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name].to(other[name].dtype), other[name]) for name in one)

@@ -16,7 +16,7 @@ import torch
 from support.rl_run import TablePolicy, TableRun, TableScorer, make_run
 from support.table_engine import VOCAB, first_table, response_of, single_rank
 
-from mindspeed_rl.core.memory import OffloadMode, Owner
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.resume import companions
 from mindspeed_rl.rl.reward_model import add_model_scores
@@ -115,10 +115,10 @@ class Group:
 @pytest.mark.parametrize("flags", ["", "--grpo-kl-beta 0.1 --ref-update-interval 1"])
 def test_memory_comes_for_its_use_alone(tmp_path: Path, flags: str) -> None:
     run = with_scorer(tmp_path, flags)
-    groups = {owner: Group() for owner in (Owner.REWARD_MODEL, Owner.REFERENCE)}
+    groups = {owner: Group() for owner in (MemoryOwner.REWARD_MODEL, MemoryOwner.REFERENCE)}
     sharing = replace(run.parts.scheduler._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL)
     run.parts.scheduler._sharing = sharing
     collected(run)
-    assert groups[Owner.REWARD_MODEL].moves == ["here", "away"]
+    assert groups[MemoryOwner.REWARD_MODEL].moves == ["here", "away"]
     refresh_reference(run.parts, 1)
-    assert groups[Owner.REFERENCE].moves == (["here", "away"] if flags else [])
+    assert groups[MemoryOwner.REFERENCE].moves == (["here", "away"] if flags else [])

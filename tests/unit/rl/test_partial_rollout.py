@@ -23,7 +23,7 @@ from mindspeed_rl.rl.resume import restore_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 from mindspeed_rl.samples.columns import experts_column, response_columns
-from mindspeed_rl.samples.rollout_info import Sample
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 TOKENS = 3
 LIMIT = 8  # of a response, in make_run
@@ -63,13 +63,17 @@ class Sampler(TableEngine):
         assert version == self.weights_version
         result = []
         for r in requests:
-            draw, ids, logprobs = random.Random(r.seed), list(r.begun), list(r.begun_logprobs)
+            draw, ids, logprobs = (
+                random.Random(r.seed),
+                list(r.prefix_tokens),
+                list(r.prefix_logprobs),
+            )
             limit = settings.max_response_tokens if r.max_tokens is None else r.max_tokens
             while len(ids) < limit and ids[-1:] != [STOP]:
                 ids.append(STOP if draw.random() < 0.25 else draw.randint(4, 63))
                 logprobs.append(float(self.weights[ids[-1]]))
                 self.made[(*r.token_ids, *ids)].add(version)
-            self.grown = max(self.grown, len(ids) - len(r.begun))
+            self.grown = max(self.grown, len(ids) - len(r.prefix_tokens))
             reason = "stop" if ids[-1] == STOP else "length"
             result.append(Completion(tuple(ids), tuple(logprobs), reason, version))
         if on_step is not None:
@@ -104,7 +108,7 @@ def step_of(run: TableRun, step: int) -> tuple[RolloutBatch, MetricSet]:
     return rollouts, run.update(batches).merge(rollouts.metrics)
 
 
-def said(run: TableRun, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+def said(run: TableRun, samples: Sequence[RolloutInfo]) -> list[tuple[int, ...]]:
     """Prompt and response of samples that the cache has."""
     found = run.said(samples)
     return [
@@ -268,7 +272,7 @@ def test_open_responses_need_a_run_that_lets_them_go_on(tmp_path: Path) -> None:
 
 
 def test_a_run_that_replays_experts_needs_them_in_the_checkpoint() -> None:
-    group = [Sample(0, 0, 1, 1, False, 0, 0, math.nan)]
+    group = [RolloutInfo(0, 0, 1, 1, False, 0, 0, math.nan)]
     state = carryover_state([group], [response([4], [-1.0])])
     columns = response_columns(has_environment=False, experts=experts_column(8, 4))
     with pytest.raises(ValueError, match=r"--load: .* experts"):
@@ -285,7 +289,7 @@ def test_dynamic_sampling_goes_on_with_what_is_open(tmp_path: Path) -> None:
 
 
 def test_on_policy_batches_have_no_older_tokens() -> None:
-    old = Sample(4, 0, 9, 9, True, 0, 0, 1.0, spans=((-1, 2),))
+    old = RolloutInfo(4, 0, 9, 9, True, 0, 0, 1.0, spans=((-1, 2),))
     with pytest.raises(RuntimeError, match=r"samples \[4\] were sampled by other weights"):
         check_on_policy([old], 0)
 

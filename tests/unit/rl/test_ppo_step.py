@@ -16,7 +16,7 @@ import torch
 from support.rl_run import TableCritic, TablePolicy, TableRun, make_run
 from support.table_engine import VOCAB, response_of, single_rank
 
-from mindspeed_rl.core.memory import CRITIC_OWNERS, OffloadMode, Owner
+from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, OffloadMode
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.rl import checkpoints, resume
 from mindspeed_rl.rl.batches import StepBatches
@@ -193,7 +193,7 @@ def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:
     moves: list[str] = []
 
     class Group:
-        def __init__(self, owner: Owner) -> None:
+        def __init__(self, owner: MemoryOwner) -> None:
             self.owner = owner
 
         def restore(self) -> None:

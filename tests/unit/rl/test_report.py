@@ -21,7 +21,7 @@ from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import evaluate, is_right
-from mindspeed_rl.rl.report import Report, check_computation, check_mismatch, worse_mismatch
+from mindspeed_rl.rl.report import RunReporter, check_computation, check_mismatch, worse_mismatch
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.samples.store import PlacedSamples
@@ -79,7 +79,7 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
     run = make_run(tmp_path, ROWS, ["math"], flags)
     run.data.held_out["hard"] = cast(Any, run.data.train[2:])
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     report.evaluate_if_due(0)
     (record,) = metrics_of(tmp_path)
     assert record["eval/num_prompts"] == 4 and record["eval/hard/num_prompts"] == 2
@@ -90,7 +90,9 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     asked = cast(Answers, run.rollouts.engine).asked
     assert [len(requests) for requests in asked] == [4, 12, 2, 6]
     assert len({r.seed for r in asked[1]}) == 12
-    again = Report(make_run(tmp_path, ROWS, ["math"], flags), RunState(), 1, report.state_dict())
+    again = RunReporter(
+        make_run(tmp_path, ROWS, ["math"], flags), RunState(), 1, report.state_dict()
+    )
     assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
 
 
@@ -130,7 +132,7 @@ def test_the_first_verdict_that_scored_a_sample_counts() -> None:
 NOWHERE = PlacedSamples([], [], [], cast(Any, None), MetricSet())
 
 
-def log(run: Components, report: Report, step: int, mismatch: float) -> None:
+def log(run: Components, report: RunReporter, step: int, mismatch: float) -> None:
     rollouts = generate_rollouts(run, RunState(), step)
     metrics = MetricSet({"mismatch/max_abs_logprob": Max(mismatch)})
     report.log_step(step, rollouts, metrics, NOWHERE)
@@ -139,7 +141,7 @@ def log(run: Components, report: Report, step: int, mismatch: float) -> None:
 @pytest.mark.usefixtures("alone")
 def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, flags=["--eval-interval", "2", "--rl-prompts-per-eval", "2"])
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     for step in (1, 2):
         report.evaluate_if_due(step - 1)
         log(run, report, step, 1e-6)
@@ -159,7 +161,7 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
 @pytest.mark.usefixtures("alone")
 def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    log(run, Report(run, RunState()), 1, 0.0)
+    log(run, RunReporter(run, RunState()), 1, 0.0)
     (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert None not in row.values() and row["reward"] == 1.0
 
@@ -167,7 +169,7 @@ def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     log(run, report, 1, 0.25)
     with pytest.raises(RuntimeError, match=r"step 2: .* is nan: trainer or engine computes"):
         log(run, report, 2, math.nan)
@@ -193,7 +195,7 @@ def test_the_brake_on_drift() -> None:
 @pytest.mark.usefixtures("alone")
 def test_drift_beyond_the_flag_ends_the_run_after_its_step_is_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", "0.5"])
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     log(run, report, 1, 0.5)
     with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
         log(run, report, 2, 0.6)
@@ -206,7 +208,7 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
     said: list[str] = []
     cast(Any, run.job).say = said.append
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)
     assert len(said) == 1 and said[0].startswith("warning: step 2: rewards: in each of the last 2")
@@ -216,7 +218,7 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
     """Weights derived wrongly after a proof show in what the engine computes."""
     run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     mismatch = {"mismatch/max_abs_logprob": Max(0.1), "mismatch/mean_abs_logprob": Mean(0.1, 1.0)}
     for step in (2, 3):
         rollouts = generate_rollouts(run, RunState(), step)
@@ -236,17 +238,17 @@ def test_the_worst_mismatch_keeps_a_nan() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    log(run, Report(run, RunState()), 1, 0.0)
+    log(run, RunReporter(run, RunState()), 1, 0.0)
     run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
     # --load was given, so that nothing was refused at start, and had no checkpoint
     (tmp_path / "empty").mkdir()
     load = ["--load", str(tmp_path / "empty")]
     with pytest.raises(ValueError, match=r"holds the results.*--load .*empty has no checkpoint"):
-        Report(make_run(tmp_path, ROWS, flags=load), RunState())
+        RunReporter(make_run(tmp_path, ROWS, flags=load), RunState())
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / "summary.json").exists()
     again = make_run(tmp_path, ROWS, flags=["--overwrite-output-dir"])
-    log(again, Report(again, RunState()), 1, 0.5)
+    log(again, RunReporter(again, RunState()), 1, 0.5)
     assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5]
     assert not (tmp_path / "summary.json").exists()
 
@@ -254,12 +256,12 @@ def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
-    report = Report(run, RunState())
+    report = RunReporter(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)
     run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
-    Report(make_run(tmp_path, ROWS), RunState(), 1, report.state_dict())
+    RunReporter(make_run(tmp_path, ROWS), RunState(), 1, report.state_dict())
     assert [r["step"] for r in metrics_of(tmp_path)] == [1]
     assert not (tmp_path / "summary.json").exists()
 

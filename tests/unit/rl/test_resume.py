@@ -14,7 +14,7 @@ from support.table_engine import first_table, single_rank
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import RunState
-from mindspeed_rl.rl.report import Report
+from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.rl.resume import save_if_due, start
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
@@ -47,7 +47,7 @@ def due_steps(flags: RLRunConfig) -> list[int]:
     return [n for n in range(1, 6) if checkpoints.save_is_due(flags.checkpoint, 5, n)]
 
 
-def resumed(run: TableRun) -> Report:
+def resumed(run: TableRun) -> RunReporter:
     run.state, report = start(run.parts)
     return report
 
@@ -95,7 +95,7 @@ def test_a_constant_coefficient_is_that_of_the_flags(
         "num_partial": 0,
         "num_groups": 1,
         "lengths": run.state.lengths.state_dict(),
-        "report": Report(run.parts, RunState()).state_dict(),
+        "report": RunReporter(run.parts, RunState()).state_dict(),
     }
     monkeypatch.setattr(checkpoints, "load", lambda *_: LoadedState(1, extra))
     assert resumed(run).start == 1

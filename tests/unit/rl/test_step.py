@@ -26,7 +26,7 @@ from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.sync import check_engine
 from mindspeed_rl.rl.update import FIRST_RATIO, RATIO
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
 # (1/3) / (standard deviation of (1, 0, 0) + 1e-4)
@@ -69,13 +69,13 @@ def own_gradient(samples: range, num_tokens: int) -> dict[int, float]:
     return {4 + i: -ADVANTAGES[i] * (1 + i % 3) / num_tokens for i in samples}
 
 
-def sample(i: int, reward: float = 0.0, ids: tuple[int, ...] | None = None) -> Sample:
+def sample(i: int, reward: float = 0.0, ids: tuple[int, ...] | None = None) -> RolloutInfo:
     ids = response_of(i) if ids is None else ids
     prompt, stopped, key = i // 3 % len(PROMPTS), ids[-1:] == (STOP,), SampleKey(0, i)
-    return Sample(i, prompt, len(ids), len(ids), stopped, 0, 0, reward, (reward,), key=key)
+    return RolloutInfo(i, prompt, len(ids), len(ids), stopped, 0, 0, reward, (reward,), key=key)
 
 
-def hold(run: TableRun, samples: list[Sample]) -> list[Sample]:
+def hold(run: TableRun, samples: list[RolloutInfo]) -> list[RolloutInfo]:
     """The run keeps what these samples say."""
     ids = [response_of(s.sample_id)[: s.num_tokens] for s in samples]
     return run.hold(samples, [response(i, first_table()[list(i)]) for i in ids])

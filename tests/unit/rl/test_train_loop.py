@@ -29,7 +29,7 @@ def world() -> Iterator[None]:
 
 def train(run: TableRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps, without the export and the curves of the end."""
-    monkeypatch.setattr(rl_report.Report, "finish", lambda self: None)
+    monkeypatch.setattr(rl_report.RunReporter, "finish", lambda self: None)
     train_rl.train(run.parts)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion, Prompt
-from mindspeed_rl.rl.assignment import Assignment
+from mindspeed_rl.rl.assignment import EngineAssignment
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 
@@ -40,7 +40,7 @@ def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
     engine, none = Recorder(), cast(Any, None)
     worker = RolloutWorker(
         engine=cast(Any, engine),
-        assignment=Assignment(layout, rank, limit=4),
+        assignment=EngineAssignment(layout, rank, limit=4),
         rewards=none,
         cache=none,
         seed=99,

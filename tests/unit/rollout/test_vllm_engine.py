@@ -136,7 +136,7 @@ def test_no_order_of_calls_generates_with_wrong_weights(
 ) -> None:
     """Against a model of the state: generate works when awake and synced, else it raises."""
     engine = EngineDouble()
-    weights, cache, version, begun = True, True, -1, False
+    weights, cache, version, prefix_tokens = True, True, -1, False
     for call in calls:
         if call == "free cache":
             engine.free_cache()
@@ -144,7 +144,7 @@ def test_no_order_of_calls_generates_with_wrong_weights(
         elif call == "free weights":
             with nullcontext() if not cache else pytest.raises(RuntimeError, match="leaves first"):
                 engine.free_weights()
-                weights, version, begun = False, -1, False
+                weights, version, prefix_tokens = False, -1, False
         elif call == "wake weights":
             engine.wake(["weights"])
             weights = True
@@ -156,12 +156,12 @@ def test_no_order_of_calls_generates_with_wrong_weights(
         elif call == "begin":
             with nullcontext() if weights else pytest.raises(RuntimeError, match="are freed"):
                 engine.begin_update()
-                version, begun = -1, True
+                version, prefix_tokens = -1, True
         elif call == "finish":
             drawn = data.draw(st.integers(0, 2), label="version")
-            with nullcontext() if begun else pytest.raises(RuntimeError, match="no update"):
+            with nullcontext() if prefix_tokens else pytest.raises(RuntimeError, match="no update"):
                 engine.finish_update(drawn)
-                version, begun = drawn, False
+                version, prefix_tokens = drawn, False
         else:
             trainer = data.draw(st.integers(0, 2), label="trainer")
             if cache and version == trainer:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.samples.lengths import LengthHistory, deal_samples
+from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines
 
 LIMIT = 100
 
@@ -76,10 +76,10 @@ def test_a_step_without_samples_changes_nothing() -> None:
 @given(st.integers(1, 12), st.integers(0, 50))
 @settings(deadline=None)
 def test_shares_without_a_history_are_contiguous_and_even(groups: int, samples: int) -> None:
-    shares = deal_samples([i // 4 for i in range(samples)], groups, LengthHistory(), LIMIT)
+    shares = assign_to_engines([i // 4 for i in range(samples)], groups, LengthHistory(), LIMIT)
     assert [i for share in shares for i in share] == list(range(samples))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert shares == deal_samples([0] * samples, groups, None, LIMIT)
+    assert shares == assign_to_engines([0] * samples, groups, None, LIMIT)
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 6), st.integers(0, 99))
@@ -88,7 +88,7 @@ def test_every_sample_is_dealt_once(groups: int, prompts: int, size: int, seed: 
     draw = random.Random(seed)
     history = history_of({p: [draw.randint(1, LIMIT)] for p in range(0, prompts, 2)})
     asked = [p for p in range(prompts) for _ in range(size)]
-    shares = deal_samples(asked, groups, history, LIMIT)
+    shares = assign_to_engines(asked, groups, history, LIMIT)
     assert sorted(i for share in shares for i in share) == list(range(len(asked)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert all(share == sorted(share) for share in shares)
@@ -99,10 +99,10 @@ def test_siblings_of_a_hard_prompt_are_spread(groups: int) -> None:
     """One prompt of eight is ten times as long; its 4 siblings would be on one engine."""
     history = history_of({p: [10 if p else 100] for p in range(8)})
     asked = [p for p in range(8) for _ in range(4)]
-    shares = deal_samples(asked, groups, history, LIMIT)
+    shares = assign_to_engines(asked, groups, history, LIMIT)
     hard = [sum(asked[i] == 0 for i in share) for share in shares]
     assert hard == [4 // groups] * groups
     loads = [sum(100 if asked[i] == 0 else 10 for i in share) for share in shares]
     assert max(loads) == min(loads)
-    even = deal_samples(asked, groups, None, LIMIT)
+    even = assign_to_engines(asked, groups, None, LIMIT)
     assert max(sum(100 if asked[i] == 0 else 10 for i in s) for s in even) > 1.4 * max(loads)

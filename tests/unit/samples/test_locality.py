@@ -18,9 +18,9 @@ from support.rl_run import make_run
 from support.sample_world import layout_of
 
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.samples.locality import best_assignment, bytes_moved, keep_near
+from mindspeed_rl.samples.locality import best_assignment, bytes_moved, minimize_moves
 from mindspeed_rl.samples.placement import MicroBatchPlan, plan_micro_batches
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import Holders, copies_moved
 from mindspeed_rl.samples.store import SampleStore
 
@@ -56,7 +56,7 @@ def test_balance_is_the_same_and_no_more_bytes_move(
 ) -> None:
     lengths, dp, moved = step
     plan = placed(lengths, dp, max_tokens)
-    near = keep_near(plan, lengths, moved)
+    near = minimize_moves(plan, lengths, moved)
     assert sorted(i for rows in near.assignment for row in rows for i in row) == list(
         range(len(lengths))
     )
@@ -64,7 +64,7 @@ def test_balance_is_the_same_and_no_more_bytes_move(
     assert near.padded_length == plan.padded_length
     assert all(tuple(sorted(row)) == row for rows in near.assignment for row in rows)
     assert bytes_moved(near.assignment, moved) <= bytes_moved(plan.assignment, moved)
-    assert keep_near(plan, lengths, moved) == near, "every rank finds the same"
+    assert minimize_moves(plan, lengths, moved) == near, "every rank finds the same"
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=6))
@@ -82,7 +82,7 @@ def test_nothing_that_the_two_changes_reach_moves_less(rows: list[tuple[int, int
         for at in permutations(range(dp))
         for order in equals
     )  # fmt: skip
-    assert bytes_moved(keep_near(plan, lengths, moved).assignment, moved) == least
+    assert bytes_moved(minimize_moves(plan, lengths, moved).assignment, moved) == least
 
 
 @given(st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([2, 10, 10**12]))
@@ -103,7 +103,7 @@ def test_nothing_moves_when_all_are_as_long() -> None:
     moved = 7 * copies_moved(Holders(engines.tolist()), 64, layout_of(dp), (0,))
     plan = placed(lengths, dp, 28)  # rows of four
     assert bytes_moved(plan.assignment, moved) > 7 * 40
-    assert bytes_moved(keep_near(plan, lengths, moved).assignment, moved) == 0
+    assert bytes_moved(minimize_moves(plan, lengths, moved).assignment, moved) == 0
 
 
 def test_a_sample_that_is_on_two_ranks_goes_to_either() -> None:
@@ -124,18 +124,18 @@ def test_the_copies_of_a_block_are_counted() -> None:
 def test_a_step_prefers_the_ranks_that_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`place` of four data-parallel ranks, two optimizer steps: no leg is left."""
+    """`place` of four data-parallel ranks, two optimizer steps: no hop is left."""
     store = make_run(tmp_path).parts.samples
     layout = layout_of(4)
     engines = (3, 1, 0, 2, 2, 0, 1, 3, 0, 0, 1, 1, 2, 2, 3, 3)
     samples = [
-        Sample(i, 3 * (i % 4), 5, 5, True, 0, engine, 0.0, key=SampleKey(1, i))
+        RolloutInfo(i, 3 * (i % 4), 5, 5, True, 0, engine, 0.0, key=SampleKey(1, i))
         for i, engine in enumerate(engines)
     ]
-    legs: list[Any] = []
+    hops: list[Any] = []
 
     def moved(self: object, samples: object, found: Any, *_: object) -> Any:
-        legs.append(found)
+        hops.append(found)
         return SimpleNamespace(keep=lambda: None), {}
 
     monkeypatch.setattr(SampleStore, "_move", moved)
@@ -153,5 +153,5 @@ def test_a_step_prefers_the_ranks_that_sampled(
         for number, update in enumerate(placed.plans):
             for dp, rows in enumerate(update.assignment):
                 assert [engines[8 * number + i] for row in rows for i in row] == [dp, dp]
-    assert legs == [()] * 4
+    assert hops == [()] * 4
     assert torch.tensor(engines).bincount().tolist() == [4] * 4

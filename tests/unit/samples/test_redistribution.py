@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
 from mindspeed_rl.samples.columns import TOKEN_IDS
-from mindspeed_rl.samples.exchange import Parcel, Redistribution
+from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import AXES, Holders, copies_moved, plan_gather, plan_legs
+from mindspeed_rl.samples.routes import AXES, Holders, copies_moved, plan_gather, plan_hops
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 
@@ -64,7 +64,7 @@ def test_the_first_leg_moves_one_copy_and_only_where_there_is_none(case: Case) -
 @given(cases())
 @settings(deadline=None, max_examples=100)
 def test_what_a_placement_is_chosen_by_is_what_moves(case: Case) -> None:
-    """The copies of all samples at all data-parallel ranks, counted without a plan of legs."""
+    """The copies of all samples at all data-parallel ranks, counted without a plan of hops."""
     copies = copies_moved(case.holders, len(case.lengths), case.layout, case.stages)
     expected = sum(int(copies[i, dp]) * case.words([i]) for i, dp in enumerate(case.destinations))
     assert sum(simulate(case).values()) == expected
@@ -75,7 +75,7 @@ def test_what_a_placement_is_chosen_by_is_what_moves(case: Case) -> None:
 def test_every_rank_receives_a_sample_at_most_once(case: Case, one_node: bool) -> None:
     case = replace(case, one_node=one_node)
     for rank in range(case.layout.world):
-        got = [i for leg in case.legs(rank) for items in leg.receives.values() for i in items]
+        got = [i for hop in case.hops(rank) for items in hop.receives.values() for i in items]
         assert len(set(got)) == len(got)
         assert not any(case.holds(rank, i) for i in got), "nothing moves to where it is"
 
@@ -86,7 +86,7 @@ def test_nothing_moves_where_source_and_destination_agree(tp: int, cp: int) -> N
     layout = layout_of(8, tp, 1, cp)
     groups = tuple(i % layout.dp for i in range(13))
     case = Case(layout, tp * cp, True, tuple(range(13)), groups, groups)
-    assert all(case.legs(rank) == () for rank in range(8))
+    assert all(case.hops(rank) == () for rank in range(8))
     assert simulate(case) == dict.fromkeys(AXES, 0)
     led = replace(case, mirrored=False)  # conversations: the first rank of each engine has them
     moved = simulate(led)
@@ -99,7 +99,7 @@ def test_stages_between_get_nothing() -> None:
     case = Case(layout, 1, True, (5, 6, 7), (0, 1, 0), (0, 0, 0))
     simulate(case)
     for rank in range(8):
-        received = [leg for leg in case.legs(rank) if leg.receives]
+        received = [hop for hop in case.hops(rank) if hop.receives]
         assert bool(received) == (layout.coords(rank).pp in (0, 3))
 
 
@@ -110,44 +110,44 @@ def test_plans_are_of_ranks_that_exist() -> None:
     first = [(37 * i % 512) * 2 for i in range(samples)]
     wanted = [i * 7 % layout.dp for i in range(samples)]
     rank = 8 * 2 * 5 + 3
-    (leg, *_) = plan_legs(Holders(first, 2), wanted, layout, (0, 3), rank)
-    assert leg.axis == "dp-cp" and leg.peers == tuple(layout.replicas(3, 0))
-    for peer, items in leg.receives.items():
-        (theirs, *_) = plan_legs(Holders(first, 2), wanted, layout, (0, 3), peer)
+    (hop, *_) = plan_hops(Holders(first, 2), wanted, layout, (0, 3), rank)
+    assert hop.axis == "dp-cp" and hop.peers == tuple(layout.replicas(3, 0))
+    for peer, items in hop.receives.items():
+        (theirs, *_) = plan_hops(Holders(first, 2), wanted, layout, (0, 3), peer)
         assert theirs.sends[rank] == items
         assert all(first[i] <= peer < first[i] + 2 and wanted[i] == 5 for i in items)
 
 
 def test_everything_comes_to_one_rank() -> None:
     holders = Holders([0, 2, 2, 3], 1)
-    legs = [plan_gather(holders, 2, 4, rank) for rank in range(4)]
-    assert [leg.sends for (leg,) in legs] == [{2: (0,)}, {}, {}, {2: (3,)}]
-    assert [leg.receives for (leg,) in legs] == [{}, {}, {0: (0,), 3: (3,)}, {}]
-    assert all(leg.axis == "world" and leg.peers == (0, 1, 2, 3) for (leg,) in legs)
+    hops = [plan_gather(holders, 2, 4, rank) for rank in range(4)]
+    assert [hop.sends for (hop,) in hops] == [{2: (0,)}, {}, {}, {2: (3,)}]
+    assert [hop.receives for (hop,) in hops] == [{}, {}, {0: (0,), 3: (3,)}, {}]
+    assert all(hop.axis == "world" and hop.peers == (0, 1, 2, 3) for (hop,) in hops)
     assert plan_gather(Holders([2, 1], 2), 2, 4, 0) == ()
 
 
 def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     case = Case(layout_of(2), 1, True, (4,), (0,), (1,))
-    parcels = [p._replace(num_tokens=5) for p in case.parcels]
-    (leg,) = case.legs(0)
-    part = Redistribution(case.cache(0), parcels, COLUMNS, [leg])
+    messages = [p._replace(num_tokens=5) for p in case.messages]
+    (hop,) = case.hops(0)
+    part = Redistribution(case.cache(0), messages, COLUMNS, [hop])
     with pytest.raises(
         RuntimeError, match="'token_ids' of sample 0 of step 5 has 4 tokens; the table"
     ):
-        part.outgoing(leg)
+        part.outgoing(hop)
 
 
 def test_what_arrived_is_kept_under_its_key() -> None:
     case = Case(layout_of(2), 1, True, (4, 3), (0, 1), (1, 1))
     cache = case.cache(1)
-    (leg,) = case.legs(1)
+    (hop,) = case.hops(1)
     sender = case.part(0)
-    part = Redistribution(cache, case.parcels, COLUMNS, [leg])
-    part.take(leg, sender.outgoing(*sender.legs)[0])
+    part = Redistribution(cache, case.messages, COLUMNS, [hop])
+    part.take(hop, sender.outgoing(*sender.hops)[0])
     part.keep()
     assert torch.equal(cache.read(TOKEN_IDS, SampleKey(5, 0), 100), case.values(0, TOKEN_IDS))
     with pytest.raises(RuntimeError, match="written twice"):
-        part.take(leg, sender.outgoing(*sender.legs)[0])
+        part.take(hop, sender.outgoing(*sender.hops)[0])
         part.keep()
-    assert Parcel(SampleKey(5, 0), 100, 4) == case.parcels[0]
+    assert SampleMessage(SampleKey(5, 0), 100, 4) == case.messages[0]

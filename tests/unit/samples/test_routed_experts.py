@@ -15,13 +15,13 @@ from support.rl_run import make_run
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, Parcel
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, SampleMessage
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Parcel as SampleParcel
 from mindspeed_rl.samples.exchange import Redistribution
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey
+from mindspeed_rl.samples.exchange import SampleMessage as SampleParcel
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import as_train_samples, keep_rollouts, responses_in
 
 LAYERS, TOP_K = 4, 2
@@ -152,13 +152,13 @@ def test_completions_have_the_experts_of_the_places_that_predict_them() -> None:
     engine = Engine()
     open_requests = OpenRequests(Port(), 8, engine.recorder)
     requests = [GenerationRequest(i, (7,) * n, seed=i) for i, n in enumerate((3, 1))]
-    open_requests.add(Parcel(request) for request in requests)
+    open_requests.add(SampleMessage(request) for request in requests)
     engine.step(a=(0, 3), b=(0, 1))
     engine.step(a=(3, 1))
     done = open_requests.finish({0: finished(0, 2), 1: finished(1, 1)}, version=5)
     assert done[0].experts == wanted("a", 2, 2) and done[1].experts == wanted("b", 0, 1)
     plain = OpenRequests(Port(), 8)
-    plain.add([Parcel(requests[1])])
+    plain.add([SampleMessage(requests[1])])
     assert plain.finish({1: finished(1, 1)}, version=5)[1].experts is None
 
 
@@ -178,13 +178,13 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
         for i, (n, piece) in enumerate(zip((2, 1), pieces, strict=True))
     ]  # fmt: skip
     samples = [
-        Sample(i, i, n, n, False, 0, 0, 1.0, key=SampleKey(1, i)) for i, n in enumerate((2, 1))
+        RolloutInfo(i, i, n, n, False, 0, 0, 1.0, key=SampleKey(1, i)) for i, n in enumerate((2, 1))
     ]
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(1)
     keep_rollouts(cache, columns, rollouts, samples)
-    parcels = [SampleParcel.of(s) for s in samples]
-    kept = Redistribution(cache, parcels, columns, ())
+    open_requests = [SampleParcel.of(s) for s in samples]
+    kept = Redistribution(cache, open_requests, columns, ())
     prompts = [torch.tensor([1, 2])] * 2
     responses = responses_in(kept, (0, 1), samples, columns)
     trained = as_train_samples(samples, prompts, responses)

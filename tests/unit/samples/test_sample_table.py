@@ -13,8 +13,8 @@ from support.table_engine import single_rank
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Parcel, Redistribution
-from mindspeed_rl.samples.rollout_info import Sample, SampleKey, exchange_table
+from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey, exchange_table
 from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
 COLUMNS = response_columns(has_environment=True, experts=None)
@@ -46,7 +46,7 @@ def rollouts(draw: st.DrawFn) -> list[Rollout]:
     return draw(st.permutations(found))
 
 
-def assert_same(sample: Sample, rollout: Rollout, group: int) -> None:
+def assert_same(sample: RolloutInfo, rollout: Rollout, group: int) -> None:
     done = rollout.completion
     assert (sample.sample_id, sample.prompt_index) == (rollout.sample_id, rollout.prompt.index)
     assert (sample.num_tokens, sample.num_sampled) == (len(done.token_ids), len(done.sampled_ids))
@@ -68,7 +68,7 @@ def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(3)
     keep_rollouts(cache, COLUMNS, batch, samples)
-    kept = Redistribution(cache, [Parcel.of(s) for s in samples], COLUMNS, ())
+    kept = Redistribution(cache, [SampleMessage.of(s) for s in samples], COLUMNS, ())
     order = [rollout.sample_id for rollout in batch]
     responses = responses_in(kept, order, [samples[i] for i in order], COLUMNS)
     for rollout, response in zip(batch, responses, strict=True):
@@ -87,7 +87,7 @@ def rollout_of(sample_id: int) -> Rollout:
     return Rollout(sample_id, Prompt(sample_id, (1,), "", ""), completion, 1.0)
 
 
-def table_of(*ids: int) -> list[Sample]:
+def table_of(*ids: int) -> list[RolloutInfo]:
     return exchange_table([rollout_of(i) for i in ids], 0, (), 3, FIRST)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
-from mindspeed_rl.samples.device_cache import Part, TensorCache, as_words
+from mindspeed_rl.samples.device_cache import SamplePart, TensorCache, as_words
 from mindspeed_rl.samples.rollout_info import SampleKey
 
 KEYS = [SampleKey(1, n) for n in range(3)]
@@ -43,7 +43,7 @@ def test_several_samples_are_read_at_once(column: Column) -> None:
     keys = [SampleKey(1, n) for n in range(10, 13)]
     cache.put(column, keys, values, LENGTHS, (7, 7, 7))
     arrived = SampleKey(1, 13)
-    cache.put_parts(column, [arrived], [7], [Part(values.view(torch.int32), 0, 5)])
+    cache.put_parts(column, [arrived], [7], [SamplePart(values.view(torch.int32), 0, 5)])
     order = [keys[2], arrived, keys[1], keys[0]]
     found = cache.read_all(column, [(key, 7) for key in order])
     assert found.dtype is column.dtype
@@ -57,7 +57,13 @@ def test_several_samples_are_read_at_once(column: Column) -> None:
 def test_only_neighbours_are_one_view() -> None:
     """Behind each other in one buffer: not across a gap, nor where another buffer goes on."""
     one, other = torch.arange(10, dtype=torch.int32), torch.arange(20, 30, dtype=torch.int32)
-    parts = [Part(one, 1, 2), Part(one, 3, 1), Part(one, 5, 2), Part(other, 7, 3), Part(one, 0, 0)]
+    parts = [
+        SamplePart(one, 1, 2),
+        SamplePart(one, 3, 1),
+        SamplePart(one, 5, 2),
+        SamplePart(other, 7, 3),
+        SamplePart(one, 0, 0),
+    ]
     views = as_words(TOKEN_IDS, parts)
     assert [v.tolist() for v in views] == [[1, 2, 3], [5, 6], [27, 28, 29], []]
     assert views[0].data_ptr() == one[1:].data_ptr()

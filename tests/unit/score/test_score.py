@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rl import score
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.data.scores import Scores, Sequences, compare, read_scores
+from mindspeed_rl.data.scores import ScoreInputs, Scores, compare, read_scores
 from mindspeed_rl.planning.run_plan import check_score
 
 LENGTHS = [3, 1, 2]
@@ -49,7 +49,7 @@ def gathered(
         world=SimpleNamespace(rank=rank, size=len(shares)),
         config=SimpleNamespace(score=SimpleNamespace(no_entropy=no_entropy)),
     )
-    sequences = Sequences(np.ones((3, 4), np.int64), np.array(LENGTHS))
+    sequences = ScoreInputs(np.ones((3, 4), np.int64), np.array(LENGTHS))
     return score.gather(cast(Any, job), sequences, shares[rank])
 
 

@@ -22,7 +22,7 @@ from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import (
     RoundTraffic,
-    Spread,
+    TrafficSpread,
     critical_bytes,
     element_bytes_of,
     rank_traffic,
@@ -159,7 +159,7 @@ def test_critical_bytes_by_hand() -> None:
 
 
 def test_spread_by_hand() -> None:
-    assert Spread.of([4, 1, 4]) == Spread(1, 3.0, 4)
+    assert TrafficSpread.of([4, 1, 4]) == TrafficSpread(1, 3.0, 4)
 
 
 @pytest.mark.parametrize("relay", [False, True])
