@@ -217,7 +217,7 @@ def test_a_skewed_set_takes_fewer_steps() -> None:
     assert steps["all"] <= steps["waiting"] < 0.6 * steps["off"], steps
 
 
-def test_a_parcel_that_does_not_arrive_is_named() -> None:
+def test_an_open_request_that_does_not_arrive_is_named() -> None:
     world = World(shares_of([4, 0], 1), rules(2))
     moves = [Move(2, 0, 1)]
     with pytest.raises(RuntimeError, match=r"samples \[2\] did not arrive"):
