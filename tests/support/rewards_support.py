@@ -43,11 +43,13 @@ def children() -> set[int]:
 
 
 def is_running(pid: int) -> bool:
+    """Whether any thread of a process is left: the first may end before the others."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
+        num_threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    return stat.rpartition(")")[2].split()[0] != "Z" or num_threads > 1
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float) -> bool:
