@@ -177,8 +177,8 @@ def test_a_segfault_costs_one_sample() -> None:
     assert results[12].reward is None and "exit code -11" in results[12].detail
 
 
-def test_a_worker_killed_from_outside(tmp_path: Path) -> None:
-    """As the kernel's out-of-memory killer does it: at work it costs a sample, at rest none."""
+def test_a_worker_killed_at_work_costs_its_sample() -> None:
+    """As the kernel's out-of-memory killer does it."""
     with make_pool(":hangs_on_bad", workers=2, max_error_rate=0.5, timeout_s=60.0) as pool:
         with pool.scoring() as scoring:
             for request in make_requests("bad", *["good"] * 11):
@@ -190,12 +190,16 @@ def test_a_worker_killed_from_outside(tmp_path: Path) -> None:
         assert [r.status for r in results] == ["error"] + ["ok"] * 11
         assert "exit code -9" in results[0].detail and results[0].reward is None
         assert victim not in pool.worker_pids and len(pool.worker_pids) == 2
-        pool.score(make_requests(*["good"] * 12))
+
+
+def test_workers_killed_at_rest_cost_no_sample() -> None:
+    with make_pool(":length", workers=2) as pool:
         before = pool.worker_pids
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         assert wait_for(lambda: not any(map(is_running, before)), 20.0)
-        assert {r.status for r in pool.score(make_requests(*["good"] * 12))} == {"ok"}
+        assert {r.detail for r in pool.score(make_requests(*["good"] * 12))} == {""}
+        assert not set(before) & set(pool.worker_pids)
 
 
 def is_busy(pid: int) -> bool:
