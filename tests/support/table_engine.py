@@ -108,8 +108,8 @@ class TableEngine:
         rebalancer: object | None = None,
     ) -> dict[int, Completion]:
         """The log-probs are those of the engine's own weights; one token of each per step."""
-        assert version == self.weights_version, "Phases let a stale engine generate"
-        assert self.state is EngineState.AWAKE, "Phases let a sleeping engine generate"
+        assert version == self.weights_version, "the scheduler let a stale engine generate"
+        assert self.state is EngineState.AWAKE, "the scheduler let a sleeping engine generate"
         self.asked.append((list(requests), settings))
         result = []
         for request in requests:

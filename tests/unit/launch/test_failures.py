@@ -242,10 +242,10 @@ import time
 from pathlib import Path
 
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.launch.failures import Limits
+from mindspeed_rl.launch.failures import WatchdogLimits
 from mindspeed_rl.launch.watchdog import Watchdog
 
-limits = Limits(cause_timeout_s=0.2, exit_grace_s=0.1)
+limits = WatchdogLimits(cause_timeout_s=0.2, exit_grace_s=0.1)
 watchdog = Watchdog(World(0, 2, 0, 2), 600.0, "entry", limits)
 Path("ready").touch()
 deadline = time.monotonic() + 60.0

@@ -65,7 +65,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     monkeypatch.setattr(build, "build_rollout_engine", lambda job: TableEngine())
     memory, phases = SimpleNamespace(leave_all=nothing), SimpleNamespace(to_train=nothing)
     monkeypatch.setattr(build, "share_memory", lambda *_: memory)
-    monkeypatch.setattr(build, "Phases", lambda *_: phases)
+    monkeypatch.setattr(build, "DeviceScheduler", lambda *_: phases)
     return found
 
 

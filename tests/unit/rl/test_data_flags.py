@@ -66,7 +66,7 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
     saved.next(3)
     extra = {"sampler": saved.state_dict(), "version": 2, "report": {}}
     monkeypatch.setattr(checkpoints, "load", lambda job, engine, more: LoadedState(4, extra))
-    monkeypatch.setattr(rl_resume, "Report", lambda run, state, step, told: (step, told))
+    monkeypatch.setattr(rl_resume, "RunReporter", lambda run, state, step, told: (step, told))
     sampler = PromptSampler(8, seed=1, fingerprint="new")
     run: Any = SimpleNamespace(
         config=parse(RLRunConfig, argv, "test").config,

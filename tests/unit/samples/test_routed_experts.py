@@ -15,12 +15,11 @@ from support.rl_run import make_run
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests, SampleMessage
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution
-from mindspeed_rl.samples.exchange import SampleMessage as SampleParcel
+from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import as_train_samples, keep_rollouts, responses_in
 
@@ -152,13 +151,13 @@ def test_completions_have_the_experts_of_the_places_that_predict_them() -> None:
     engine = Engine()
     open_requests = OpenRequests(Port(), 8, engine.recorder)
     requests = [GenerationRequest(i, (7,) * n, seed=i) for i, n in enumerate((3, 1))]
-    open_requests.add(SampleMessage(request) for request in requests)
+    open_requests.add(OpenRequest(request) for request in requests)
     engine.step(a=(0, 3), b=(0, 1))
     engine.step(a=(3, 1))
     done = open_requests.finish({0: finished(0, 2), 1: finished(1, 1)}, version=5)
     assert done[0].experts == wanted("a", 2, 2) and done[1].experts == wanted("b", 0, 1)
     plain = OpenRequests(Port(), 8)
-    plain.add([SampleMessage(requests[1])])
+    plain.add([OpenRequest(requests[1])])
     assert plain.finish({1: finished(1, 1)}, version=5)[1].experts is None
 
 
@@ -183,8 +182,8 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(1)
     keep_rollouts(cache, columns, rollouts, samples)
-    open_requests = [SampleParcel.of(s) for s in samples]
-    kept = Redistribution(cache, open_requests, columns, ())
+    open_requests = [SampleMessage.of(s) for s in samples]
+    kept = Redistribution(cache, messages, columns, ())
     prompts = [torch.tensor([1, 2])] * 2
     responses = responses_in(kept, (0, 1), samples, columns)
     trained = as_train_samples(samples, prompts, responses)
