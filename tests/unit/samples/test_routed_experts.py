@@ -182,7 +182,7 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(1)
     keep_rollouts(cache, columns, rollouts, samples)
-    open_requests = [SampleMessage.of(s) for s in samples]
+    messages = [SampleMessage.of(s) for s in samples]
     kept = Redistribution(cache, messages, columns, ())
     prompts = [torch.tensor([1, 2])] * 2
     responses = responses_in(kept, (0, 1), samples, columns)
