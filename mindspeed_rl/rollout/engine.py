@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import torch
-
 from mindspeed_rl.core.types import Completion
+from mindspeed_rl.weights.sync import WeightReceiver
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.rebalance import Rebalancer
@@ -102,7 +101,7 @@ def requests_digest(
     return state.digest()
 
 
-class InferenceEngine(Protocol):
+class InferenceEngine(WeightReceiver, Protocol):
     """An engine on this rank.
 
     Attributes:
@@ -114,27 +113,6 @@ class InferenceEngine(Protocol):
     @property
     def state(self) -> EngineState:
         """What is in memory."""
-        ...
-
-    @property
-    def weights_version(self) -> int:
-        """The trainer's update count of the weights; -1 before the first complete sync."""
-        ...
-
-    def weight_views(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that a reshard writes, by the engine's names."""
-        ...
-
-    def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
-        """Write one whole HF tensor through the engine's own loading code, within an update."""
-        ...
-
-    def begin_update(self) -> None:
-        """Weights are about to change: generating is refused until :meth:`finish_update`."""
-        ...
-
-    def finish_update(self, version: int) -> None:
-        """All weights are those of ``version``: derived state and caches are refreshed."""
         ...
 
     @property

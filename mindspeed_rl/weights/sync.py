@@ -19,28 +19,28 @@ from mindspeed_rl.weights.sync_metrics import SyncTraffic, sync_metrics
 NOT_LOCATED = "every rank holds what the first source has: a checksum itself went wrong"
 
 
-class Receiver(Protocol):
-    """What a sync asks of the engine that receives weights; see InferenceEngine."""
+class WeightReceiver(Protocol):
+    """The side of an engine that weights go to. All of it is local to the rank."""
 
     @property
     def weights_version(self) -> int:
-        """Of the weights that the engine holds."""
-        ...
-
-    def begin_update(self) -> None:
-        """From here on the weights are neither old nor new."""
-        ...
-
-    def finish_update(self, version: int) -> None:
-        """The weights are whole, and of this version."""
+        """The trainer's update count of the weights; -1 before the first complete sync."""
         ...
 
     def weight_views(self) -> Mapping[str, torch.Tensor]:
-        """The engine's live parameters."""
+        """The parameters that a reshard writes, by the engine's names."""
         ...
 
     def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
-        """Give one whole tensor to the engine's own loading code."""
+        """Write one whole HF tensor through the engine's own loading code, within an update."""
+        ...
+
+    def begin_update(self) -> None:
+        """Weights are about to change: generating is refused until :meth:`finish_update`."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """All weights are those of ``version``: derived state and caches are refreshed."""
         ...
 
 
@@ -52,7 +52,7 @@ class WeightTransfer(Protocol):
         """In metrics."""
         ...
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: Receiver) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
         """Write all weights, between begin and finish of an update. Collective: the world."""
         ...
 
@@ -64,7 +64,7 @@ class ReshardTransfer:
     resharder: Resharder
     name: str = "direct"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: Receiver) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
         """Each rank receives what it needs, and nothing else."""
         return self.resharder.run(read, engine.weight_views())
 
@@ -76,7 +76,7 @@ class StreamTransfer:
     stream: TensorStream
     name: str = "stream"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: Receiver) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
         """Every rank receives every tensor, one after another."""
         return self.stream.run(read, engine.load_tensor)
 
@@ -112,7 +112,7 @@ class WeightSync:
         self._verify_interval = verify_interval
         self._num_syncs = 0
 
-    def run(self, engine: Receiver, version: int) -> None:
+    def run(self, engine: WeightReceiver, version: int) -> None:
         """Bring the engine to ``version``; no effect when it is there. Collective: the world.
 
         Raises:

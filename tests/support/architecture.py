@@ -42,7 +42,7 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("core",)),
     "config": Room(("core", "compat", "models")),
     "parallel": Room(("core",), TORCH_DISTRIBUTED),
-    "platforms": Room(("core", "config"), MEGATRON),
+    "platforms": Room(("core", "config"), TORCH_DISTRIBUTED),
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
     "weights": Room(("core", "models", "parallel", "metrics"), TORCH_DISTRIBUTED),
     "rollout": Room(
@@ -68,7 +68,7 @@ ROOMS: Mapping[str, Room] = {
     "diagnosis": Room(("core", "platforms")),
     "launch": Room(
         ("core", "compat", "config", "models", "platforms", "planning", "rewards", "diagnosis"),
-        MEGATRON,
+        TORCH_DISTRIBUTED,
     ),
     "rl": Room(
         (
