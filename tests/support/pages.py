@@ -19,7 +19,10 @@ class Run(Enum):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOMS = [*sorted((ROOT / "mindspeed_rl").glob("*/README.md")), ROOT / "tests/ascend/README.md"]
+OTHERS = [
+    *sorted((ROOT / "mindspeed_rl").glob("*/README.md")),
+    *(ROOT / name for name in ("tests/ascend/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 PYTHON = re.compile(r"^```python\n(# (?P<path>[\w./]+\.py)\n.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^(?P<indent> *)```bash\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 _MARK = "<!-- executed -->"
