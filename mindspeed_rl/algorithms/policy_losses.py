@@ -196,8 +196,8 @@ def ppo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
 
 
 @_policy_loss(
-    "the same with r = geometric mean over the sequence, which needs far smaller bounds (its "
-    "paper: 3e-4 and 4e-4)",
+    "ppo with r = geometric mean over the sequence, which needs far smaller bounds (its paper: "
+    "3e-4 and 4e-4)",
     "arXiv:2507.18071",
     reads=_CLIPPED,
     aggregation=_BY_SEQUENCE,
@@ -286,7 +286,7 @@ def dppo_tv(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
 
 
 @_policy_loss(
-    "the same, by the binary KL of old and new probability",
+    "dppo_tv by the binary KL of the old and new probability",
     "arXiv:2602.04879",
     reads=(*_CLIPPED, "ratio_cap"),
 )

@@ -203,9 +203,9 @@ class PromptConfig:
     A line of the data holds a prompt (text, or a list of chat messages), a reference answer, and
     whatever else a reward reads. Evaluation answers held-out prompts greedily, scores them with the
     rewards of the run and reports the mean reward, the share of responses that equal the answer to
-    the letter (accuracy), and the share that is right (lenient accuracy: full marks of math, code,
-    environment, numeric_match or exact_match where the run has one of them, else by the last
-    number of the response). With --rl-eval-samples N each prompt is also sampled N times: mean@N is
+    the letter (accuracy), and the share that is right (lenient accuracy: full marks of a reward
+    that judges answers, like math or code, where the run has one, else by the last number of the
+    response). With --rl-eval-samples N each prompt is also sampled N times: mean@N is
     the share of right samples, pass@k the chance that one of k is right.
 
     Example: --rl-eval-data gsm8k=gsm8k.jsonl aime=aime.parquet --rl-eval-samples 8
