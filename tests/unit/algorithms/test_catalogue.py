@@ -99,6 +99,6 @@ def test_a_false_declaration_is_an_error_at_once() -> None:
     catalogue.add(Choice(name="one", summary="first", reads=("gamma",)))
     with pytest.raises(ValueError, match="--flag one is declared twice"):
         catalogue.add(Choice(name="one", summary="second"))
-    with pytest.raises(ValueError, match="--flag two reads .*gama"):
+    with pytest.raises(ValueError, match=r"--flag two reads .*gama"):
         catalogue.add(Choice(name="two", summary="second", reads=("gama",)))
     assert list(catalogue) == ["one"] and catalogue.readers("gamma") == ("one",)
