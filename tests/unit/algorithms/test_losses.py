@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import (
@@ -17,7 +18,6 @@ from mindspeed_rl.algorithms.types import (
     MeanTerm,
     Sequences,
 )
-from mindspeed_rl.config.algorithms import AGGREGATIONS
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 
 TOKENS = Denominators(tokens=10, sequences=4)

@@ -69,7 +69,7 @@ def test_published_script_plus_rl_block_parses(script, tp, layers, noop):
     config = parsed.config
     assert config.parallel.tensor_model_parallel_size == tp
     assert (config.model.num_layers, config.model.noop_layers) == (layers, noop)
-    assert config.train.bf16 and config.rl.grpo_clamp_eps_upper == 0.28
+    assert config.train.bf16 and config.surrogate.eps_upper == 0.28
     assert config.rollout.rl_inference_tensor_model_parallel_size == 2
     assert config.rewards.reward_function == ("math", "format=0.2")
     assert config.vllm_options == {"max_num_seqs": 256}

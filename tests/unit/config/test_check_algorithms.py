@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.algorithms import POLICY_LOSSES
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.check_algorithms import check_algorithms
 
@@ -55,7 +55,7 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--grpo-group-size 1", "--grpo-group-size 1: .* at least 2 .* or remax"),
+        ("--grpo-group-size 1", "--grpo-group-size 1: .* at least 2 .* remax"),
         ("--grpo-group-size 0 --rl-advantage-estimator remax", "--grpo-group-size 0"),
         (
             "--critic-lr 1e-4",
@@ -65,7 +65,7 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
             "--rl-advantage-estimator gae --critic-warmup-steps 3 --train-iters 3",
             "--critic-warmup-steps 3: the run has --train-iters 3, .*; lower it",
         ),
-        ("--ref-update-interval 2", "--ref-update-interval 2 has no effect with --grpo-kl-beta 0"),
+        ("--ref-update-interval 2", "--ref-update-interval 2 has no effect without --grpo-kl-beta"),
         ("--reward-model-weight 2", "has no effect without --reward-model-hf-checkpoint"),
         (
             "--reward-model-hf-checkpoint rm --grpo-filter-groups-with-same-reward",
@@ -111,15 +111,15 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
         ),
         ("--rl-clip-ratio-c 0.5", "--rl-clip-ratio-c 0.5: must be above 1"),
         ("--rl-clip-ratio-c 1", "--rl-clip-ratio-c 1: must be above 1"),
-        ("--rl-policy-loss sapo --rl-sapo-tau-pos 0", "--rl-sapo-tau-pos 0: must be positive"),
+        ("--rl-policy-loss sapo --rl-sapo-tau-pos 0", "--rl-sapo-tau-pos: .* more than 0"),
         (
             "--rl-policy-loss clip_cov --rl-clip-cov-lower 5",
             "--rl-clip-cov-lower 5 is not below --rl-clip-cov-upper 5",
         ),
         ("--rl-dro-beta 1", "--rl-dro-beta 1.0 has no effect with --rl-policy-loss ppo; .* dro"),
-        ("--rl-kl-in-reward", "--rl-kl-in-reward has no effect with --grpo-kl-beta 0"),
-        ("--rl-kl-target 0.1", "--rl-kl-target 0.1 has no effect with --grpo-kl-beta 0"),
-        ("--rl-kl-estimator k2", "--rl-kl-estimator k2 has no effect with --grpo-kl-beta 0"),
+        ("--rl-kl-in-reward", "--rl-kl-in-reward has no effect without --grpo-kl-beta"),
+        ("--rl-kl-target 0.1", "--rl-kl-target 0.1 has no effect without --grpo-kl-beta"),
+        ("--rl-kl-estimator k2", "--rl-kl-estimator k2 has no effect without --grpo-kl-beta"),
         (
             "--grpo-kl-beta 1 --rl-kl-in-reward --rl-kl-estimator k3+",
             r"--rl-kl-estimator k3\+ differs from k3 in its gradient alone",
@@ -135,7 +135,7 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
         ),
         (
             "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 0.5",
-            "--rl-importance-sampling-truncation-coef 0.5: must be at least 1",
+            "--rl-importance-sampling-truncation-coef: .* of at least 1",
         ),
         (
             "--rl-rejection-threshold 1",
@@ -151,7 +151,10 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
             "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group",
         ),
         ("--rl-overlong-buffer 129", "--rl-overlong-buffer 129 is longer than --rollout-max-re"),
-        ("--rl-overlong-penalty 2", "--rl-overlong-penalty 2 has no effect without --rl-overlong"),
+        (
+            "--rl-overlong-penalty 2",
+            "--rl-overlong-penalty 2.0 has no effect without --rl-overlong",
+        ),
         (
             "--grpo-filter-groups-with-same-reward --rl-resample-factor 1.5",
             "--rl-resample-factor 1.5 carries samples of older weights .* --old-logprob rollout",

@@ -15,6 +15,7 @@ import pytest
 
 from mindspeed_rl.config import (
     AdvantageConfig,
+    AdvantageSettings,
     CheckpointConfig,
     CorrectionConfig,
     IndexedDataConfig,
@@ -32,6 +33,7 @@ from mindspeed_rl.config import (
     RolloutConfig,
     SamplingConfig,
     SftConfig,
+    SurrogateSettings,
     TrainConfig,
 )
 from mindspeed_rl.planning.run_plan import check_pretrain, check_rl
@@ -85,7 +87,9 @@ def build(files: Path) -> Build:
             prompts=PromptConfig(prompt_data=str(files / "rl.jsonl"), max_prompt_length=64),
             rl=RLConfig(grpo_prompts_per_step=4, grpo_group_size=4),
             advantages=AdvantageConfig(),
+            estimation=AdvantageSettings(),
             policy_loss=PolicyLossConfig(),
+            surrogate=SurrogateSettings(),
             kl=KLConfig(),
             correction=CorrectionConfig(),
             sampling=SamplingConfig(),
@@ -193,7 +197,7 @@ def test_the_batch_arithmetic_in_words(build: Build) -> None:
         ({"rollout": {"rollout_kv_cache_gb": 0.0}}, r"--rollout-kv-cache-gb .*must be positive"),
         (
             {"rl": {"grpo_group_size": 1}},
-            r"--grpo-group-size 1: a relative reward needs at least 2 samples per prompt",
+            r"--grpo-group-size 1: must be at least 2",
         ),
         (
             {"rl": {"rl_default_top_p": 0.9}},

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+import os
 import re
-import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from make_tiny_model import build_tokenizer
 from support.architecture import ROOT
 from support.pages import python_files
-from support.rl_run import make_run
-from support.table_engine import TableEngine, single_rank
+from support.table_engine import TableEngine
 
-from mindspeed_rl.algorithms import advantages, policy_losses
-from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
-from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
-from mindspeed_rl.algorithms.types import Denominators, LossInputs, Sequences
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.environments import LocalRunner, Observation, resolve_environment
 from mindspeed_rl.metrics.loggers import RunLogger
@@ -33,7 +29,6 @@ from mindspeed_rl.rewards import RewardRequest, RewardSpec, WeightedReward, scor
 from mindspeed_rl.rollout.engine import InferenceEngine
 
 FILES = python_files("extending.md")
-ROWS = re.findall(r"```python\n# row\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.S)
 
 
 @pytest.fixture
@@ -45,14 +40,6 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-
-
-def added_to(module: ModuleType, file: str, name: str) -> Any:
-    """What the row of the page puts under ``name``, its function defined at the end of a module."""
-    names = dict(vars(module))
-    exec(FILES[file], names)
-    (row,) = (row for row in ROWS if f'"{name}"' in row)
-    return eval(row, names)[name]
 
 
 def request(**changed: Any) -> RewardRequest:
@@ -97,59 +84,39 @@ def test_environment(reader: Path) -> None:
     assert answers[1] == Observation(done=True, reward=1.0)
 
 
-def test_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its formula, and a step that is trained with it."""
-    added = added_to(advantages, "mindspeed_rl/algorithms/advantages.py", "median_baseline")
-    rows = [[1.0, 0.0, 5.0], [2.0, math.nan, 2.0]]
-    rewards = torch.tensor(rows, dtype=torch.float64)
-    found = added.of_samples(advantages.GroupRewards(rewards, torch.ones(2, 3)))
-    assert found[0].tolist() == [r - statistics.median(rows[0]) for r in rows[0]]
-    assert found[1].tolist() == [0.0, 0.0, 0.0]
-    monkeypatch.setitem(advantages.ESTIMATORS, "grpo", added)
-    with single_rank():
-        run = make_run(tmp_path, "", {0: 1.0, 1: 0.0, 2: 5.0})
-        batches = run.prepared(run.generate().samples)
-    found_of = {
-        sample_id: set(m.column("advantages")[m.sequence_of == position].tolist())
-        for m in batches.micro_batches
-        for position, sample_id in enumerate(m.sample_ids)
+@pytest.fixture(scope="module")
+def with_algorithms() -> dict[str, Any]:
+    """What the estimator and the loss of the page give, in a process that has them."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/support/extended_run.py")],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / n) for n in ("", "tests"))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_estimator(with_algorithms: dict[str, Any]) -> None:
+    """Groups of rewards 1, 0, 5 and 2, none, 2: of the function, and in a step of a run."""
+    assert with_algorithms["of_samples"] == [[0.0, -1.0, 4.0], [0.0, 0.0, 0.0]]
+    assert with_algorithms["of_the_step"] == {
+        str(i): [a] for i, a in enumerate((0, -1, 4, 0, 0, 0))
     }
-    assert [found_of[i] for i in range(6)] == [{0.0}, {-1.0}, {4.0}, {0.0}, {0.0}, {0.0}]
 
 
-def test_policy_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and gradient by hand: of the ratios 1, 1.5 and 0.5."""
-    added = added_to(policy_losses, "mindspeed_rl/algorithms/policy_losses.py", "spo")
-    monkeypatch.setattr(
-        "mindspeed_rl.algorithms.losses.POLICY_LOSSES",
-        {**policy_losses.POLICY_LOSSES, "spo": added},
+def test_policy_loss(with_algorithms: dict[str, Any]) -> None:
+    """Value and gradient by hand, for the ratios and advantages of the script."""
+    eps, pairs = (
+        with_algorithms["eps"],
+        list(zip(with_algorithms["ratios"], with_algorithms["advantages"], strict=True)),
     )
-    ratios, signs, eps = [1.0, 1.5, 0.5], [1.0, -2.0, 1.0], 0.25
-    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
-    logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    inputs = LossInputs(
-        logprobs=logprobs,
-        entropy=torch.zeros_like(old),
-        old_logprobs=old,
-        rollout_logprobs=old,
-        ref_logprobs=None,
-        advantages=torch.tensor(signs, dtype=torch.float64),
-        sequences=Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3.0])),
-    )
-    settings = LossSettings(
-        policy_loss="spo",
-        surrogate=SurrogateSettings(eps_upper=eps),
-        aggregation="token-sum",
-    )
-    outputs = policy_loss(inputs, settings, Denominators.of([3]))
-    pairs = list(zip(ratios, signs, strict=True))
     value = sum(-(r * a - abs(a) * (r - 1) ** 2 / (2 * eps)) for r, a in pairs)
-    assert outputs.loss.item() == pytest.approx(value)
-    (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
+    assert with_algorithms["loss"] == pytest.approx(value)
     by_hand = [-r * (a - abs(a) * (r - 1) / eps) for r, a in pairs]
-    assert gradient.tolist() == pytest.approx(by_hand)
-    clipped = outputs.terms["policy/clip_fraction"]
-    assert float(clipped.sum / clipped.weight) == pytest.approx(2 / 3)  # type: ignore[union-attr]
+    assert with_algorithms["gradient"] == pytest.approx(by_hand)
+    assert with_algorithms["clip_fraction"] == pytest.approx(2 / 3)
+    assert with_algorithms["updates"] == 1
 
 
 def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support.rewards_support import settings
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
+from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.rewards import (
     RewardRequest,
     RewardResult,
@@ -32,6 +33,7 @@ from mindspeed_rl.rewards import (
     score_sample,
     status_rate,
 )
+from mindspeed_rl.rewards.registry import built_in_reward, verdicts
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 
@@ -223,6 +225,13 @@ def test_every_built_in_reward_has_a_description_and_a_function() -> None:
     flags = settings("math", url="http://server", length_target=1)
     for name, what in BUILT_IN_REWARDS.items():
         assert what and callable(resolve_reward(name, replace(flags, max_response_tokens=2)))
+
+
+def test_a_built_in_reward_declares_its_flags_and_its_verdict() -> None:
+    declared = {flag for name in BUILT_IN_REWARDS for flag in built_in_reward(name).flags}
+    kinds = ("reward_code_", "reward_url", "reward_format_", "reward_length_")
+    assert declared == {f.name for f in fields(RewardConfig) if f.name.startswith(kinds)}
+    assert verdicts() == ("math", "code", "environment", "numeric_match", "exact_match")
 
 
 def test_user_function_by_file_with_a_neighbour(tmp_path: Path) -> None:
