@@ -1,4 +1,4 @@
-"""Measures every family in every layout and prints a table.
+"""Measures every family in every layout and prints the table of docs/models.md.
 
 usage: PYTHONPATH=. python tests/family_table.py
 

@@ -1,4 +1,4 @@
-"""Runs the score command on every model and layout and prints the tables behind docs/benchmarks.md.
+"""Runs the score command on every model and layout and prints the tables of docs/models.md.
 
 usage: PYTHONPATH=. python tests/score_table.py [--backend engine] [--variants NAME ...]
            [--layouts NAME ...] [--all] [--together] [--by-family] [--launcher torchrun]

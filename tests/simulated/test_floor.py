@@ -328,8 +328,8 @@ def test_the_send_load_of_any_layouts_is_near_the_optimum() -> None:
     """Against the best that takes from its own node first, all within 1.5; of models without
     tied embeddings nine of ten within 1.25.
 
-    One and two layers per chunk, the same layouts in every run. Each tensor is shared out for
-    itself, so that any rank can plan alone: what its holders send of others is not seen.
+    One and two layers per chunk, the same layouts in every run. What the rest is due to, and the
+    optimum free of that rule, are in docs/resharding.md.
     """
     ratios: list[tuple[float, bool, str]] = []
 

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,14 +18,12 @@ import pytest
 from make_tiny_model import build_tokenizer
 from support.architecture import ROOT
 from support.pages import python_files
-from support.table_engine import TableEngine
 
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.environments import LocalRunner, Observation, resolve_environment
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.trackers import TrackerBackend
 from mindspeed_rl.rewards import RewardRequest, RewardSpec, WeightedReward, score_sample
-from mindspeed_rl.rollout.engine import InferenceEngine
 
 FILES = python_files("extending.md")
 
@@ -144,20 +141,3 @@ def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert rows("run.csv") == [[str(s), "reward/mean", str(s / 2)] for s in (1, 2, 3)]
     assert rows("run from step 2.csv") == [["2", "reward/mean", "1.0"], ["3", "reward/mean", "9.0"]]
-
-
-def test_the_smallest_engine_has_all_that_the_protocol_asks_for() -> None:
-    """The page points to it; weights of its kind do not come through ``load_tensor``."""
-    asked = {
-        name
-        for base in InferenceEngine.__mro__
-        for name in (*vars(base), *vars(base).get("__annotations__", {}))
-        if not name.startswith("_") and base.__module__.startswith("mindspeed_rl")
-    }
-    assert asked - {"load_tensor"} <= set(dir(TableEngine()))
-    text = (ROOT / "docs/extending.md").read_text()
-    table = text[text.index("| member | what it promises |") :]
-    listed = re.findall(
-        r"`(\w+)(?:\([^`]*\))?`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.M))
-    )
-    assert asked - {"weight_format"} <= set(listed)
