@@ -35,9 +35,9 @@ def check(files: Path) -> Check:
 
     def checked(flags: str = "", *, steps: str = STEPS, **arguments: bool) -> RLPlan:
         valid = (
-            f"--hf-checkpoint {files}/model --prompt-data {files}/rl.jsonl "
-            f"--output-dir {files}/out --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-tp 4 "
-            "--max-prompt-length 64 --rollout-max-response-length 64 "
+            f"--hf-checkpoint {files}/model --prompt-data {files}/rl.jsonl --rollout-tp 4 "
+            f"--output-dir {files}/out --max-prompt-length 64 --rollout-max-response-length 64 "
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
             f"--grpo-prompts-per-step 4 --grpo-group-size 4 {steps} "
         )
         return check_rl(configured(RLRunConfig, valid + flags), WORLD, **arguments)
