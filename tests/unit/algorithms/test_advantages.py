@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.shared_sums import Reduce, on_ranks
+from support.shared_sums import Reduce, alone, on_ranks
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS, AdvantageSettings, GroupRewards, teaches
 from mindspeed_rl.algorithms.token_advantages import (
@@ -23,10 +23,6 @@ from mindspeed_rl.algorithms.token_advantages import (
 
 NAN = float("nan")
 RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "opo")
-
-
-def alone(values: torch.Tensor) -> torch.Tensor:
-    return values
 
 
 def step_of(

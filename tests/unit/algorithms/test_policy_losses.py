@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from support.loss_oracle import LOSSES, Knobs, Sequence1, loss_and_gradient
-from support.shared_sums import Reduce, on_ranks
+from support.shared_sums import Reduce, means, on_ranks
 
 from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
@@ -91,12 +92,6 @@ def value_and_gradient(step: Step, settings: LossSettings) -> tuple[LossOutputs,
     return outputs, torch.autograd.grad(outputs.loss, logprobs)[0]
 
 
-def mean_of(outputs: LossOutputs, name: str) -> float:
-    term = outputs.terms[name]
-    assert isinstance(term, MeanTerm)
-    return float(term.sum / term.weight)
-
-
 def test_every_loss_has_a_closed_form() -> None:
     assert set(POLICY_LOSSES) == set(LOSSES)
 
@@ -110,7 +105,7 @@ def test_value_and_gradient_are_those_of_the_source(name: str, mode: str, seed: 
     value, slopes = loss_and_gradient(name, step.sequences, KNOBS, mode, LONGEST)
     assert float(outputs.loss) == pytest.approx(value, rel=1e-12, abs=1e-14)
     np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-7, atol=1e-9)
-    assert mean_of(outputs, "loss/policy") == pytest.approx(value, rel=1e-12, abs=1e-14)
+    assert means(outputs.terms)["loss/policy"] == pytest.approx(value, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("name", ["ppo", "clip_cov"])
@@ -129,36 +124,27 @@ def test_dual_clip(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "name"),
+    ("setting", "knob", "value", "name"),
     [
-        ({"ratio_cap": 1.1}, "dppo_tv"),
-        ({"ratio_cap": 1.1}, "dppo_kl"),
-        ({"sapo_tau_pos": 2.0}, "sapo"),
-        ({"sapo_tau_neg": 3.0}, "sapo"),
-        ({"dro_beta": 0.7}, "dro"),
-        ({"kl_cov_coef": 0.3}, "kl_cov"),
-        ({"eps_lower": 0.01}, "gspo"),
-        ({"eps_upper": 0.01}, "geo_mean"),
+        ("ratio_cap", "cap", 1.1, "dppo_tv"),
+        ("ratio_cap", "cap", 1.1, "dppo_kl"),
+        ("sapo_tau_pos", "tau_pos", 2.0, "sapo"),
+        ("sapo_tau_neg", "tau_neg", 3.0, "sapo"),
+        ("dro_beta", "beta", 0.7, "dro"),
+        ("kl_cov_coef", "coef", 0.3, "kl_cov"),
+        ("eps_lower", "low", 0.01, "gspo"),
+        ("eps_upper", "high", 0.01, "geo_mean"),
     ],
 )
-def test_settings_are_read(changed: dict[str, float], name: str) -> None:
-    names = {
-        "ratio_cap": "cap",
-        "sapo_tau_pos": "tau_pos",
-        "sapo_tau_neg": "tau_neg",
-        "dro_beta": "beta",
-        "kl_cov_coef": "coef",
-        "eps_lower": "low",
-        "eps_upper": "high",
-    }
+def test_settings_are_read(setting: str, knob: str, value: float, name: str) -> None:
     step = make_step(3)
-    settings = replace(BASE, policy_loss=name, surrogate=replace(SURROGATE, **changed))
-    knobs = replace(KNOBS, **{names[key]: value for key, value in changed.items()})
-    value, _ = loss_and_gradient(name, step.sequences, knobs, "token-mean", LONGEST)
+    settings = replace(BASE, policy_loss=name, surrogate=replace(SURROGATE, **{setting: value}))
+    knobs = replace(KNOBS, **{knob: value})
+    wanted, _ = loss_and_gradient(name, step.sequences, knobs, "token-mean", LONGEST)
     before, _ = loss_and_gradient(name, step.sequences, KNOBS, "token-mean", LONGEST)
     found = float(value_and_gradient(step, settings)[0].loss)
-    assert found == pytest.approx(value, rel=1e-12)
-    assert abs(value - before) > 1e-6
+    assert found == pytest.approx(wanted, rel=1e-12)
+    assert abs(wanted - before) > 1e-6
 
 
 # --- layouts -----------------------------------------------------------------------------------
@@ -184,12 +170,10 @@ def test_micro_batches_add_up_to_the_batch(name: str, mode: str) -> None:
     total = torch.stack([p.loss for p in parts]).sum()
     torch.testing.assert_close(total, whole.loss)
     torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], wanted)
-    for metric, term in whole.terms.items():
-        if isinstance(term, MeanTerm):
-            terms = [p.terms[metric] for p in parts]
-            sums = [(float(t.sum), float(t.weight)) for t in terms if isinstance(t, MeanTerm)]
-            found = sum(s for s, _ in sums) / sum(w for _, w in sums)
-            assert found == pytest.approx(mean_of(whole, metric), rel=1e-12, abs=1e-15), metric
+    for metric, mean in means(whole.terms).items():
+        terms = [cast(MeanTerm, p.terms[metric]) for p in parts]
+        found = sum(t.sum for t in terms) / sum(t.weight for t in terms)
+        assert float(found) == pytest.approx(mean, rel=1e-12, abs=1e-15), metric
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -264,7 +248,7 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
     (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
     torch.testing.assert_close(gradient, -step.flat("advantage") / len(gradient))
     assert float(outputs.terms["policy/ratio_max_deviation"].value) == 0.0
-    assert mean_of(outputs, "policy/clip_fraction") == 0.0
+    assert means(outputs.terms)["policy/clip_fraction"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -304,7 +288,7 @@ def test_clipped_objective_of_one_token(
     assert outputs.loss.item() == pytest.approx(-objective / 4, rel=1e-6)
     (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
     assert float(gradient) == pytest.approx(-slope / 4, rel=1e-5)
-    assert mean_of(outputs, "policy/clip_fraction") == float(not 0.9 <= ratio <= 1.3)
+    assert means(outputs.terms)["policy/clip_fraction"] == float(not 0.9 <= ratio <= 1.3)
 
 
 def sequences_of(lengths: Sequence[int]) -> Sequences:
