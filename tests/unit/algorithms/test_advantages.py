@@ -37,7 +37,7 @@ def step_of(
 
 
 def values_of(name: str, step: GroupRewards) -> torch.Tensor:
-    return ESTIMATORS[name].of_samples(step, AdvantageSettings())
+    return ESTIMATORS[name].formula(step, AdvantageSettings())
 
 
 def expected(name: str, rows: list[list[float]], lengths: list[list[int]]) -> list[list[float]]:
