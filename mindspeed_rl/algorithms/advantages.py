@@ -97,7 +97,7 @@ class Estimator(Choice):
     """An advantage estimator.
 
     Attributes:
-        of_samples: the value of each sample, [G, n] of the rewards' type.
+        formula: the value of each sample, [G, n] of the rewards' type.
         of_tokens: advantages of tokens, and the targets of a critic; ``None``: every token has the
             value of its sample.
         min_group_size: smallest n that has a signal.
@@ -106,7 +106,7 @@ class Estimator(Choice):
         needs_critic: whether :attr:`TokenRewards.values` must be there.
     """
 
-    of_samples: OfSamples
+    formula: OfSamples
     of_tokens: OfTokens | None = None
     min_group_size: int = 2
     whiten: bool = False
@@ -114,40 +114,7 @@ class Estimator(Choice):
     needs_critic: bool = False
 
 
-ESTIMATORS: Catalogue[Estimator] = Catalogue("--rl-advantage-estimator", AdvantageSettings)
-
-
-def _estimator(
-    summary: str,
-    source: str,
-    *,
-    reads: tuple[str, ...] = (),
-    of_tokens: OfTokens | None = None,
-    min_group_size: int = 2,
-    whiten: bool = False,
-    needs_greedy: bool = False,
-    needs_critic: bool = False,
-) -> Callable[[OfSamples], OfSamples]:
-    """Declare a function as the estimator of its name; arguments are those of the classes."""
-
-    def declare(function: OfSamples) -> OfSamples:
-        ESTIMATORS.add(
-            Estimator(
-                name=function.__name__,
-                summary=summary,
-                source=source,
-                reads=reads,
-                of_samples=function,
-                of_tokens=of_tokens,
-                min_group_size=min_group_size,
-                whiten=whiten,
-                needs_greedy=needs_greedy,
-                needs_critic=needs_critic,
-            )
-        )
-        return function
-
-    return declare
+ESTIMATORS = Catalogue("--rl-advantage-estimator", Estimator, AdvantageSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +146,7 @@ def teaches(rewards: torch.Tensor) -> torch.Tensor:
     return ~_statistics(rewards).degenerate[:, 0]
 
 
-@_estimator(
+@ESTIMATORS.declare(
     "(r - mean) / (standard deviation + 1e-4) of the group",
     "arXiv:2402.03300",
     reads=("no_std_normalization",),
@@ -192,14 +159,14 @@ def grpo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     return (group.centred / (group.std + MIN_STD)).masked_fill(group.degenerate, 0.0)
 
 
-@_estimator("r - mean of the group", "arXiv:2503.20783")
+@ESTIMATORS.declare("r - mean of the group", "arXiv:2503.20783")
 def dr_grpo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = r - mean of the group (Liu et al. 2025)."""
     group = _statistics(step.rewards)
     return group.centred.masked_fill(group.degenerate, 0.0)
 
 
-@_estimator("r - mean of the other samples of the group", "arXiv:2402.14740")
+@ESTIMATORS.declare("r - mean of the other samples of the group", "arXiv:2402.14740")
 def rloo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = r - mean of the other samples of the group (Ahmadian et al. 2024).
 
@@ -218,7 +185,7 @@ def _discounted_returns(step: TokenRewards, settings: AdvantageSettings) -> Valu
     return ValueTargets(returns, returns)
 
 
-@_estimator(
+@ESTIMATORS.declare(
     "discounted r (less the KL) from each token on, whitened over all tokens of the step",
     "arXiv:2501.03262",
     reads=("gamma",),
@@ -231,7 +198,7 @@ def reinforce_plus_plus(step: GroupRewards, settings: AdvantageSettings) -> torc
     return _known_rewards(step)
 
 
-@_estimator(
+@ESTIMATORS.declare(
     "r - mean of the group, whitened over all tokens of the step", "arXiv:2501.03262", whiten=True
 )
 def reinforce_plus_plus_baseline(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
@@ -239,7 +206,7 @@ def reinforce_plus_plus_baseline(step: GroupRewards, settings: AdvantageSettings
     return dr_grpo(step, settings)
 
 
-@_estimator(
+@ESTIMATORS.declare(
     "r - reward of the greedy response, which is sampled as well",
     "arXiv:2310.10505",
     min_group_size=1,
@@ -256,7 +223,9 @@ def remax(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     return difference.masked_fill(difference.isnan(), 0.0)
 
 
-@_estimator("(r - mean of the group) x groups / groups whose rewards differ", "arXiv:2504.02546")
+@ESTIMATORS.declare(
+    "(r - mean of the group) x groups / groups whose rewards differ", "arXiv:2504.02546"
+)
 def gpg(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = a (r - mean), a = G / groups that teach something (Chu et al. 2025).
 
@@ -268,7 +237,7 @@ def gpg(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     return dr_grpo(step, settings) * group.degenerate.numel() / useful
 
 
-@_estimator("r - mean of the group weighted by response length", "arXiv:2505.23585")
+@ESTIMATORS.declare("r - mean of the group weighted by response length", "arXiv:2505.23585")
 def opo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = r - sum(length r) / sum(length) of the group (Hao et al. 2025)."""
     group = _statistics(step.rewards)
@@ -293,7 +262,7 @@ def _errors_of_the_critic(step: TokenRewards, settings: AdvantageSettings) -> Va
     )
 
 
-@_estimator(
+@ESTIMATORS.declare(
     "errors of a critic from each token on, whitened over all tokens of the step (PPO)",
     "arXiv:1506.02438",
     reads=("gamma", "gae_lambda"),

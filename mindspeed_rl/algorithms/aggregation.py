@@ -20,79 +20,54 @@ if TYPE_CHECKING:
     from mindspeed_rl.algorithms.types import Denominators, Sequences
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What the weights of the tokens of a micro-batch are made of.
-
-    Attributes:
-        ones: [N] fp32.
-        sequences: of the micro-batch.
-        total: of the optimizer step; sequences without a trained token do not count.
-        longest: the limit on the length of a response, in tokens.
-    """
-
-    ones: torch.Tensor
-    sequences: Sequences
-    total: Denominators
-    longest: int
-
-    @property
-    def per_sequence(self) -> torch.Tensor:
-        """1 / sequences, [N]."""
-        return self.ones / max(1, self.total.sequences)
-
-
-Weights = Callable[[Counts], "torch.Tensor"]
+Weights = Callable[["Sequences", "Denominators", int], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation(Choice):
-    """A way of making one loss of those of tokens; ``weights`` are [N] fp32."""
+    """A way of making one loss of those of tokens.
 
-    weights: Weights
+    Attributes:
+        formula: the arguments of :func:`token_weights` but the first.
+    """
 
-
-AGGREGATIONS: Catalogue[Aggregation] = Catalogue("--rl-loss-aggregation")
-
-
-def _aggregation(name: str, summary: str, source: str = "") -> Callable[[Weights], Weights]:
-    """Declare a function as the weights of an aggregation."""
-
-    def declare(function: Weights) -> Weights:
-        AGGREGATIONS.add(Aggregation(name=name, summary=summary, source=source, weights=function))
-        return function
-
-    return declare
+    formula: Weights
 
 
-@_aggregation("token-mean", "1 / tokens", "arXiv:2503.14476")
-def _token_mean(counts: Counts) -> torch.Tensor:
-    return counts.ones / max(1, counts.total.tokens)
+AGGREGATIONS = Catalogue("--rl-loss-aggregation", Aggregation)
 
 
-@_aggregation("token-sum", "1")
-def _token_sum(counts: Counts) -> torch.Tensor:
-    return counts.ones
+@AGGREGATIONS.declare("1 / tokens", "arXiv:2503.14476", name="token-mean")
+def _token_mean(sequences: Sequences, denominators: Denominators, longest: int) -> torch.Tensor:
+    return sequences.ones / max(1, denominators.tokens)
 
 
-@_aggregation("seq-mean-token-sum", "1 / sequences")
-def _sequence_mean_of_sums(counts: Counts) -> torch.Tensor:
-    return counts.per_sequence
+@AGGREGATIONS.declare("1", name="token-sum")
+def _token_sum(sequences: Sequences, denominators: Denominators, longest: int) -> torch.Tensor:
+    return sequences.ones
 
 
-@_aggregation(
-    "seq-mean-token-sum-norm",
+@AGGREGATIONS.declare("1 / sequences", name="seq-mean-token-sum")
+def _sequence_sum(sequences: Sequences, denominators: Denominators, longest: int) -> torch.Tensor:
+    return sequences.ones / max(1, denominators.sequences)
+
+
+@AGGREGATIONS.declare(
     "1 / (sequences x --rollout-max-response-length), a constant where the length of the own "
     "sequence would favour short answers",
     "arXiv:2503.20783",
+    name="seq-mean-token-sum-norm",
 )
-def _sequence_mean_of_scaled_sums(counts: Counts) -> torch.Tensor:
-    return counts.per_sequence / counts.longest
+def _scaled_sum(sequences: Sequences, denominators: Denominators, longest: int) -> torch.Tensor:
+    return _sequence_sum(sequences, denominators, longest) / longest
 
 
-@_aggregation("seq-mean-token-mean", "1 / (sequences x tokens of its sequence)", "arXiv:2402.03300")
-def _sequence_mean_of_means(counts: Counts) -> torch.Tensor:
-    return counts.per_sequence / counts.sequences.spread(counts.sequences.num_trained)
+@AGGREGATIONS.declare(
+    "1 / (sequences x tokens of its sequence)", "arXiv:2402.03300", name="seq-mean-token-mean"
+)
+def _sequence_mean(sequences: Sequences, denominators: Denominators, longest: int) -> torch.Tensor:
+    per_sequence = _sequence_sum(sequences, denominators, longest)
+    return per_sequence / sequences.spread(sequences.num_trained)
 
 
 def token_weights(
@@ -109,5 +84,4 @@ def token_weights(
     Returns:
         [N] fp32.
     """
-    ones = sequences.num_trained.new_ones(sequences.of_token.shape)
-    return AGGREGATIONS[mode].weights(Counts(ones, sequences, denominators, longest))
+    return AGGREGATIONS[mode].formula(sequences, denominators, longest)

@@ -9,8 +9,8 @@ are written in methods of tensors, and one that needs torch itself imports it wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,35 +19,59 @@ class Choice:
 
     Attributes:
         name: the value.
-        summary: the formula, or what it does, in a few words.
+        summary: what it computes, in a few words.
+        formula: the function.
         source: where it is published; empty for nowhere in particular.
         reads: fields of the settings of its catalogue that it reads.
     """
 
     name: str
     summary: str
+    formula: Callable[..., Any]
     source: str = ""
     reads: tuple[str, ...] = ()
 
 
 AnyChoice = TypeVar("AnyChoice", bound=Choice)
+Formula = TypeVar("Formula", bound=Callable[..., Any])
 
 
-class Catalogue(Mapping[str, AnyChoice], Generic[AnyChoice]):
+class Catalogue(Mapping[str, AnyChoice]):
     """The choices of one flag by name, in the order in which they are declared.
 
     Args:
         flag: the flag, as it is typed.
+        kind: the class of its choices.
         settings: the dataclass of flags that only some of the choices read.
     """
 
-    def __init__(self, flag: str, settings: type[Any] | None = None) -> None:
+    def __init__(self, flag: str, kind: type[AnyChoice], settings: type[Any] | None = None) -> None:
         self.flag = flag
+        self._kind = kind
         self._settings = {f.name for f in dataclasses.fields(settings)} if settings else set()
         self._choices: dict[str, AnyChoice] = {}
 
+    def declare(
+        self, summary: str, source: str = "", *, name: str = "", **properties: Any
+    ) -> Callable[[Formula], Formula]:
+        """Declare the function below as a choice, of its own name unless another is given.
+
+        Args:
+            summary: as in :class:`Choice`, like the others.
+            source: of the formula.
+            name: of the choice.
+            properties: further fields of the class of the choices.
+        """
+
+        def declared(formula: Formula) -> Formula:
+            named: dict[str, Any] = {"name": name or formula.__name__, "summary": summary}
+            self.add(self._kind(**named, source=source, formula=formula, **properties))
+            return formula
+
+        return declared
+
     def add(self, choice: AnyChoice) -> None:
-        """Declare a choice.
+        """Add a choice.
 
         Raises:
             ValueError: its name is taken, or it reads what is not among the settings.

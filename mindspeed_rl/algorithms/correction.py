@@ -82,7 +82,7 @@ def correct(
             weights = rho.masked_fill(bent, 0.0)
         terms["correction/bounded_fraction"] = MeanTerm(bent.sum().to(count), count)
     if settings.rejection != "none":
-        estimate = KL_ESTIMATORS[settings.rejection].of(-log_rho)  # KL(engine || trainer)
+        estimate = KL_ESTIMATORS[settings.rejection].formula(-log_rho)  # KL(engine || trainer)
         divergence = _over(estimate, sequences, settings.rejection_level)
         # a NaN is rejected, too
         rejected = ~(divergence.abs() <= settings.rejection_threshold)

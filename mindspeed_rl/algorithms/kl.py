@@ -26,43 +26,35 @@ class KLEstimator(Choice):
     """An estimator of the KL of a token.
 
     Attributes:
-        of: the estimate, [N] in nats, of d, [N].
+        formula: the estimate, [N] in nats, of d, [N].
         in_loss_only: it differs from another one in its gradient alone.
     """
 
-    of: OfDifference
+    formula: OfDifference
     in_loss_only: bool = False
 
 
-KL_ESTIMATORS: Catalogue[KLEstimator] = Catalogue("--rl-kl-estimator")
+KL_ESTIMATORS = Catalogue("--rl-kl-estimator", KLEstimator)
 
 
-def _kl_estimator(name: str, summary: str) -> Callable[[OfDifference], OfDifference]:
-    """Declare a function as an estimator."""
-
-    def declare(function: OfDifference) -> OfDifference:
-        KL_ESTIMATORS.add(KLEstimator(name=name, summary=summary, of=function))
-        return function
-
-    return declare
-
-
-@_kl_estimator("k1", "d, unbiased, of either sign; its gradient is 0 on average")
+@KL_ESTIMATORS.declare("d, unbiased, of either sign; its gradient is 0 on average", name="k1")
 def _k1(difference: torch.Tensor) -> torch.Tensor:
     return difference
 
 
-@_kl_estimator("abs", "|d|")
+@KL_ESTIMATORS.declare("|d|", name="abs")
 def _magnitude(difference: torch.Tensor) -> torch.Tensor:
     return difference.abs()
 
 
-@_kl_estimator("k2", "d^2 / 2, whose gradient is that of the KL on average")
+@KL_ESTIMATORS.declare("d^2 / 2, whose gradient is that of the KL on average", name="k2")
 def _k2(difference: torch.Tensor) -> torch.Tensor:
     return 0.5 * difference.square()
 
 
-@_kl_estimator("k3", "exp(-d) + d - 1, unbiased and never negative; its gradient is biased")
+@KL_ESTIMATORS.declare(
+    "exp(-d) + d - 1, unbiased and never negative; its gradient is biased", name="k3"
+)
 def _k3(difference: torch.Tensor) -> torch.Tensor:
     difference = bounded(difference)
     return (-difference).exp() + difference - 1.0
@@ -73,18 +65,18 @@ def _straight_through(estimator: KLEstimator) -> KLEstimator:
 
     def value(difference: torch.Tensor) -> torch.Tensor:
         squared = _k2(difference)
-        return squared - squared.detach() + estimator.of(difference).detach()
+        return squared - squared.detach() + estimator.formula(difference).detach()
 
     return KLEstimator(
         name=estimator.name + STRAIGHT_THROUGH,
         summary=f"the value of {estimator.name} with the gradient of k2",
         source="arXiv:2510.01555",
-        of=value,
+        formula=value,
         in_loss_only=True,
     )
 
 
-for _estimator in [e for e in KL_ESTIMATORS.values() if e.of is not _k2]:
+for _estimator in [e for e in KL_ESTIMATORS.values() if e.formula is not _k2]:
     KL_ESTIMATORS.add(_straight_through(_estimator))
 
 
@@ -99,7 +91,7 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str)
     Returns:
         [N] in nats.
     """
-    return KL_ESTIMATORS[estimator].of(bounded(logprobs - reference))
+    return KL_ESTIMATORS[estimator].formula(bounded(logprobs - reference))
 
 
 # The coefficient changes by at most this share of num_samples / horizon in one step.

@@ -123,13 +123,13 @@ class PolicyLoss(Choice):
     """A policy loss.
 
     Attributes:
-        of_tokens: the loss of each token.
+        formula: the loss of each token.
         aggregation: how its source makes one loss of them.
         selection: which tokens of an optimizer step are in ``LossInputs.covariance_mask``: those of
             the largest covariance of log p and A, random ones within bounds of it, or none.
     """
 
-    of_tokens: OfTokens
+    formula: OfTokens
     aggregation: str = "token-mean"
     selection: Selection = "none"
 
@@ -139,36 +139,9 @@ class PolicyLoss(Choice):
         return self.selection != "none"
 
 
-POLICY_LOSSES: Catalogue[PolicyLoss] = Catalogue("--rl-policy-loss", SurrogateSettings)
+POLICY_LOSSES = Catalogue("--rl-policy-loss", PolicyLoss, SurrogateSettings)
 _CLIPPED = ("eps_lower", "eps_upper")
 _BY_SEQUENCE = "seq-mean-token-mean"
-
-
-def _policy_loss(
-    summary: str,
-    source: str,
-    *,
-    reads: tuple[str, ...] = (),
-    aggregation: str = "token-mean",
-    selection: Selection = "none",
-) -> Callable[[OfTokens], OfTokens]:
-    """Declare a function as the policy loss of its name; arguments are those of the classes."""
-
-    def declare(function: OfTokens) -> OfTokens:
-        POLICY_LOSSES.add(
-            PolicyLoss(
-                name=function.__name__,
-                summary=summary,
-                source=source,
-                reads=reads,
-                of_tokens=function,
-                aggregation=aggregation,
-                selection=selection,
-            )
-        )
-        return function
-
-    return declare
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, s: SurrogateSettings) -> Surrogate:
@@ -178,7 +151,7 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, s: SurrogateSettings
     return Surrogate(loss, (ratio != inside).detach())
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "-min(r A, clip(r) A)", "arXiv:1707.06347, 1912.09729", reads=(*_CLIPPED, "clip_ratio_c")
 )
 def ppo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
@@ -195,7 +168,7 @@ def ppo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return Surrogate(limit.where(held, result.loss), result.outside | held)
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "ppo with r = geometric mean over the sequence, which needs far smaller bounds (its paper: "
     "3e-4 and 4e-4)",
     "arXiv:2507.18071",
@@ -213,7 +186,7 @@ def gspo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return _clipped((mean + own).exp(), inputs.advantages, s)
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "-A exp(mean over the sequence of clipped log r)",
     "arXiv:2507.20673",
     reads=_CLIPPED,
@@ -234,7 +207,7 @@ def geo_mean(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return Surrogate(loss, (log_ratio != inside).detach())
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "-sg(clip(r)) A log p, all tokens keep a gradient", "arXiv:2506.13585", reads=_CLIPPED
 )
 def cispo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
@@ -244,13 +217,13 @@ def cispo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return Surrogate(-inside * inputs.advantages * inputs.logprobs, ratio != inside)
 
 
-@_policy_loss("-A log p, without r", "arXiv:2504.02546")
+@POLICY_LOSSES.declare("-A log p, without r", "arXiv:2504.02546")
 def gpg(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     """-A log p: REINFORCE without a ratio (Chu et al. 2025, arXiv:2504.02546)."""
     return Surrogate(-inputs.advantages * inputs.logprobs, _nowhere(inputs))
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "-A (4 / tau) sigmoid(tau (r - 1)), a gate instead of a bound",
     "arXiv:2511.20347",
     reads=("sapo_tau_pos", "sapo_tau_neg"),
@@ -268,7 +241,7 @@ def sapo(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return Surrogate(loss, _nowhere(inputs))
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "-sg(min(r, cap)) A log p, 0 where the probability moved too far",
     "arXiv:2602.04879",
     reads=(*_CLIPPED, "ratio_cap"),
@@ -285,7 +258,7 @@ def dppo_tv(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return _divergence_limited(inputs, outside, s)
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "dppo_tv by the binary KL of the old and new probability",
     "arXiv:2602.04879",
     reads=(*_CLIPPED, "ratio_cap"),
@@ -315,7 +288,7 @@ def _divergence_limited(
     return Surrogate(loss.masked_fill(outside, 0.0), outside)
 
 
-@_policy_loss("-A log p + beta / 2 (log r)^2", "arXiv:2405.19107", reads=("dro_beta",))
+@POLICY_LOSSES.declare("-A log p + beta / 2 (log r)^2", "arXiv:2405.19107", reads=("dro_beta",))
 def dro(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     """-(A log p - beta / 2 (log r)^2) (Richemond et al. 2024, arXiv:2405.19107)."""
     log_ratio = inputs.log_ratio
@@ -323,7 +296,7 @@ def dro(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return Surrogate(loss, _nowhere(inputs))
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "ppo without some tokens of high covariance of log p and A",
     "arXiv:2505.22617",
     reads=(*_CLIPPED, "clip_ratio_c", "cov_ratio", "clip_cov_lower", "clip_cov_upper"),
@@ -338,7 +311,7 @@ def clip_cov(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     return Surrogate(base.loss.masked_fill(selected, 0.0), base.outside | selected)
 
 
-@_policy_loss(
+@POLICY_LOSSES.declare(
     "-r A, plus |log r| at the tokens of highest covariance",
     "arXiv:2505.22617",
     reads=("cov_ratio", "kl_cov_coef"),

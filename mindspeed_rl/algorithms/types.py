@@ -70,6 +70,11 @@ class Sequences:
     num_trained: torch.Tensor
     reduce: Callable[[torch.Tensor], torch.Tensor] = _alone
 
+    @property
+    def ones(self) -> torch.Tensor:
+        """1 for each token, [N] fp32."""
+        return self.num_trained.new_ones(self.of_token.shape)
+
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over each whole sequence: [N] -> [S], without gradient. Collective as ``reduce``."""
         local = values.new_zeros(self.num_trained.shape)

@@ -73,7 +73,7 @@ def compute_advantages(
         penalties = [state.kl_beta * k for k in kl]
         if estimator.of_tokens is None:
             rewards = rewards - tokens.sums_of_samples(penalties).cpu()
-    values = estimator.of_samples(
+    values = estimator.formula(
         group_rewards(rewards, samples, run.plan.batch.group_size, greedy), settings
     ).flatten()
     _refuse_not_finite(

@@ -68,7 +68,7 @@ def loss_inputs() -> LossInputs:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_reads_what_it_declares(name: str) -> None:
     loss = POLICY_LOSSES[name]
-    found = read_by(lambda s: loss.of_tokens(loss_inputs(), s), SurrogateSettings())
+    found = read_by(lambda s: loss.formula(loss_inputs(), s), SurrogateSettings())
     assert found == set(loss.reads) - SELECTION
     assert loss.selects == bool(SELECTION & set(loss.reads))
     assert loss.aggregation in AGGREGATIONS
@@ -79,7 +79,7 @@ def test_an_estimator_reads_what_it_declares(name: str) -> None:
     estimator = ESTIMATORS[name]
 
     def estimate(settings: Any) -> None:
-        estimator.of_samples(GroupRewards(ONES[None], ONES[None], ONES), settings)
+        estimator.formula(GroupRewards(ONES[None], ONES[None], ONES), settings)
         if estimator.of_tokens is not None:
             estimator.of_tokens(TokenRewards(ONES, [1], ONES), settings)
 
@@ -95,10 +95,11 @@ def test_every_setting_has_a_reader(catalogue: Catalogue[Any], settings: type[An
 
 
 def test_a_false_declaration_is_an_error_at_once() -> None:
-    catalogue: Catalogue[Choice] = Catalogue("--flag", AdvantageSettings)
-    catalogue.add(Choice(name="one", summary="first", reads=("gamma",)))
+    catalogue = Catalogue("--flag", Choice, AdvantageSettings)
+    catalogue.declare("first", name="one", reads=("gamma",))(abs)
     with pytest.raises(ValueError, match="--flag one is declared twice"):
-        catalogue.add(Choice(name="one", summary="second"))
-    with pytest.raises(ValueError, match=r"--flag two reads .*gama"):
-        catalogue.add(Choice(name="two", summary="second", reads=("gama",)))
+        catalogue.declare("second", name="one")(abs)
+    with pytest.raises(ValueError, match=r"--flag abs reads .*gama"):
+        catalogue.declare("third", reads=("gama",))(abs)
     assert list(catalogue) == ["one"] and catalogue.readers("gamma") == ("one",)
+    assert catalogue["one"].formula is abs

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.checked_runs import configured
 
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import OwnFlag, own_flags
 from mindspeed_rl.config.check_algorithms import check_algorithms
 
 
@@ -61,8 +64,6 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
          "--critic-lr 0.0001 has no effect with --rl-advantage-estimator grpo; .* with gae"),
         ("--rl-advantage-estimator gae --critic-warmup-steps 3 --train-iters 3",
          "--critic-warmup-steps 3: the run has --train-iters 3, .*; lower it"),
-        ("--ref-update-interval 2", "--ref-update-interval 2 has no effect without --grpo-kl-beta"),
-        ("--reward-model-weight 2", "has no effect without --reward-model-hf-checkpoint"),
         ("--reward-model-hf-checkpoint rm --grpo-filter-groups-with-same-reward",
          "--grpo-filter-groups-with-same-reward needs rewards while .*; remove one"),
         ("--reward-model-hf-checkpoint rm --rl-advantage-estimator remax",
@@ -78,42 +79,21 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
          "--rl-routing-replay rollout: not with --rl-resample-factor 2: .*replay trainer"),
         ("--rl-routing-replay rollout --rl-environment calculator",
          "--rl-routing-replay rollout: not with --rl-environment"),
-        ("--rl-gamma 0.9", "--rl-gamma 0.9 has no effect with --rl-advantage-estimator grpo; .*"),
-        ("--grpo-no-std-normalization --rl-advantage-estimator rloo",
-         "--grpo-no-std-normalization has no effect with --rl-advantage-estimator rloo; .* "
-         "grpo"),
-        ("--rl-policy-loss sapo --grpo-clamp-eps-upper 0.28",
-         "--grpo-clamp-eps-upper 0.28 has no effect with --rl-policy-loss sapo; .* cispo"),
-        ("--rl-clip-ratio-c 3 --rl-policy-loss gspo",
-         "--rl-clip-ratio-c 3.0 has no .*ppo, clip_co"),
         ("--rl-clip-ratio-c 0.5", "--rl-clip-ratio-c 0.5: must be above 1"),
         ("--rl-clip-ratio-c 1", "--rl-clip-ratio-c 1: must be above 1"),
         ("--rl-policy-loss sapo --rl-sapo-tau-pos 0", "--rl-sapo-tau-pos: .* more than 0"),
         ("--rl-policy-loss clip_cov --rl-clip-cov-lower 5",
          "--rl-clip-cov-lower 5 is not below --rl-clip-cov-upper 5"),
-        ("--rl-dro-beta 1", "--rl-dro-beta 1.0 has no effect with --rl-policy-loss ppo; .* dro"),
-        ("--rl-kl-in-reward", "--rl-kl-in-reward has no effect without --grpo-kl-beta"),
-        ("--rl-kl-target 0.1", "--rl-kl-target 0.1 has no effect without --grpo-kl-beta"),
-        ("--rl-kl-estimator k2", "--rl-kl-estimator k2 has no effect without --grpo-kl-beta"),
         ("--grpo-kl-beta 1 --rl-kl-in-reward --rl-kl-estimator k3+",
          r"--rl-kl-estimator k3\+ differs from k3 in its gradient alone"),
-        ("--rl-importance-sampling-truncation-coef 5",
-         "--rl-importance-sampling-truncation-coef 5.0 has no effect without "
-         "--rl-inference-logprobs-is-correction; add it"),
-        ("--rl-inference-logprobs-is-correction --rl-is-correction-lower 0.1",
-         "--rl-is-correction-lower 0.1 has no effect with --rl-is-correction-mode truncate"),
         ("--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 0.5",
          "--rl-importance-sampling-truncation-coef: .* of at least 1"),
         ("--rl-rejection-threshold 1",
          "--rl-rejection-threshold 1.0 .* --rl-rejection none; .* k3"),
-        ("--rl-max-resample 2",
-         "--rl-max-resample 2 has no effect without --grpo-filter-groups-with-same-reward"),
         ("--grpo-filter-groups-with-same-reward --grpo-group-size 1 --rl-advantage-estimator "
          "remax",
          "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group"),
         ("--rl-overlong-buffer 129", "--rl-overlong-buffer 129 is longer than --rollout-max-re"),
-        ("--rl-overlong-penalty 2",
-         "--rl-overlong-penalty 2.0 has no effect without --rl-overlong"),
         ("--grpo-filter-groups-with-same-reward --rl-resample-factor 1.5",
          "--rl-resample-factor 1.5 carries samples of older weights .* --old-logprob rollout"),
         ("--grpo-filter-groups-with-same-reward --rl-resample-factor 2 --old-logprob recompute",
@@ -125,6 +105,35 @@ def test_what_belongs_together_is_accepted(flags: str) -> None:
 def test_a_contradiction_is_refused(flags: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         check(flags)
+
+
+NEEDY = [f for _, own in own_flags(RLRunConfig) for f in own if f.info.needs is not None]
+
+
+def changed(flag: OwnFlag) -> str:
+    """A flag with an allowed value that is not its default."""
+    name, info = flag.spellings[0], flag.info
+    if flag.kind is bool:
+        return name
+    if flag.kind is str:
+        return f"{name} {next((c for c in info.choices if c != flag.default), 'text')}"
+    numbers = [flag.kind(n) for n in (2, 1, 0.5, 0)]
+    return f"{name} {next(n for n in numbers if n != flag.default and info.allows(n))}"
+
+
+@pytest.mark.parametrize("flag", NEEDY, ids=lambda flag: flag.field)
+def test_a_flag_that_nothing_reads_is_refused(flag: OwnFlag) -> None:
+    """Alone, unless the default of what it needs reads it; then with a value that does not."""
+    deciders = {f.spellings[0]: f for _, own in own_flags(RLRunConfig) for f in own}
+    needs = flag.info.needs
+    assert needs is not None and str(needs) in flag.help
+    decider, other = deciders[needs.flag], ""
+    if needs.met_by(decider.default):
+        unread = next(c for c in decider.info.choices if not needs.met_by(c))
+        other = f"{needs.flag} {unread}"
+    told = f"{re.escape(changed(flag).split()[0])}.* has no effect with(out)? {needs.flag}"
+    with pytest.raises(ValueError, match=told):
+        check(f"{changed(flag)} {other}")
 
 
 def test_the_aggregation_is_that_of_the_source_unless_given() -> None:
