@@ -154,7 +154,7 @@ def test_experts_keep_the_tokens_that_they_take() -> None:
     even = training(MegatronLayout(spec, parallel))
     busy, work = replace(even, imbalance=3.0), replace(WORK, tokens=4096)
     grown = busy.layer_parts(0, work)["moe"] - even.layer_parts(0, work)["moe"]
-    assert grown == 2 * 4096 * 8 * (spec.hidden_size + 3 * spec.expert_ffn_size) * 2
+    assert grown == 2 * 4096 * 8 * (spec.hidden_size + 3 * spec.moe.expert_ffn_size) * 2
 
 
 def engine(model: str, layout: EngineLayout, **options: object) -> EngineMemory:
@@ -166,7 +166,7 @@ def test_engine_weights_and_cache_of_a_published_model() -> None:
     spec = spec_of("qwen2.5-7b")
     found = engine("qwen2.5-7b", EngineLayout(2, 2), block_size=32)
     hidden, layers = spec.hidden_size, spec.num_layers
-    q, kv = spec.q_size, spec.kv_size
+    q, kv = spec.attention.q_size, spec.attention.kv_size
     matrices = q * hidden * 2 + 2 * kv * hidden + 3 * hidden * spec.ffn_hidden_size
     layer = matrices // 2 + (q + 2 * kv) // 2 + 2 * hidden
     assert found.weights(0) == 2 * (layers * layer + hidden + spec.vocab_size * hidden)
@@ -179,14 +179,16 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
     """64 groups of 1024 tokens, 8 experts each, over 128 ranks: 4096 copies, by the imbalance."""
     layout = EngineLayout(128, 2, 64, expert_parallel=True)
     even = engine("deepseek-v3", layout, max_num_batched_tokens=1024, max_num_seqs=64)
-    assert even.routed_tokens() == 4096
+    assert even.routed_tokens(even.layout.spec.moe) == 4096
     busy = replace(even, imbalance=8.0)
     grown = busy.workspace() - even.workspace()
     assert grown == 7 * 4096 * (2 * 7168 + 3 * 2048) * 2
     many = replace(busy, options={"max_num_batched_tokens": 8192, "max_num_seqs": 64})
     assert many.workspace() == pytest.approx(8 * busy.workspace(), rel=0.01)
     cut = engine("deepseek-v3", EngineLayout(8, 8), max_num_batched_tokens=1024)
-    assert cut.routed_tokens() == 8192, "without expert parallelism every rank computes all"
+    assert cut.routed_tokens(cut.layout.spec.moe) == 8192, (
+        "without expert parallelism every rank computes all"
+    )
 
 
 def test_groups_of_a_step_have_a_communicator_each() -> None:
