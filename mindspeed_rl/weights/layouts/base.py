@@ -328,7 +328,7 @@ class TableLayout(ABC):
         return False
 
     def _cuts_of(self, row: WeightRow, layer: int, share: Share) -> tuple[Cut, ...]:
-        """The cuts of a row at a share, alike for all experts of like layers. Equal cuts are one."""
+        """The cuts of a row at a share, equal for experts and like layers. Equal cuts are one."""
         first = self._first_alike[id(row)][layer]
         key = (id(row), first, share)
         known = self._cuts_of_rows.get(key)
