@@ -163,7 +163,7 @@ class ModelSpec:
         Raises:
             UsageError: a name that the layers have different values of; see :meth:`at`.
         """
-        return tuple(int(self._dim(name)) for name in names)
+        return tuple(self._dim(name) for name in names)
 
     def _dim(self, name: str) -> int:
         if hasattr(self, name):
@@ -172,7 +172,7 @@ class ModelSpec:
         found = self._agreed(name, (getattr(part, name) for part in parts if hasattr(part, name)))
         if found is None:
             raise LookupError(f"no part of a {self.family} model has the dimension {name}")
-        return found
+        return int(found)
 
     @property
     def mtp_input_size(self) -> int:
