@@ -66,8 +66,8 @@ class CheckpointLayout(MegatronLayout):
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         """The one place of a row at a layer and expert."""
         for place in super().places(row, layer, expert):
-            mirror = place.mirror or _repeats_embedding(row)
-            yield RowPlacement(place.row, place.param, place.shares, mirror)
+            is_replica = place.is_replica or _repeats_embedding(row)
+            yield RowPlacement(place.row, place.param, place.shares, is_replica)
 
     # --- files ---
 

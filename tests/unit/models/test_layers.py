@@ -5,7 +5,7 @@ Expected numbers are written out by hand for two kinds of attention and two kind
 
 from __future__ import annotations
 
-from dataclasses import replace
+from datakeys import replace
 from math import prod
 
 import pytest
@@ -125,16 +125,16 @@ def test_every_element_is_once_on_both_sides(spec: ModelSpec, expert_parallel: b
         prod(shard.piece.hf_box.size)
         for name in trainer.held_names(0)
         for shard in trainer.shards(name)
-        if 0 in shard.holders
+        if 0 in shard.owner_ranks
     )
 
 
 def test_tensors_of_layers_that_differ_are_not_placed_alike() -> None:
     layout = trainer_of(SIZES)
     names = [f"model.layers.{n}.self_attn.o_proj.weight" for n in range(4)]
-    classes = [layout.class_of(name) for name in names]
-    assert classes[0] == classes[2] != classes[1] == classes[3]
-    assert [layout.num_alike(name) for name in names] == [(2, 1)] * 4
+    keys = [layout.placement_key(name) for name in names]
+    assert keys[0] == keys[2] != keys[1] == keys[3]
+    assert [layout.num_placed_alike(name) for name in names] == [(2, 1)] * 4
 
 
 def test_the_cache_of_a_token_is_a_sum_over_layers() -> None:
