@@ -49,7 +49,7 @@ class Unit:
 
     Attributes:
         key: :meth:`ShardLayout.unit_of` of each of them.
-        lane: which ranks hold them: the pipeline stage.
+        stage: which ranks hold them: the pipeline stage.
         layer: the global layer; 0 outside the layers.
         names: the HF tensors.
     """

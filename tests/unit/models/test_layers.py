@@ -5,7 +5,7 @@ Expected numbers are written out by hand for two kinds of attention and two kind
 
 from __future__ import annotations
 
-from datakeys import replace
+from dataclasses import replace
 from math import prod
 
 import pytest
