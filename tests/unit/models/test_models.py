@@ -25,21 +25,12 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 24,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "hidden_act": "silu",
-    "eos_token_id": 151645,
-}
+    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 24, "hidden_size": 896,
+    "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
+    "hidden_act": "silu", "eos_token_id": 151645,
+}  # fmt: skip
 MODERN = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}
 }
@@ -224,13 +215,9 @@ def test_training_interleaves_heads_by_group() -> None:
     cuts = list(GroupedQKV("qkv", hf="{p}", bias=True).cuts(spec_of(GQA), Share()))
     rows = [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.param_box.size[0]) for c in cuts]
     assert rows == [
-        ("q", 0, 0, 12),
-        ("k", 0, 12, 2),
-        ("v", 0, 14, 2),
-        ("q", 12, 16, 12),
-        ("k", 2, 28, 2),
-        ("v", 2, 30, 2),
-    ]
+        ("q", 0, 0, 12), ("k", 0, 12, 2), ("v", 0, 14, 2),
+        ("q", 12, 16, 12), ("k", 2, 28, 2), ("v", 2, 30, 2),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "multiple", "padded"), [(67, 16, 80), (64, 64, 64), (1, 64, 64)])

@@ -1,4 +1,4 @@
-"""The byte model against hand-computed numbers of small layouts ."""
+"""The byte model against hand-computed numbers of small layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
-from mindspeed_rl.planning.communicators import GroupUse, device_groups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -37,13 +36,9 @@ def test_micro_batches_in_flight() -> None:
 
 def tiny(world: int = 1, tp: int = 1, pp: int = 1, **changes: Any) -> MegatronLayout:
     sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 10,
-    }
+        "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10,
+    }  # fmt: skip
     spec = spec_of("qwen2.5-7b", **(sizes | changes))
     parallel = ParallelLayout.build(world=world, stages=even_stages(2, pp), tp=tp)
     return MegatronLayout(spec, parallel, vocab_divisor=4)
@@ -122,12 +117,8 @@ def test_recomputation_keeps_less() -> None:
         ("uniform", 2, residual),
         ("block", 1, residual + one),
     ):
-        memory = training(
-            tiny(),
-            recompute_granularity="full",
-            recompute_method=method,
-            recompute_num_layers=count,
-        )
+        full = {"recompute_granularity": "full", "recompute_method": method}
+        memory = training(tiny(), **full, recompute_num_layers=count)
         assert memory.kept_by(layers, WORK) == expected
     selective = training(
         tiny(), recompute_granularity="selective", recompute_modules=("mlp", "core_attn")
@@ -189,33 +180,3 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
     assert cut.routed_tokens(cut.layout.spec.moe) == 8192, (
         "without expert parallelism every rank computes all"
     )
-
-
-def test_groups_of_a_step_have_a_communicator_each() -> None:
-    """Eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours beside the tp groups."""
-    parallel = ParallelLayout.build(world=8, stages=even_stages(2, 2), tp=2)
-    everyone = tuple(range(8))
-    found = device_groups(5, parallel, EngineLayout(8, 2), GroupUse(tied=True))
-    assert found == {
-        "world": everyone, "tp": (4, 5), "dp_cp": (5, 7), "pp": (1, 5), "mp": (0, 1, 4, 5),
-        "embd": (1, 5), "rollout tp": (4, 5),
-    }  # fmt: skip
-    sharded = device_groups(5, parallel, None, GroupUse(sharded_optimizer=True))
-    assert sharded.keys() == {"world", "tp", "dp_cp", "pp", "intra_dist_opt_instance"}
-    assert sharded["intra_dist_opt_instance"] == everyone
-    alone = ParallelLayout.build(world=1, stages=even_stages(2))
-    assert device_groups(0, alone, None, GroupUse(experts=True, tied=True)) == {}
-
-
-def test_groups_of_experts() -> None:
-    """tp 2 x dp 4 with ep 4 x etp 1 x expert-dp 2; one engine of dp 2 x tp 2 of two."""
-    parallel = ParallelLayout.build(world=8, stages=even_stages(2), tp=2, ep=4, etp=1)
-    engine = EngineLayout(8, 2, 2, expert_parallel=True)
-    use = GroupUse(experts=True, router_bias=True, engine_mc2=True)
-    found = device_groups(6, parallel, engine, use)
-    assert found["tp_dp_cp"] == tuple(range(8))
-    assert found["ep"] == found["tp_ep_mp"] == found["tp_ep_pp"] == (4, 5, 6, 7)
-    assert found["ep_dp"] == (2, 6) and "ep_tp" not in found
-    assert found["rollout tp"] == (6, 7) and found["rollout dp"] == (4, 6)
-    assert found["rollout ep"] == found["rollout mc2"] == (4, 5, 6, 7)
-    assert "rollout mc2" not in device_groups(6, parallel, engine, GroupUse(experts=True))
