@@ -233,19 +233,14 @@ class TableLayout(ABC):
         return self._patterns_of_rows[id(row), self._first_alike[id(row)][layer]]
 
     @cached_property
-    def _rows_of_patterns(self) -> dict[str, list[WeightRow]]:
-        index: dict[str, list[WeightRow]] = {}
+    def _rows_of_patterns(self) -> dict[str, dict[int, list[WeightRow]]]:
+        """By HF name pattern and layer the rows that hold it: two where embeddings are tied."""
+        index: dict[str, dict[int, list[WeightRow]]] = {}
         for row in self.present_rows:
-            kinds = dict.fromkeys(self._first_alike[id(row)].values())
-            patterns = (pattern for n in kinds for pattern in self._patterns(row, n))
-            for pattern in dict.fromkeys(patterns):
-                index.setdefault(pattern, []).append(row)
+            for layer in self._first_alike[id(row)]:
+                for pattern in self._patterns(row, layer):
+                    index.setdefault(pattern, {}).setdefault(layer, []).append(row)
         return index
-
-    def _rows_at(self, pattern: str, layer: int) -> list[WeightRow]:
-        """The rows that hold an HF tensor: one, or two where embeddings are tied."""
-        rows = self._rows_of_patterns[pattern]
-        return [row for row in rows if layer in self._first_alike[id(row)]]
 
     @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -261,12 +256,12 @@ class TableLayout(ABC):
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
         """Whole shape of an HF tensor."""
         pattern, layer, _ = locate(hf_name)
-        return self._patterns(self._rows_at(pattern, layer)[0], layer)[pattern]
+        return self._patterns(self._rows_of_patterns[pattern][layer][0], layer)[pattern]
 
     def dtype_of(self, hf_name: str) -> str:
         """Element type of an HF tensor on both sides; empty: that of the model."""
         pattern, layer, _ = locate(hf_name)
-        return self._rows_at(pattern, layer)[0].dtype
+        return self._rows_of_patterns[pattern][layer][0].dtype
 
     def held_names(self, rank: int) -> list[str]:
         """The HF tensors of which a rank holds something, each once, in the order of the table."""
@@ -281,8 +276,7 @@ class TableLayout(ABC):
     def units(self) -> Iterator[Unit]:
         """All HF tensors, in the order of the table. O(model)."""
         for pattern, rows in self._rows_of_patterns.items():
-            for layer in sorted({n for row in rows for n in self._first_alike[id(row)]}):
-                row, *others = self._rows_at(pattern, layer)
+            for layer, (row, *others) in sorted(rows.items()):
                 named = layer_name(pattern, layer)
                 names = tuple(expert_name(named, expert) for expert in self._experts(row))
                 # a tied embedding is on two stages: it waits behind the layers of neither
@@ -304,7 +298,7 @@ class TableLayout(ABC):
         return self._placement_key(pattern, layer)
 
     def _placement_key(self, pattern: str, layer: int) -> Hashable:
-        row = self._rows_at(pattern, layer)[0]
+        row = self._rows_of_patterns[pattern][layer][0]
         return pattern, self._first_alike[id(row)][layer], self.pipeline_stage_of(row, layer)
 
     @cached_property
@@ -312,13 +306,13 @@ class TableLayout(ABC):
         return Counter(
             self._placement_key(pattern, layer)
             for pattern, rows in self._rows_of_patterns.items()
-            for layer in {n for row in rows for n in self._first_alike[id(row)]}
+            for layer in rows
         )
 
     def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
         """Layers and experts of one kind that the same ranks hold: their rotations even out."""
         pattern, layer, _ = locate(hf_name)
-        is_expert = isinstance(self._rows_at(pattern, layer)[0], ExpertRow)
+        is_expert = isinstance(self._rows_of_patterns[pattern][layer][0], ExpertRow)
         num_layers = self._layers_of_classes[self._placement_key(pattern, layer)]
         return num_layers, self.experts_per_rank if is_expert else 1
 
@@ -361,7 +355,7 @@ class TableLayout(ABC):
     def _make_shards(self, hf_name: str) -> Iterator[Shard]:
         found: dict[tuple[int, str, bool], tuple[Cut, list[range]]] = {}
         pattern, layer, expert = locate(hf_name)
-        for row in self._rows_at(pattern, layer):
+        for row in self._rows_of_patterns[pattern][layer]:
             tied = self.spec.tie_embeddings and row.tied_to == pattern
             for place in self.places(row, layer, expert):
                 for placed in place.shares:
