@@ -31,14 +31,15 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     num_layers = None if model.num_layers is None else model.num_layers - num_noop
     num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
     padded = round_up(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
+    attention = spec.attention
     pairs = (
         (num_layers_flag, num_layers, spec.num_layers),
         ("--hidden-size", model.hidden_size, spec.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
-        ("--num-attention-heads", model.num_attention_heads, spec.num_heads),
-        ("--num-query-groups", model.num_query_groups, spec.num_kv_heads),
+        ("--num-attention-heads", model.num_attention_heads, attention.num_heads),
+        ("--num-query-groups", model.num_query_groups, attention.num_kv_heads),
         # megatron-core does not read it with latent attention
-        ("--kv-channels", None if spec.latent else model.kv_channels, spec.head_dim),
+        ("--kv-channels", None if spec.latent else model.kv_channels, attention.head_dim),
         ("--vocab-size", model.vocab_size, spec.vocab_size),
         ("--padded-vocab-size", model.padded_vocab_size, padded),
         ("--rotary-base", model.rotary_base, spec.rope.theta),
@@ -48,7 +49,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
             True if model.untie_embeddings_and_output_weights else None,
             not spec.tie_embeddings,
         ),
-        ("--add-qkv-bias", True if model.add_qkv_bias else None, spec.qkv_bias),
+        ("--add-qkv-bias", True if model.add_qkv_bias else None, attention.qkv_bias),
     )
     wrong = [
         f"{name} {given} but the model has {real}"

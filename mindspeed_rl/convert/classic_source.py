@@ -234,7 +234,7 @@ def _expert_cut(
               for n, t in c.items()}  # fmt: skip
     if names.experts == "stacked":
         flat = next(t.shape for n, t in params.items() if n.endswith("mlp.experts.weight2"))
-        whole = spec.num_experts * spec.expert_ffn_size // ep
+        whole = spec.num_experts * spec.moe.expert_ffn_size // ep
         if flat[0] * tp != whole or tp == 1:
             return (1 if tp > 1 else tp), False
         stored = getattr(files.args, "moe_tp_extend_ep", None)
@@ -244,7 +244,7 @@ def _expert_cut(
     if not found:
         raise UsageError(f"{files.folder}: no experts in the files, config.json has some")
     local = 1 + max(int(m[1] or m[2] or 0) for m, _ in found)
-    etp = 2 * spec.expert_ffn_size // found[0][1][0]
+    etp = 2 * spec.moe.expert_ffn_size // found[0][1][0]
     extends = tp > 1 and local * ep * tp == spec.num_experts
     return etp, extends
 

@@ -104,37 +104,38 @@ def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[
 
 
 def _architecture(spec: ModelSpec) -> dict[str, Any]:
+    attention = spec.attention
     fields: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.ffn_hidden_size,
         "intermediate_size": spec.ffn_hidden_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "num_query_groups": spec.num_kv_heads,
-        "group_query_attention": spec.num_kv_heads != spec.num_heads,
-        "kv_channels": spec.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "num_query_groups": attention.num_kv_heads,
+        "group_query_attention": attention.num_kv_heads != attention.num_heads,
+        "kv_channels": attention.head_dim,
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position_embeddings,
         "norm_epsilon": spec.norm_eps,
         "rotary_base": spec.rope.theta,
         "tie_word_embeddings": spec.tie_embeddings,
         "untie_embeddings_and_output_weights": not spec.tie_embeddings,
-        "qk_layernorm": spec.qk_norm or spec.latent is not None,
+        "qk_layernorm": attention.qk_norm,
         "add_bias_linear": False,
         "add_position_embedding": True,
         "normalization": "RMSNorm",
         "swiglu": True,
     }
-    if spec.qkv_bias:
+    if attention.qkv_bias:
         fields["add_qkv_bias"] = True
     if spec.moe is not None:
-        shared = spec.moe.shared_ffn_hidden_size // spec.moe.ffn_hidden_size
+        shared = spec.moe.shared_ffn_size // spec.moe.expert_ffn_size
         fields |= {
-            "num_experts": spec.num_experts,
+            "num_experts": spec.moe.num_experts,
             "moe_router_topk": spec.moe.top_k,
-            "moe_intermediate_size": spec.expert_ffn_size,
-            "moe_ffn_hidden_size": spec.expert_ffn_size,
-            "first_k_dense_replace": spec.moe.layers.index(True) if any(spec.moe.layers) else None,
+            "moe_intermediate_size": spec.moe.expert_ffn_size,
+            "moe_ffn_hidden_size": spec.moe.expert_ffn_size,
+            "first_k_dense_replace": spec.expert_layers[0],
         }
         if shared:
             fields["n_shared_experts"] = shared

@@ -159,7 +159,7 @@ def _check_flags(options: ConversionOptions, spec: ModelSpec) -> None:
             f"--num-layers {options.num_layers}: config.json has {spec.num_layers} layers"
             + (f", {allowed[-1]} with --noop-layers" if noop else "")
         )
-    dense = spec.moe.layers.index(True) if spec.moe and any(spec.moe.layers) else 0
+    dense = next(iter(spec.expert_layers), 0)
     if options.first_k_dense_replace not in (None, dense):
         raise UsageError(
             f"--first-k-dense-replace {options.first_k_dense_replace}: config.json has {dense}"

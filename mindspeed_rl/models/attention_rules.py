@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.layers import GroupedQueryAttention
 from mindspeed_rl.models.rules import Cut, Share, Split, WeightRow, even_span, part_name
 from mindspeed_rl.models.spec import ModelSpec
+
+
+def _grouped(spec: ModelSpec) -> GroupedQueryAttention:
+    attention = spec.attention
+    assert isinstance(attention, GroupedQueryAttention), "rows of queries, keys and values"
+    return attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,8 @@ class QKV(WeightRow):
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Three tensors."""
         tail = () if self.bias else (spec.hidden_size,)
-        rows = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
+        attention = _grouped(spec)
+        rows = {"q": attention.q_size, "k": attention.kv_size, "v": attention.kv_size}
         return {part_name(self.hf, part): (size, *tail) for part, size in rows.items()}
 
     def _cut(self, spec: ModelSpec, part: str, hf_row: int, row: int, size: int) -> Cut:
@@ -46,23 +54,23 @@ class GroupedQKV(QKV):
 
     def check(self, spec: ModelSpec, count: int) -> None:
         """Megatron's own rule: key/value heads divide or are divided; rows divide."""
-        kv = spec.num_kv_heads
-        if (kv % count and count % kv) or (spec.q_size + 2 * spec.kv_size) % count:
+        kv, rows = _grouped(spec).num_kv_heads, self._rows(spec)
+        if (kv % count and count % kv) or rows % count:
             raise UsageError(
                 f"--tensor-model-parallel-size {count} does not fit the model's {kv} key/value "
                 "heads; allowed: their divisors, and multiples that divide the query heads and "
-                f"the {spec.q_size + 2 * spec.kv_size} rows of queries, keys and values"
+                f"the {rows} rows of queries, keys and values"
             )
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
         """``[(q + 2 kv) / count, hidden]``."""
         self.check(spec, share.tp_size)
-        return self._shape(spec, (spec.q_size + 2 * spec.kv_size) // share.tp_size)
+        return self._shape(spec, self._rows(spec) // share.tp_size)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """Up to three rectangles per key/value head of this rank."""
         self.check(spec, share.tp_size)
-        rows = (spec.q_size + 2 * spec.kv_size) // share.tp_size
+        rows = self._rows(spec) // share.tp_size
         first = share.tp * rows
         for part, hf_row, start, size in self._runs(spec):
             low, high = max(start, first), min(start + size, first + rows)
@@ -70,11 +78,18 @@ class GroupedQKV(QKV):
                 yield self._cut(spec, part, hf_row + low - start, low - first, high - low)
 
     @staticmethod
+    def _rows(spec: ModelSpec) -> int:
+        """Rows of the whole fused tensor."""
+        attention = _grouped(spec)
+        return attention.q_size + 2 * attention.kv_size
+
+    @staticmethod
     def _runs(spec: ModelSpec) -> Iterator[tuple[str, int, int, int]]:
         """Part, its HF row, the row of the whole fused tensor, and how many rows."""
-        head = spec.head_dim
-        q_rows = spec.num_heads // spec.num_kv_heads * head
-        for group in range(spec.num_kv_heads):
+        attention = _grouped(spec)
+        head, kv_heads = attention.head_dim, attention.num_kv_heads
+        q_rows = attention.num_heads // kv_heads * head
+        for group in range(kv_heads):
             base = group * (q_rows + 2 * head)
             yield "q", group * q_rows, base, q_rows
             yield "k", group * head, base + q_rows, head
@@ -87,32 +102,34 @@ class StackedQKV(QKV):
 
     def check(self, spec: ModelSpec, count: int) -> None:
         """vLLM's own rule: query heads divide; kv heads divide or are divided."""
-        kv = spec.num_kv_heads
-        if spec.num_heads % count or (kv % count and count % kv):
+        heads, kv = _grouped(spec).num_heads, _grouped(spec).num_kv_heads
+        if heads % count or (kv % count and count % kv):
             raise UsageError(
-                f"--rollout-tp {count} does not fit the model's {spec.num_heads} attention heads "
+                f"--rollout-tp {count} does not fit the model's {heads} attention heads "
                 f"and {kv} key/value heads; it must divide the first, and divide or be a multiple "
                 "of the second"
             )
 
-    def _kv(self, spec: ModelSpec, index: int, count: int) -> tuple[int, int]:
+    def _kv(self, num_kv_heads: int, index: int, count: int) -> tuple[int, int]:
         """First key/value head and number of them on a rank."""
-        if count <= spec.num_kv_heads:
-            return even_span(spec.num_kv_heads, index, count, "num_kv_heads")
-        return index // (count // spec.num_kv_heads), 1
+        if count <= num_kv_heads:
+            return even_span(num_kv_heads, index, count, "num_kv_heads")
+        return index // (count // num_kv_heads), 1
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
         """``[q / count + 2 kv_local, hidden]``."""
         self.check(spec, share.tp_size)
-        heads = spec.num_heads // share.tp_size + 2 * self._kv(spec, 0, share.tp_size)[1]
-        return self._shape(spec, heads * spec.head_dim)
+        attention, count = _grouped(spec), share.tp_size
+        heads = attention.num_heads // count + 2 * self._kv(attention.num_kv_heads, 0, count)[1]
+        return self._shape(spec, heads * attention.head_dim)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """Three rectangles."""
         self.check(spec, share.tp_size)
-        head = spec.head_dim
-        q_start, q_rows = even_span(spec.q_size, share.tp, share.tp_size, "q_size")
-        first, heads = self._kv(spec, share.tp, share.tp_size)
+        attention = _grouped(spec)
+        head = attention.head_dim
+        q_start, q_rows = even_span(attention.q_size, share.tp, share.tp_size, "q_size")
+        first, heads = self._kv(attention.num_kv_heads, share.tp, share.tp_size)
         yield self._cut(spec, "q", q_start, 0, q_rows)
         yield self._cut(spec, "k", first * head, q_rows, heads * head)
         yield self._cut(spec, "v", first * head, q_rows + heads * head, heads * head)
@@ -124,10 +141,11 @@ class HeadSplit(Split):
 
     def check(self, spec: ModelSpec, count: int) -> None:
         """Whole heads per rank."""
-        if spec.num_heads % count:
+        heads = spec.attention.num_heads
+        if heads % count:
             raise UsageError(
                 f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
-                f"{spec.num_heads} attention heads; allowed: the divisors of {spec.num_heads}"
+                f"{heads} attention heads; allowed: the divisors of {heads}"
             )
 
 
@@ -139,7 +157,7 @@ class HeadPart(HeadSplit):
     ``--mla-mm-split`` keeps the two halves of its up projections in matrices of their own.
 
     Attributes:
-        sizes: attributes of :class:`~mindspeed_rl.models.spec.LatentAttentionSpec`, the channels of
+        sizes: attributes of :class:`~mindspeed_rl.models.layers.LatentAttention`, the channels of
             a head in order.
         part: which of ``sizes`` this row keeps.
     """
@@ -156,14 +174,15 @@ class HeadPart(HeadSplit):
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
         """``[heads / count * channels, columns]``."""
         self.check(spec, share.tp_size)
-        return spec.num_heads // share.tp_size * self._channels(spec)[2], spec.dims(self.dims)[1]
+        heads = spec.attention.num_heads // share.tp_size
+        return heads * self._channels(spec)[2], spec.dims(self.dims)[1]
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         """One rectangle per head of this rank."""
         self.check(spec, share.tp_size)
         whole, first, kept = self._channels(spec)
         columns = spec.dims(self.dims)[1]
-        start, heads = even_span(spec.num_heads, share.tp, share.tp_size, "num_heads")
+        start, heads = even_span(spec.attention.num_heads, share.tp, share.tp_size, "num_heads")
         for head in range(heads):
             hf_box = Box(((start + head) * whole + first, 0), (kept, columns))
             yield Cut(self.hf, hf_box, Box((head * kept, 0), (kept, columns)))

@@ -6,9 +6,20 @@ bias, no query norm, ...) does not exist, so one block serves all variants.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mindspeed_rl.models.attention_rules import GroupedQKV, HeadSplit, StackedQKV
 from mindspeed_rl.models.expert_rules import PerExpert, StackedExperts
-from mindspeed_rl.models.rules import Block, GateUp, Joined, Replicated, Split, Vocab, WeightRow
+from mindspeed_rl.models.rules import (
+    Block,
+    GateUp,
+    Joined,
+    Replicated,
+    Split,
+    Stage,
+    Vocab,
+    WeightRow,
+)
 
 _M, _H = "decoder.layers.{l}.", "model.layers.{l}."
 EMBED_NAME = _EMBED = "model.embed_tokens.weight"
@@ -40,6 +51,13 @@ HEAD = Block(
 )
 
 
+def _of_kind(
+    kind: Stage, *, trainer: tuple[WeightRow, ...], engine: tuple[WeightRow, ...]
+) -> Block:
+    """Rows that the layers of one kind have."""
+    return Block(*(tuple(replace(row, stage=kind) for row in rows) for rows in (trainer, engine)))
+
+
 def _norms(prefix: str, second: str) -> tuple[WeightRow, ...]:
     """The two norms of a layer; ``second`` is the local name of the one before the MLP."""
     return (
@@ -59,7 +77,8 @@ def _head_norms(query: str, key: str) -> tuple[WeightRow, ...]:
     )
 
 
-GROUPED_ATTENTION = Block(
+GROUPED_ATTENTION = _of_kind(
+    "grouped",
     trainer=(
         *_norms(_M, "pre_mlp_layernorm.weight"),
         GroupedQKV(_M + "self_attention.linear_qkv.weight", hf=_QKV),
@@ -108,7 +127,8 @@ def _latent_norms(query: str, key_value: str) -> tuple[WeightRow, ...]:
 
 
 _A = _M + "self_attention."
-LATENT_ATTENTION = Block(
+LATENT_ATTENTION = _of_kind(
+    "latent",
     trainer=(
         *_norms(_M, "pre_mlp_layernorm.weight"),
         Replicated(

@@ -71,7 +71,8 @@ class FileNames:
         tail = tail.removeprefix(deep)
         if self.experts == "numbered" and tail.startswith(_ONE_EXPERT):
             tail = f"mlp.experts.{tail.removeprefix(_ONE_EXPERT)}{{e}}"
-        if self.old_latent and spec.latent:
+        latent = spec.layer(layer).attention.kind == "latent"
+        if self.old_latent and latent:
             tail = _OLD_NAMES.get(tail, tail)
         if not deep:
             tail = self._norm(tail, spec, layer)
@@ -85,7 +86,7 @@ class FileNames:
         if tail == "pre_mlp_layernorm.weight":
             fused = self.expert_norm if spec.has_experts(layer) else self.dense_norm
             return "mlp.linear_fc1.layer_norm_weight" if fused else tail
-        if self.latent_norms and spec.latent:
+        if self.latent_norms and spec.layer(layer).attention.kind == "latent":
             return _FUSED_LATENT.get(tail, tail)
         return tail
 
@@ -137,8 +138,8 @@ class _JoinedDown(Joined):
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """One tensor per part."""
-        name = "q_a_proj" if spec.compressed_query else "q_proj"
-        rows = "q_lora_rank" if spec.compressed_query else "q_size"
+        compressed = spec.latent is not None and spec.latent.compressed_query
+        name, rows = ("q_a_proj", "q_lora_rank") if compressed else ("q_proj", "q_size")
         return {
             self.query.replace("{q}", name): spec.dims((rows, "hidden_size")),
             self.key_value: spec.dims(("kv_a_size", "hidden_size")),
@@ -171,11 +172,10 @@ def _mtp_rows(spec: ModelSpec, rows: tuple[WeightRow, ...]) -> Iterator[WeightRo
         hf=prefix + "eh_proj.weight",
         dims=("hidden_size", "mtp_input_size"),
     )
-    kinds = ("layer", "moe" if spec.has_experts(spec.num_layers - 1) else "dense")
     for row in rows:
-        if row.stage in kinds:
+        if row.stage not in ("first", "last") and spec.num_layers - 1 in row.layers(spec):
             param = row.param.replace(_LAYERS, _MTP_LAYERS)
-            yield replace(row, param=param, stage="mtp")
+            yield replace(row, param=param, stage="mtp", when="")
     yield Replicated(
         "mtp.final_layernorms.{l}.weight", stage="mtp", hf=prefix + "shared_head.norm.weight"
     )

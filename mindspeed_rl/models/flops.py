@@ -23,12 +23,13 @@ def active_by_part(spec: ModelSpec) -> Counter[str]:
         for row in weight_table(spec.family).trainer_rows(spec)
         if isinstance(row, ExpertRow)
     }
-    top_k = spec.moe.top_k if spec.moe else 0
     active: Counter[str] = Counter()
     for group in tensor_groups(spec):
         count = group.num_parameters
         if group.row in experts:
-            active["moe"] += count * top_k // spec.num_experts
+            moe = spec.layer(group.layers[0]).moe
+            assert moe is not None, f"{group.row} in a layer without experts"
+            active["moe"] += count * moe.top_k // moe.num_experts
         elif ".shared_experts." in group.row or ".router." in group.row:
             active["moe"] += count
         else:
@@ -40,10 +41,7 @@ def active_by_part(spec: ModelSpec) -> Counter[str]:
 
 def attention_flops(spec: ModelSpec, mean_length: float) -> float:
     """Of scores and values of one token, forward: half of the sequence is before it on average."""
-    latent = spec.latent
-    query = latent.nope_head_dim + latent.rope_head_dim if latent else spec.head_dim
-    value = latent.v_head_dim if latent else spec.head_dim
-    return 2 * spec.num_layers * spec.num_heads * (query + value) * mean_length / 2
+    return sum(layer.attention.pair_flops for layer in spec.layers) * mean_length / 2
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:

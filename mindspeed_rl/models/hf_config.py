@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.layers import Attention, DenseMLP, GroupedQueryAttention, LayerSpec
 from mindspeed_rl.models.rope import rope_of
 from mindspeed_rl.models.spec import eos_ids_of
 
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``ModelSpec`` that every decoder family spells alike.
+    """The fields of a ``ModelSpec`` besides its layers, which every decoder family spells alike.
 
     Raises:
         KeyError: a key that the config lacks.
@@ -30,14 +31,9 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             "to bfloat16 first: python tools/convert_checkpoint.py --load-model-type hf "
             "--save-model-type hf --load-dir DIR --save-dir NEW"
         )
-    heads = int(config["num_attention_heads"])
     return {
-        "num_layers": int(config["num_hidden_layers"]),
         "hidden_size": int(config["hidden_size"]),
-        "ffn_hidden_size": int(config["intermediate_size"]),
-        "num_heads": heads,
-        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or config["hidden_size"] // heads),
+        "intermediate_size": int(config["intermediate_size"]),
         "vocab_size": int(config["vocab_size"]),
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope": rope_of(config),
@@ -45,6 +41,34 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "eos_token_ids": eos_ids_of(config),
     }
+
+
+def grouped_query_attention(
+    config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False
+) -> GroupedQueryAttention:
+    """The attention of a config whose layers agree in it.
+
+    Raises:
+        KeyError: a key that the config lacks.
+    """
+    heads = int(config["num_attention_heads"])
+    return GroupedQueryAttention(
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def dense_layers(config: Mapping[str, Any], attention: Attention) -> tuple[LayerSpec, ...]:
+    """Equal layers with this attention and a dense MLP.
+
+    Raises:
+        KeyError: a key that the config lacks.
+    """
+    layer = LayerSpec(attention, DenseMLP(int(config["intermediate_size"])))
+    return (layer,) * int(config["num_hidden_layers"])
 
 
 def first_of(config: Mapping[str, Any], *keys: str) -> Any:

@@ -18,7 +18,10 @@ _LATENT_NORMS = {
     _ATTENTION + "q_layernorm.weight": _ATTENTION + "linear_q_up_proj.layer_norm_weight",
     _ATTENTION + "kv_layernorm.weight": _ATTENTION + "linear_kv_up_proj.layer_norm_weight",
 }
-_GROUPED_NORMS = {"input_layernorm.weight": _ATTENTION + "linear_qkv.layer_norm_weight"}
+_NORMS = {
+    "grouped": {"input_layernorm.weight": _ATTENTION + "linear_qkv.layer_norm_weight"},
+    "latent": _LATENT_NORMS,
+}
 _DENSE_NORM = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 _ONE_EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.{e}.", "mlp.experts."
 
@@ -44,7 +47,7 @@ class ModuleNames:
         if self.grouped_experts and tail.startswith(_ONE_EXPERT):
             return prefix + separator + _ALL_EXPERTS + tail.removeprefix(_ONE_EXPERT) + "{e}"
         if self.fused_norms:
-            norms = _LATENT_NORMS if spec.latent else _GROUPED_NORMS
+            norms = _NORMS[spec.layer(layer).attention.kind]
             if not spec.has_experts(layer):
                 norms = norms | _DENSE_NORM
             return prefix + separator + norms.get(tail, tail)

@@ -40,11 +40,12 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
                 spec = build(config)
             except KeyError as error:
                 raise UsageError(f"config.json lacks the key {error} of {names[0]}") from error
-            if spec.rope_dim % 2:
-                raise UsageError(
-                    f"config.json: heads with {spec.rope_dim} rotated channels; rotary embeddings "
-                    "turn pairs, so it must be even"
-                )
+            for rotated in {layer.attention.rope_dim for layer in spec.layers}:
+                if rotated % 2:
+                    raise UsageError(
+                        f"config.json: heads with {rotated} rotated channels; rotary embeddings "
+                        "turn pairs, so it must be even"
+                    )
             return spec
     known = sorted(name for table, _ in _families() for name in table.architectures)
     raise UsageError(f"config.json: architectures {names} are not supported; known: {known}")

@@ -4,7 +4,11 @@ A row names a local parameter, the HF tensors whose rectangles it holds, and (by
 tensor-parallel or expert-parallel cut. Rows are data: no torch, no process group. In names, ``{l}``
 is the layer and ``{e}`` the expert: local in the name of the parameter, global in the name of the
 HF tensor. Dimensions and conditions are attribute names of
-:class:`~mindspeed_rl.models.spec.ModelSpec`.
+:class:`~mindspeed_rl.models.spec.ModelSpec` and of the parts of its layers
+(:mod:`~mindspeed_rl.models.layers`).
+
+A model may have layers of several kinds: a row belongs to the layers of its kind, and what is asked
+of it with dimensions is asked of the model at one layer (``ModelSpec.at``).
 
 The same row types serve the trainer's and the engine's tables; they differ in names, in fusions, in
 the storage of experts and in padding.
@@ -20,11 +24,13 @@ from typing import Literal
 
 from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.layers import MLP, Attention
 from mindspeed_rl.models.spec import ModelSpec
 
-# "layer": every layer; "dense" and "moe": layers of that kind of MLP only; "mtp": layers of
-# multi-token prediction, which follow the layers of the model and live on its last stage.
-Stage = Literal["layer", "dense", "moe", "first", "last", "mtp"]
+# "layer": every layer; "grouped" and "latent", "dense" and "moe": layers with that kind of
+# attention or MLP only; "mtp": layers of multi-token prediction, which follow the layers of the
+# model and live on its last stage.
+Stage = Literal["layer", "grouped", "latent", "dense", "moe", "first", "last", "mtp"]
 
 
 def part_name(pattern: str, part: str) -> str:
@@ -73,7 +79,8 @@ class WeightRow(ABC):
         param: name of the parameter.
         stage: layers or pipeline stage that have it.
         tied_to: the HF tensor that replaces this row's own when embeddings are tied.
-        when: attribute of the spec that must be true for the row to exist; empty: always.
+        when: attribute that must be true for the row to exist: of the spec, or of the attention or
+            MLP of a layer; empty: always.
         dtype: element type on both sides; empty: that of the model.
     """
 
@@ -98,20 +105,28 @@ class WeightRow(ABC):
     def check(self, spec: ModelSpec, count: int) -> None:  # noqa: B027 - most rows need no more
         """Raise ``ValueError`` when ``count`` tensor-parallel ranks cannot share this row."""
 
-    def exists(self, spec: ModelSpec) -> bool:
-        """Whether the model has this row."""
-        return not self.when or bool(getattr(spec, self.when))
-
     def layers(self, spec: ModelSpec) -> tuple[int, ...]:
         """The global layers that have this row; the single 0 for rows outside the layers."""
         if self.stage in ("first", "last"):
-            return (0,)
+            return (0,) if not self.when or getattr(spec, self.when) else ()
         if self.stage == "mtp":
             return tuple(range(spec.num_layers, spec.num_layers + spec.num_mtp_layers))
-        layers = range(spec.num_layers)
-        if self.stage == "layer":
-            return tuple(layers)
-        return tuple(n for n in layers if spec.has_experts(n) == (self.stage == "moe"))
+        parts = ((n, self._part(spec, n)) for n in range(spec.num_layers))
+        return tuple(
+            n
+            for n, part in parts
+            if self.stage in ("layer", part.kind) and (not self.when or getattr(part, self.when))
+        )
+
+    def _part(self, spec: ModelSpec, layer: int) -> Attention | MLP:
+        """The part of a layer that gives the dimensions and the condition of this row."""
+        at = spec.layer(layer)
+        return at.mlp if self.stage in ("dense", "moe") else at.attention
+
+    def first_alike(self, spec: ModelSpec) -> dict[int, int]:
+        """For every layer that has this row the first one where its dimensions are the same."""
+        first: dict[Attention | MLP, int] = {}
+        return {n: first.setdefault(self._part(spec, n), n) for n in self.layers(spec)}
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
         """Elements of the parameter on a rank that belong to no HF tensor, as declared."""
@@ -314,8 +329,8 @@ class WeightTable:
 
     def trainer_rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
         """The rows that a model of this spec has in the trainer."""
-        return tuple(r for block in self.blocks for r in block.trainer if r.exists(spec))
+        return tuple(r for block in self.blocks for r in block.trainer if r.layers(spec))
 
     def engine_rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
         """The rows that a model of this spec has in the engine."""
-        return tuple(r for block in self.blocks for r in block.engine if r.exists(spec))
+        return tuple(r for block in self.blocks for r in block.engine if r.layers(spec))

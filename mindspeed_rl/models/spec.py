@@ -3,206 +3,176 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.layers import (
+    Attention,
+    DenseMLP,
+    LatentAttention,
+    LayerSpec,
+    MoE,
+    check_positive,
+)
 from mindspeed_rl.models.rope import RopeSpec
 
-
-@dataclass(frozen=True, slots=True)
-class MoESpec:
-    """Mixture of experts.
-
-    Attributes:
-        num_experts: routed experts of one layer.
-        top_k: experts per token.
-        ffn_hidden_size: of one routed expert.
-        shared_ffn_hidden_size: of all shared experts together; 0: there are none.
-        layers: for every layer whether it has experts (the others have a dense MLP).
-        score_function: ``"softmax"`` or ``"sigmoid"``.
-        normalize_top_k: the weights of the chosen experts sum to 1.
-        router_bias: a bias per expert takes part in the choice, but not in the weights.
-        num_groups: experts are chosen from the best ``top_k_groups`` of so many groups; 1: of all.
-        top_k_groups: see ``num_groups``.
-        scaling_factor: routed outputs are multiplied by it.
-    """
-
-    num_experts: int
-    top_k: int
-    ffn_hidden_size: int
-    layers: tuple[bool, ...]
-    shared_ffn_hidden_size: int = 0
-    score_function: str = "softmax"
-    normalize_top_k: bool = True
-    router_bias: bool = False
-    num_groups: int = 1
-    top_k_groups: int = 1
-    scaling_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.top_k <= self.num_experts:
-            raise UsageError(
-                f"model config: num_experts_per_tok {self.top_k} is not between 1 and the "
-                f"{self.num_experts} experts"
-            )
-        if self.num_experts % self.num_groups:
-            raise UsageError(
-                f"model config: n_group {self.num_groups} does not divide the "
-                f"{self.num_experts} experts"
-            )
-        if not 0 < self.top_k_groups <= self.num_groups:
-            raise UsageError(
-                f"model config: topk_group {self.top_k_groups} is not between 1 and the "
-                f"{self.num_groups} groups of n_group"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
-
-    Attributes:
-        q_lora_rank: size of the compressed query; 0: queries are not compressed.
-        kv_lora_rank: size of the compressed key and value.
-        nope_head_dim: channels of a query and key head without rotary embedding.
-        rope_head_dim: channels of a query head, and of the shared key, with it.
-        v_head_dim: channels of a value head.
-    """
-
-    q_lora_rank: int
-    kv_lora_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    v_head_dim: int
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """All numbers that the trainer, the engine layout and the planner need.
 
-    Weight tables name their dimensions and conditions by the attribute names of this class.
-    ``num_mtp_layers`` counts the checkpoint's multi-token-prediction layers, which are not built.
-    ``head`` says what comes out per token: ``"lm"`` log-probs of the vocabulary, ``"value"`` one
-    number.
+    Weight tables name their dimensions and conditions by the attribute names of this class and of
+    the parts of its layers.
+
+    Attributes:
+        layers: all layers, each with its kind of attention and of MLP.
+        intermediate_size: of the config; flags and checkpoints state it also where no MLP is dense.
+        num_mtp_layers: the checkpoint's multi-token-prediction layers, which are not built.
+        head: what comes out per token: ``"lm"`` log-probs of the vocabulary, ``"value"`` one
+            number.
     """
 
     family: str
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    intermediate_size: int
     vocab_size: int
     norm_eps: float
     rope: RopeSpec
     max_position_embeddings: int
     tie_embeddings: bool
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    moe: MoESpec | None = None
-    latent: LatentAttentionSpec | None = None
     num_mtp_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     head: str = "lm"
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads")
-        for name in (*sizes, "head_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"model config: {name} is {getattr(self, name)}, must be positive")
-        if self.num_heads % self.num_kv_heads:
-            raise UsageError(
-                f"model config: num_attention_heads {self.num_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_kv_heads}"
-            )
+        check_positive(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+        )
 
-    # Dimensions of weight tables.
+    # Layers.
 
     @property
-    def q_size(self) -> int:
-        """Rows of the query projection."""
-        if self.latent:
-            return self.num_heads * (self.latent.nope_head_dim + self.latent.rope_head_dim)
-        return self.num_heads * self.head_dim
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    def layer(self, number: int) -> LayerSpec:
+        """A layer (from 0); those of multi-token prediction, behind them, are like the last."""
+        return self.layers[min(number, self.num_layers - 1)]
+
+    def at(self, layer: int) -> ModelSpec:
+        """The same model with one layer alone, whose dimensions are then the model's."""
+        return replace(self, layers=(self.layer(layer),))
 
     @property
-    def kv_size(self) -> int:
-        """Rows of the key (and of the value) projection."""
-        return self.num_kv_heads * self.head_dim
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers (from 0) with experts."""
+        return tuple(n for n, layer in enumerate(self.layers) if layer.moe)
 
-    @property
-    def attention_size(self) -> int:
-        """Columns of the output projection of attention."""
-        return self.num_heads * (self.latent.v_head_dim if self.latent else self.head_dim)
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (from 0) has experts instead of a dense MLP."""
+        return self.layer(layer).moe is not None
 
-    @property
-    def rope_dim(self) -> int:
-        """Rotated channels of a query head."""
-        return self.latent.rope_head_dim if self.latent else self.head_dim
+    def cached_values(self, tp: int, layers: Iterable[int] | None = None) -> int:
+        """Elements that an engine of ``tp`` ranks caches per token on each rank.
 
-    @property
-    def engine_positions(self) -> int:
-        """Longest sequence of an engine, in tokens.
-
-        vLLM's table of YaRN's angles ends with the stretched context, whatever the config's
-        max_position_embeddings, and is read beyond its end without an error.
+        Args:
+            tp: tensor-parallel ranks of the engine.
+            layers: those to count; all when not given.
         """
-        if self.rope.kind != "yarn":
-            return self.max_position_embeddings
-        stretched = int(self.rope.factor * self.rope.original_max_position)
-        return min(self.max_position_embeddings, stretched)
+        counted = self.layers if layers is None else [self.layers[n] for n in layers]
+        return sum(layer.attention.cached_values(tp) for layer in counted)
+
+    # What the trainer and the engine need one of for all layers.
 
     @property
-    def softmax_scale(self) -> float:
-        """Factor of attention scores before the softmax.
+    def attention(self) -> Attention:
+        """The attention of every layer.
 
-        Where all channels of queries and keys are rotated, the factor of cosine and sine amounts to
-        its square here.
+        Raises:
+            UsageError: the layers differ in it.
         """
-        if self.latent:
-            return 1 / math.sqrt(self.head_dim) * self.rope.softmax_mscale**2
-        return 1 / math.sqrt(self.head_dim) * self.rope.attention_factor**2
+        found = self._agreed("attention", (layer.attention for layer in self.layers))
+        assert found is not None
+        return found
 
     @property
-    def q_lora_rank(self) -> int:
-        """Size of the compressed query; 0 where there is none."""
-        return self.latent.q_lora_rank if self.latent else 0
+    def latent(self) -> LatentAttention | None:
+        """The attention of every layer where it is latent attention.
+
+        Raises:
+            UsageError: the layers differ in attention.
+        """
+        return self.attention if isinstance(self.attention, LatentAttention) else None
 
     @property
-    def kv_lora_rank(self) -> int:
-        """Size of the compressed key and value; 0 where there is none."""
-        return self.latent.kv_lora_rank if self.latent else 0
+    def moe(self) -> MoE | None:
+        """The experts of every layer that has some.
 
-    @property
-    def kv_a_size(self) -> int:
-        """Rows of the joint down projection of latent key/value and rotary key."""
-        return self.latent.kv_lora_rank + self.latent.rope_head_dim if self.latent else 0
-
-    @property
-    def kv_b_size(self) -> int:
-        """Rows of the up projection of latent key/value."""
-        latent = self.latent
-        return self.num_heads * (latent.nope_head_dim + latent.v_head_dim) if latent else 0
+        Raises:
+            UsageError: such layers differ in them.
+        """
+        return self._agreed("experts", (layer.moe for layer in self.layers if layer.moe))
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer; 0 without."""
-        return self.moe.num_experts if self.moe else 0
+        """Routed experts of every layer that has some; 0 without.
+
+        Raises:
+            UsageError: such layers differ in their number.
+        """
+        counts = (layer.moe.num_experts for layer in self.layers if layer.moe)
+        return self._agreed("the number of experts", counts) or 0
 
     @property
-    def expert_ffn_size(self) -> int:
-        """Intermediate size of a routed expert."""
-        return self.moe.ffn_hidden_size if self.moe else 0
+    def ffn_hidden_size(self) -> int:
+        """Intermediate size of every dense MLP; without any, the config's.
 
-    @property
-    def shared_ffn_size(self) -> int:
-        """Intermediate size of the shared experts together."""
-        return self.moe.shared_ffn_hidden_size if self.moe else 0
+        Raises:
+            UsageError: dense MLPs differ in it.
+        """
+        sizes = (m.ffn_hidden_size for m in (x.mlp for x in self.layers) if isinstance(m, DenseMLP))
+        return self._agreed("the size of dense MLPs", sizes) or self.intermediate_size
+
+    def _agreed(self, what: str, values: Iterable[_T]) -> _T | None:
+        """The one value that there is; ``None`` without any."""
+        objects = {id(value): value for value in values}  # layers share their parts
+        different = list(dict.fromkeys(objects.values()))
+        if len(different) > 1:
+            raise UsageError(
+                f"config.json: the layers of this {self.family} model differ in {what}: "
+                f"{', '.join(map(str, different))}; the trainer and the engine take one for all "
+                "layers, so give a model whose layers agree"
+            )
+        return different[0] if different else None
+
+    # Dimensions and conditions of weight tables.
+
+    def dims(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """The sizes behind dimension names, e.g. ``("q_size", "hidden_size")``.
+
+        Raises:
+            UsageError: a name that the layers have different values of; see :meth:`at`.
+        """
+        return tuple(self._dim(name) for name in names)
+
+    def _dim(self, name: str) -> int:
+        if hasattr(self, name):
+            return int(getattr(self, name))
+        parts = (part for layer in self.layers for part in (layer.attention, layer.mlp))
+        found = self._agreed(name, (getattr(part, name) for part in parts if hasattr(part, name)))
+        if found is None:
+            raise LookupError(f"no part of a {self.family} model has the dimension {name}")
+        return int(found)
 
     @property
     def mtp_input_size(self) -> int:
@@ -213,8 +183,6 @@ class ModelSpec:
     def num_values(self) -> int:
         """Rows of a value head."""
         return 1
-
-    # Conditions of weight tables.
 
     @property
     def lm_head(self) -> bool:
@@ -227,38 +195,16 @@ class ModelSpec:
         return self.head == "value"
 
     @property
-    def router_bias(self) -> bool:
-        """Whether routers have a bias for the choice of experts."""
-        return self.moe is not None and self.moe.router_bias
+    def engine_positions(self) -> int:
+        """Longest sequence of an engine, in tokens.
 
-    @property
-    def compressed_query(self) -> bool:
-        """Latent attention with a compressed query."""
-        return self.q_lora_rank > 0
-
-    @property
-    def plain_query(self) -> bool:
-        """Latent attention with a full query projection."""
-        return self.latent is not None and self.q_lora_rank == 0
-
-    @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """The layers (from 0) with experts."""
-        return tuple(layer for layer, has in enumerate(self.moe.layers) if has) if self.moe else ()
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer (from 0) has experts instead of a dense MLP."""
-        return self.moe is not None and self.moe.layers[layer]
-
-    def cached_values(self, tp: int) -> int:
-        """Elements that an engine of ``tp`` ranks caches per token and layer on each rank."""
-        if self.latent:
-            return self.kv_a_size
-        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
-
-    def dims(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """The sizes behind dimension names, e.g. ``("q_size", "hidden_size")``."""
-        return tuple(int(getattr(self, name)) for name in names)
+        vLLM's table of YaRN's angles ends with the stretched context, whatever the config's
+        max_position_embeddings, and is read beyond its end without an error.
+        """
+        if self.rope.kind != "yarn":
+            return self.max_position_embeddings
+        stretched = int(self.rope.factor * self.rope.original_max_position)
+        return min(self.max_position_embeddings, stretched)
 
 
 def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:

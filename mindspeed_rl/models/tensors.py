@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """HF tensors that differ in layer and expert only.
+    """HF tensors of one shape that differ in layer and expert only.
 
     Attributes:
         pattern: their name, with ``{l}`` for the layer and ``{e}`` for the expert.
@@ -65,10 +65,13 @@ def tensor_groups(spec: ModelSpec) -> tuple[TensorGroup, ...]:
         if spec.tie_embeddings and row.tied_to:
             continue
         experts = spec.num_experts if isinstance(row, ExpertRow) else 1
-        groups += [
-            TensorGroup(pattern, row.param, shape, row.layers(spec), experts, row.dtype)
-            for pattern, shape in row.hf_shapes(spec).items()
-        ]
+        first_alike = row.first_alike(spec)
+        for first in dict.fromkeys(first_alike.values()):
+            layers = tuple(n for n, alike in first_alike.items() if alike == first)
+            groups += [
+                TensorGroup(pattern, row.param, shape, layers, experts, row.dtype)
+                for pattern, shape in row.hf_shapes(spec.at(first)).items()
+            ]
     return tuple(groups)
 
 

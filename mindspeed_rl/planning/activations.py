@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.models.layers import DenseMLP
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -106,28 +107,23 @@ class TrainingMemory:
         """Bytes that one layer keeps, by the parts that ``--recompute-modules`` names."""
         spec, parallel = self.layout.spec, self.layout.parallel
         tokens, item, tp = work.tokens // parallel.cp, self._item, parallel.tp
-        mixed = spec.q_size + (spec.q_size if spec.latent else spec.kv_size)
-        mixed += spec.attention_size if spec.latent else spec.kv_size  # values
-        if spec.qk_norm:  # queries and keys before their norms
-            mixed += spec.q_size + spec.kv_size
+        attention, mlp = spec.layers[layer].attention, spec.layers[layer].mlp
         parts = {
             # inputs of both norms and of the projections behind them
             "stream": 4 * self._residual(work),
-            "attention": tokens * (mixed + spec.attention_size) // tp * item,
-            "core_attn": tokens * spec.num_heads // tp * _FP32,  # row statistics
+            "attention": tokens * attention.saved_values // tp * item,
+            "core_attn": tokens * attention.num_heads // tp * _FP32,  # row statistics
         }
-        if spec.latent:
-            parts["attention"] += tokens // tp * (spec.q_lora_rank + spec.kv_a_size) * item
-        if spec.moe is None or not spec.has_experts(layer):
-            parts["mlp"] = 3 * tokens * spec.ffn_hidden_size // tp * item
+        if isinstance(mlp, DenseMLP):
+            parts["mlp"] = 3 * tokens * mlp.ffn_hidden_size // tp * item
             return parts
-        moe, local = spec.moe, self._local_tokens(work)
+        local = self._local_tokens(work)
         # copies of tokens that this rank's experts take, from all ranks
-        taken = local * moe.top_k * parallel.etp
+        taken = local * mlp.top_k * parallel.etp
         taken = int(taken * (self.imbalance if parallel.ep > 1 else 1.0))
-        experts = taken * (spec.hidden_size + 3 * moe.ffn_hidden_size // parallel.etp)
-        shared = 3 * tokens * moe.shared_ffn_hidden_size // tp
-        parts["moe"] = (experts + shared) * item + local * moe.num_experts * 2 * _FP32  # routing
+        experts = taken * (spec.hidden_size + 3 * mlp.expert_ffn_size // parallel.etp)
+        shared = 3 * tokens * mlp.shared_ffn_size // tp
+        parts["moe"] = (experts + shared) * item + local * mlp.num_experts * 2 * _FP32  # routing
         return parts
 
     def _again(self, layer: int, work: Workload) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mindspeed_rl.models.layers import MLP, Attention, DenseMLP, LatentAttention, MoE
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
@@ -58,28 +59,35 @@ class EngineMemory:
     def _latent_copies(self) -> int:
         if not self.copies_latent:
             return 0
+        latent = (
+            [x for x in attentions if isinstance(x, LatentAttention)]
+            for attentions in self._attentions_of_stages()
+        )
+        most = max(sum(x.kv_b_size * x.kv_lora_rank for x in stage) for stage in latent)
+        return most // self.layout.engine.tp * self.item
+
+    def _attentions_of_stages(self) -> list[list[Attention]]:
+        """The attention of every layer of every pipeline stage."""
         spec, engine = self.layout.spec, self.layout.engine
-        layers = -(-spec.num_layers // engine.pp)
-        return layers * spec.kv_b_size * spec.kv_lora_rank // engine.tp * self.item
+        stages = (engine.layers_of(stage, spec.num_layers) for stage in range(engine.pp))
+        return [[spec.layers[n].attention for n in layers] for layers in stages]
 
     def token_bytes(self) -> int:
-        """Cache of one token on a rank, all its layers."""
-        spec, engine = self.layout.spec, self.layout.engine
-        layers = -(-spec.num_layers // engine.pp)
-        return layers * spec.cached_values(engine.tp) * self.item
+        """Cache of one token on a rank of the fullest pipeline stage, all its layers."""
+        tp, stages = self.layout.engine.tp, self._attentions_of_stages()
+        return max(sum(x.cached_values(tp) for x in stage) for stage in stages) * self.item
 
     def kv_cache(self) -> int:
         """What is asked for in whole blocks of all layers, as vLLM allocates it."""
-        default = self.latent_block_tokens if self.layout.spec.latent else _BLOCK_TOKENS
+        kinds = {layer.attention.kind for layer in self.layout.spec.layers}
+        default = self.latent_block_tokens if "latent" in kinds else _BLOCK_TOKENS
         block = self.token_bytes() * _number(self.options.get("block_size"), default)
         return self.kv_cache_bytes // block * block
 
-    def routed_tokens(self) -> int:
-        """Copies of tokens that the busiest rank computes in one layer with experts."""
-        spec, engine = self.layout.spec, self.layout.engine
-        if spec.moe is None:
-            return 0
-        copies = self.batched_tokens * engine.dp * spec.moe.top_k
+    def routed_tokens(self, moe: MoE) -> int:
+        """Copies of tokens that the busiest rank computes in one layer with these experts."""
+        engine = self.layout.engine
+        copies = self.batched_tokens * engine.dp * moe.top_k
         if not engine.expert_parallel:
             return copies  # every rank has a slice of every expert
         return int(copies / engine.expert_ranks * self.imbalance)
@@ -92,24 +100,27 @@ class EngineMemory:
         ([routed, hidden] each), both halves and the activated product, and the copies that the
         rank sends. Sampling holds logits of all sequences in fp32. Nothing is kept over layers.
         """
-        spec, engine, item = self.layout.spec, self.layout.engine, self.item
-        tokens, tp = self.batched_tokens, engine.tp
+        spec, tp, item = self.layout.spec, self.layout.engine.tp, self.item
+        tokens = self.batched_tokens
         stream = 2 * tokens * spec.hidden_size
-        if spec.latent:
-            attention = tokens * (2 * spec.q_size + spec.kv_b_size + spec.attention_size) // tp
-        else:
-            attention = tokens * (2 * spec.q_size + 2 * spec.kv_size) // tp
-        mlp = tokens * 3 * spec.ffn_hidden_size // tp
-        experts = 0
-        if spec.moe is not None:
-            routed, width = self.routed_tokens(), spec.moe.ffn_hidden_size // engine.expert_tp
-            sent = tokens * spec.moe.top_k // tp if engine.expert_parallel else 0
-            experts = routed * (2 * spec.hidden_size + 3 * width) + sent * spec.hidden_size
-            experts += tokens * 3 * spec.moe.shared_ffn_hidden_size // tp
-        layers = (stream + max(attention, mlp, experts)) * item
+        widest = max(
+            max(tokens * layer.attention.engine_values // tp, self._mlp_values(layer.mlp))
+            for layer in dict.fromkeys(spec.layers)
+        )
+        layers = (stream + widest) * item
         vocab = round_up(spec.vocab_size, self.layout.vocab_multiple)
         sampling = min(self.sequences, tokens) * vocab * _FP32 * _SAMPLING_COPIES
         return max(layers, stream * item + sampling)
+
+    def _mlp_values(self, mlp: MLP) -> int:
+        """Elements that one MLP works with."""
+        engine, tokens = self.layout.engine, self.batched_tokens
+        if isinstance(mlp, DenseMLP):
+            return tokens * 3 * mlp.ffn_hidden_size // engine.tp
+        hidden, width = self.layout.spec.hidden_size, mlp.expert_ffn_size // engine.expert_tp
+        sent = tokens * mlp.top_k // engine.tp if engine.expert_parallel else 0
+        experts = self.routed_tokens(mlp) * (2 * hidden + 3 * width) + sent * hidden
+        return experts + tokens * 3 * mlp.shared_ffn_size // engine.tp
 
 
 def _number(value: object, default: int) -> int:

@@ -345,7 +345,7 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         rollout.rollout_dtype == "auto" and not config.train.bf16
     )
     tp = rollout.rl_inference_tensor_model_parallel_size
-    token_bytes = spec.num_layers * spec.cached_values(tp) * (4 if wide else 2)
+    token_bytes = spec.cached_values(tp) * (4 if wide else 2)
     needed_gb = limit * token_bytes / 2**30
     if rollout.rollout_kv_cache_gb < needed_gb:
         raise UsageError(

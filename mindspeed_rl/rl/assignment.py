@@ -121,7 +121,7 @@ def rebalance_rules(
     if flags.rollout_rebalance == "off" or plan.engine.num_groups == 1:
         return None
     weights = item_bytes * sum(map(math.prod, dict(plan.vllm.local_shapes(0)).values()))
-    token_bytes = item_bytes * spec.num_layers * spec.cached_values(plan.engine.tp)
+    token_bytes = item_bytes * spec.cached_values(plan.engine.tp)
     cost = StepCost(
         flags.rollout_ridge_tokens,
         weights / token_bytes,

@@ -62,18 +62,18 @@ def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
 
 
 def _dense_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
-    config = model.config
+    config, attention = model.config, spec.attention
     yield "num_layers", config.num_layers, spec.num_layers
     yield "hidden_size", config.hidden_size, spec.hidden_size
     yield "ffn_hidden_size", config.ffn_hidden_size, spec.ffn_hidden_size
-    yield "num_heads", config.num_attention_heads, spec.num_heads
-    yield "num_kv_heads", config.num_query_groups, spec.num_kv_heads
-    yield "head_dim", config.kv_channels, spec.head_dim
+    yield "num_heads", config.num_attention_heads, attention.num_heads
+    yield "num_kv_heads", config.num_query_groups, attention.num_kv_heads
+    yield "head_dim", config.kv_channels, attention.head_dim
     yield "norm_eps", config.layernorm_epsilon, spec.norm_eps
     yield "normalization", config.normalization, "RMSNorm"
     yield "gated_linear_unit", config.gated_linear_unit, True
     yield "activation", config.activation_func, F.silu
-    yield "qkv_bias", config.add_qkv_bias, spec.qkv_bias
+    yield "qkv_bias", config.add_qkv_bias, attention.qkv_bias
     yield "linear bias", config.add_bias_linear, False
     yield "tie_embeddings", model.share_embeddings_and_output_weights, spec.tie_embeddings
     yield "multi_latent_attention", config.multi_latent_attention, spec.latent is not None
@@ -93,10 +93,11 @@ def _expert_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
     assert moe is not None
     grouped = moe.num_groups > 1
     yield "num_experts_per_tok", config.moe_router_topk, moe.top_k
-    yield "moe_intermediate_size", config.moe_ffn_hidden_size, moe.ffn_hidden_size
+    yield "moe_intermediate_size", config.moe_ffn_hidden_size, moe.expert_ffn_size
     shared = config.moe_shared_expert_intermediate_size or 0
-    yield "shared experts", shared, moe.shared_ffn_hidden_size
-    yield "expert layers", tuple(bool(x) for x in config.moe_layer_freq), moe.layers
+    yield "shared experts", shared, moe.shared_ffn_size
+    expert_layers = tuple(n for n, has in enumerate(config.moe_layer_freq) if has)
+    yield "expert layers", expert_layers, spec.expert_layers
     yield "scoring_func", config.moe_router_score_function, moe.score_function
     yield "router bias", config.moe_router_enable_expert_bias, moe.router_bias
     yield "n_group", config.moe_router_num_groups, moe.num_groups if grouped else None
@@ -123,7 +124,9 @@ def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair
     name = f"layer {layer.layer_number}"
     attention = layer.self_attention
     yield f"{name} experts", hasattr(layer.mlp, "router"), spec.has_experts(layer.layer_number - 1)
-    yield f"{name} softmax scale", attention.core_attention.softmax_scale, spec.softmax_scale
+    declared = spec.layer(layer.layer_number - 1).attention
+    scale = declared.softmax_scale(spec.rope)
+    yield f"{name} softmax scale", attention.core_attention.softmax_scale, scale
     rotary = attention.rotary_pos_emb if spec.latent else model.rotary_pos_emb
-    expected = torch.tensor(spec.rope.inverse_frequencies(spec.rope_dim))
+    expected = torch.tensor(spec.rope.inverse_frequencies(declared.rope_dim))
     yield f"{name} rope", torch.equal(rotary.inv_freq.cpu(), expected), True

@@ -121,10 +121,11 @@ def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) 
 
 def _layer_spec(spec: ModelSpec, experts: bool, modules: ModuleNames) -> ModuleSpec:
     """One layer of the modules asked for, with our attention."""
+    attention = spec.attention
     common = {
         "num_experts": spec.num_experts if experts else None,
         "moe_grouped_gemm": modules.grouped_experts,
-        "qk_layernorm": spec.qk_norm or spec.latent is not None,
+        "qk_layernorm": attention.qk_norm,
         "multi_latent_attention": spec.latent is not None,
     }
     if modules.fused_norms:
@@ -144,7 +145,7 @@ def _with_our_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
     if spec.latent:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
-    elif spec.qk_norm:
+    elif spec.attention.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
@@ -208,11 +209,12 @@ def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> No
     """Our rotary embedding, and the softmax scale of the spec."""
     if not spec.latent:
         model.rotary_pos_emb = PackedRotaryEmbedding(spec, device)
+    scale = spec.attention.softmax_scale(spec.rope)
     for layer in model.decoder.layers:
         attention = layer.self_attention
         if spec.latent:
             attention.rotary_pos_emb = PackedRotaryEmbedding(spec, device, latent=True)
-        attention.core_attention.softmax_scale = spec.softmax_scale
+        attention.core_attention.softmax_scale = scale
 
 
 def mixed_precision(module: Any, config: Any) -> Any:

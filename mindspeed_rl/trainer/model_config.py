@@ -38,21 +38,21 @@ def build_transformer_config(
 
 def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
     """Fusions that need CUDA extensions are off; weights come from a checkpoint."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    dtype, attention = torch.bfloat16 if bf16 else torch.float32, spec.attention
     return {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_heads,
-        "num_query_groups": spec.num_kv_heads,
-        "kv_channels": spec.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_query_groups": attention.num_kv_heads,
+        "kv_channels": attention.head_dim,
         "ffn_hidden_size": spec.ffn_hidden_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": spec.qkv_bias,
-        "qk_layernorm": spec.qk_norm or spec.latent is not None,
+        "add_qkv_bias": attention.qkv_bias,
+        "qk_layernorm": attention.qk_norm,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "params_dtype": dtype,
@@ -126,9 +126,9 @@ def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_layer_freq": [int(has) for has in moe.layers],
+        "moe_ffn_hidden_size": moe.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
+        "moe_layer_freq": [int(layer.moe is not None) for layer in spec.layers],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_score_function": moe.score_function,

@@ -25,7 +25,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device, latent: bool = False) -> None:
         super().__init__()
-        frequencies = spec.rope.inverse_frequencies(spec.rope_dim)
+        frequencies = spec.rope.inverse_frequencies(spec.attention.rope_dim)
         self.inv_freq: torch.Tensor
         self.register_buffer(
             "inv_freq",

@@ -155,7 +155,7 @@ class RealEngine(VllmEngine):
         shared = {
             "kv_b_proj": kv_b_proj,
             "kv_lora_rank": latent.kv_lora_rank,
-            "num_heads": self._layout.spec.num_heads,
+            "num_heads": self._layout.spec.attention.num_heads,
             "qk_nope_head_dim": latent.nope_head_dim,
             "v_head_dim": latent.v_head_dim,
         }

@@ -25,9 +25,9 @@ def _as_thirds(runs: Iterator[tuple[str, int, int, int]]) -> list[tuple[str, int
 
 
 def _other_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, spec: Any, index: int, count: int) -> Any:
-        few = count <= spec.num_kv_heads
-        return original(self, spec, index, count) if few else (index % spec.num_kv_heads, 1)
+    def changed(self: Any, num_kv_heads: int, index: int, count: int) -> Any:
+        few = count <= num_kv_heads
+        return original(self, num_kv_heads, index, count) if few else (index % num_kv_heads, 1)
 
     return changed
 

@@ -28,7 +28,6 @@ from support.tiers import slow_but
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import WeightRow
-from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.executor import round_bytes
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -202,8 +201,8 @@ class _WrongTraining(MegatronLayout):
 class _RoundRobinKV(StackedQKV):
     """Ranks take key/value heads in turn instead of in runs."""
 
-    def _kv(self, spec: ModelSpec, index: int, count: int) -> tuple[int, int]:
-        return index % spec.num_kv_heads, 1
+    def _kv(self, num_kv_heads: int, index: int, count: int) -> tuple[int, int]:
+        return index % num_kv_heads, 1
 
 
 @dataclass(frozen=True)

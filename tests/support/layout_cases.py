@@ -12,8 +12,16 @@ from support.layout_arrays import Case, Latent
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages, listed_stages
+from mindspeed_rl.models.layers import (
+    Attention,
+    DenseMLP,
+    GroupedQueryAttention,
+    LatentAttention,
+    LayerSpec,
+    MoE,
+)
 from mindspeed_rl.models.rope import RopeSpec
-from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
+from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.vllm import VOCAB_PADDING, VllmLayout
 
@@ -231,35 +239,43 @@ def _family(case: Case) -> str:
 
 
 def spec_of(case: Case) -> ModelSpec:
-    latent, moe = case.latent, None
+    attention: Attention
+    if latent := case.latent:
+        attention = LatentAttention(
+            case.heads, latent.q_lora, latent.kv_lora, latent.nope, latent.rope, latent.v
+        )
+    else:
+        attention = GroupedQueryAttention(
+            case.heads, case.kv_heads, case.head_dim, case.qkv_bias, case.qk_norm
+        )
+    dense = LayerSpec(attention, DenseMLP(case.ffn))
+    layers = (dense,) * case.num_layers
     if case.experts:
-        moe = MoESpec(
+        moe = MoE(
             num_experts=case.experts,
             top_k=1,
-            ffn_hidden_size=case.expert_ffn,
-            layers=case.moe_layers,
-            shared_ffn_hidden_size=case.shared_ffn,
+            expert_ffn_size=case.expert_ffn,
+            shared_ffn_size=case.shared_ffn,
             router_bias=case.router_bias,
         )
+        layers = tuple(LayerSpec(attention, moe) if has else dense for has in case.moe_layers)
     return ModelSpec(
         family=_family(case),
-        num_layers=case.num_layers,
+        layers=layers,
         hidden_size=case.hidden,
-        ffn_hidden_size=case.ffn,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=latent.nope + latent.rope if latent else case.head_dim,
+        intermediate_size=case.ffn,
         vocab_size=case.vocab,
         norm_eps=1e-6,
         rope=RopeSpec(1e4),
         max_position_embeddings=64,
         tie_embeddings=case.tied,
-        qkv_bias=case.qkv_bias,
-        qk_norm=case.qk_norm,
-        moe=moe,
-        latent=latent
-        and LatentAttentionSpec(latent.q_lora, latent.kv_lora, latent.nope, latent.rope, latent.v),
     )
+
+
+def with_attention(spec: ModelSpec, attention: Attention) -> ModelSpec:
+    """The model with another attention in all layers."""
+    layers = tuple(replace(layer, attention=attention) for layer in spec.layers)
+    return replace(spec, layers=layers)
 
 
 def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:

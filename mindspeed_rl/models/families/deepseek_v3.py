@@ -7,9 +7,10 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, LATENT_ATTENTION
-from mindspeed_rl.models.hf_config import decoder_fields, first_of
+from mindspeed_rl.models.hf_config import decoder_fields, dense_layers, first_of
+from mindspeed_rl.models.layers import LatentAttention, LayerSpec, MoE
 from mindspeed_rl.models.rules import WeightTable
-from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
+from mindspeed_rl.models.spec import ModelSpec
 
 TABLE = WeightTable(
     family="deepseek_v3",
@@ -30,21 +31,32 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("rope_interleave") is False:
         raise UsageError("config.json: rope_interleave false is not supported; allowed: true")
     _check_rope(config, fields["rope"].kind)
-    latent = LatentAttentionSpec(
+    attention = _attention(config)
+    layers = dense_layers(config, attention)
+    dense = int(config.get("first_k_dense_replace") or 0)
+    with_experts = LayerSpec(attention, _experts(config))
+    return ModelSpec(
+        TABLE.family,
+        (*layers[:dense], *(with_experts for _ in layers[dense:])),
+        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        **fields,
+    )
+
+
+def _attention(config: Mapping[str, Any]) -> LatentAttention:
+    heads = int(config["num_attention_heads"])
+    if (given := int(config.get("num_key_value_heads") or heads)) != heads:
+        raise UsageError(
+            f"config.json: num_key_value_heads {given} with latent attention; allowed: "
+            f"num_attention_heads {heads}, as every head has a key and a value of its own"
+        )
+    return LatentAttention(
+        num_heads=heads,
         q_lora_rank=int(config.get("q_lora_rank") or 0),
         kv_lora_rank=int(config["kv_lora_rank"]),
         nope_head_dim=int(config["qk_nope_head_dim"]),
         rope_head_dim=int(config["qk_rope_head_dim"]),
         v_head_dim=int(config["v_head_dim"]),
-    )
-    # the config's head_dim is that of the rotary part
-    fields |= {"head_dim": latent.nope_head_dim + latent.rope_head_dim}
-    return ModelSpec(
-        family=TABLE.family,
-        moe=_experts(config, fields["num_layers"]),
-        latent=latent,
-        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
-        **fields,
     )
 
 
@@ -75,7 +87,7 @@ def _check_rope(config: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
+def _experts(config: Mapping[str, Any]) -> MoE:
     if config.get("scoring_func", "sigmoid") != "sigmoid":
         raise UsageError(f"config.json: scoring_func {config['scoring_func']!r}; allowed: sigmoid")
     if config.get("topk_method", "noaux_tc") != "noaux_tc":
@@ -85,14 +97,12 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> MoESpec:
     if int(config.get("moe_layer_freq") or 1) != 1:
         # DeepSeek's own code and vLLM leave layers without experts, transformers does not
         raise UsageError(f"config.json: moe_layer_freq {config['moe_layer_freq']}; allowed: 1")
-    dense = int(config.get("first_k_dense_replace") or 0)
     size = int(config["moe_intermediate_size"])
-    moe = MoESpec(
+    moe = MoE(
         num_experts=int(first_of(config, "n_routed_experts", "num_experts", "num_local_experts")),
         top_k=int(config["num_experts_per_tok"]),
-        ffn_hidden_size=size,
-        layers=tuple(i >= dense for i in range(num_layers)),
-        shared_ffn_hidden_size=int(config.get("n_shared_experts") or 0) * size,
+        expert_ffn_size=size,
+        shared_ffn_size=int(config.get("n_shared_experts") or 0) * size,
         score_function="sigmoid",
         router_bias=True,
         num_groups=int(config.get("n_group") or 1),

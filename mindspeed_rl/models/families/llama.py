@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, GROUPED_ATTENTION, HEAD
-from mindspeed_rl.models.hf_config import decoder_fields
+from mindspeed_rl.models.hf_config import decoder_fields, dense_layers, grouped_query_attention
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
 
@@ -19,4 +19,6 @@ TABLE = WeightTable(
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Llama ``config.json``."""
-    return ModelSpec(family=TABLE.family, **decoder_fields({"rope_theta": 1e4, **config}))
+    config = {"rope_theta": 1e4, **config}
+    layers = dense_layers(config, grouped_query_attention(config))
+    return ModelSpec(TABLE.family, layers, **decoder_fields(config))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, GROUPED_ATTENTION, HEAD
-from mindspeed_rl.models.hf_config import decoder_fields
+from mindspeed_rl.models.hf_config import decoder_fields, dense_layers, grouped_query_attention
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
 
@@ -19,4 +19,5 @@ TABLE = WeightTable(
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Qwen2 ``config.json``."""
-    return ModelSpec(family=TABLE.family, qkv_bias=True, **decoder_fields(config))
+    layers = dense_layers(config, grouped_query_attention(config, qkv_bias=True))
+    return ModelSpec(TABLE.family, layers, **decoder_fields(config))

@@ -7,9 +7,15 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, GROUPED_ATTENTION, HEAD
-from mindspeed_rl.models.hf_config import decoder_fields, first_of
+from mindspeed_rl.models.hf_config import (
+    decoder_fields,
+    dense_layers,
+    first_of,
+    grouped_query_attention,
+)
+from mindspeed_rl.models.layers import LayerSpec, MoE
 from mindspeed_rl.models.rules import WeightTable
-from mindspeed_rl.models.spec import ModelSpec, MoESpec
+from mindspeed_rl.models.spec import ModelSpec
 
 TABLE = WeightTable(
     family="qwen3_moe",
@@ -21,13 +27,13 @@ TABLE = WeightTable(
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Qwen3-MoE ``config.json``."""
     fields = decoder_fields(config)
+    attention = grouped_query_attention(config, qk_norm=True)
     every = int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
-    moe = MoESpec(
+    moe = MoE(
         num_experts=int(first_of(config, "num_experts", "num_local_experts")),
         top_k=int(config["num_experts_per_tok"]),
-        ffn_hidden_size=int(config["moe_intermediate_size"]),
-        layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(fields["num_layers"])),
+        expert_ffn_size=int(config["moe_intermediate_size"]),
         normalize_top_k=bool(config.get("norm_topk_prob", False)),
     )
     if moe.top_k == 1 and moe.normalize_top_k:
@@ -35,4 +41,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             "config.json: num_experts_per_tok 1 with norm_topk_prob true is not supported; "
             "allowed: 2 or more experts, or norm_topk_prob false"
         )
-    return ModelSpec(family=TABLE.family, qk_norm=True, moe=moe, **fields)
+    layers = tuple(
+        layer if n in dense or (n + 1) % every else LayerSpec(attention, moe)
+        for n, layer in enumerate(dense_layers(config, attention))
+    )
+    return ModelSpec(TABLE.family, layers, **fields)

@@ -126,9 +126,9 @@ def check_model_support(platform: str, spec: ModelSpec) -> None:
         UsageError: naming the size and those there are.
     """
     row = CAPABILITIES[platform]
-    size, known, keys = spec.head_dim, row.head_sizes, "head_dim"
-    if spec.latent:
-        size, known, keys = spec.kv_a_size, row.latent_sizes, "kv_lora_rank + qk_rope_head_dim"
+    size, known, keys = spec.attention.head_dim, row.head_sizes, "head_dim"
+    if latent := spec.latent:
+        size, known, keys = latent.kv_a_size, row.latent_sizes, "kv_lora_rank + qk_rope_head_dim"
     if known and size not in known:
         raise UsageError(
             f"config.json: {keys} {size}: vLLM on {platform} has attention kernels for "

@@ -36,7 +36,7 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
         settings["data_parallel_size"] = engine.dp
     if engine.expert_parallel:
         settings["enable_expert_parallel"] = True
-    if layout.spec.router_bias:
+    if layout.spec.moe and layout.spec.moe.router_bias:
         # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
         settings["hf_overrides"] = {
             "topk_method": "noaux_tc",

@@ -49,7 +49,7 @@ class Unit:
 
     Attributes:
         key: :meth:`ShardLayout.unit_of` of each of them.
-        lane: which ranks hold them: the pipeline stage.
+        stage: which ranks hold them: the pipeline stage.
         layer: the global layer; 0 outside the layers.
         names: the HF tensors.
     """
@@ -206,22 +206,40 @@ class TableLayout(ABC):
 
     # By identity: rows live as long as their table.
     @cached_property
-    def _patterns_of_rows(self) -> dict[int, dict[str, tuple[int, ...]]]:
-        """HF name pattern -> shape, for each row; ties resolved."""
-        return {
-            id(row): {
-                row.tied_to if self.spec.tie_embeddings and row.tied_to else pattern: shape
-                for pattern, shape in row.hf_shapes(self.spec).items()
-            }
-            for row in self.present_rows
-        }
+    def _first_alike(self) -> dict[int, dict[int, int]]:
+        """For each row, by layer, the first layer where it has the same dimensions."""
+        return {id(row): row.first_alike(self.spec) for row in self.present_rows}
 
     @cached_property
-    def _rows_of_patterns(self) -> dict[str, list[WeightRow]]:
-        index: dict[str, list[WeightRow]] = {}
+    def _spec_at(self) -> dict[int, ModelSpec]:
+        """The model at those first layers."""
+        firsts = {first for alike in self._first_alike.values() for first in alike.values()}
+        return {layer: self.spec.at(layer) for layer in firsts}
+
+    @cached_property
+    def _patterns_of_rows(self) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
+        """HF name pattern -> shape, for each row and first layer of a kind; ties resolved."""
+        return {
+            (id(row), first): {
+                row.tied_to if self.spec.tie_embeddings and row.tied_to else pattern: shape
+                for pattern, shape in row.hf_shapes(self._spec_at[first]).items()
+            }
+            for row in self.present_rows
+            for first in dict.fromkeys(self._first_alike[id(row)].values())
+        }
+
+    def _patterns(self, row: WeightRow, layer: int) -> dict[str, tuple[int, ...]]:
+        """HF name pattern -> shape of a row at a layer."""
+        return self._patterns_of_rows[id(row), self._first_alike[id(row)][layer]]
+
+    @cached_property
+    def _rows_of_patterns(self) -> dict[str, dict[int, list[WeightRow]]]:
+        """By HF name pattern and layer the rows that hold it: two where embeddings are tied."""
+        index: dict[str, dict[int, list[WeightRow]]] = {}
         for row in self.present_rows:
-            for pattern in self._patterns_of_rows[id(row)]:
-                index.setdefault(pattern, []).append(row)
+            for layer in self._first_alike[id(row)]:
+                for pattern in self._patterns(row, layer):
+                    index.setdefault(pattern, {}).setdefault(layer, []).append(row)
         return index
 
     @cached_property
@@ -232,17 +250,18 @@ class TableLayout(ABC):
             for row in self.present_rows
             for layer in row.layers(self.spec)
             for expert in self._experts(row)
-            for pattern, shape in self._patterns_of_rows[id(row)].items()
+            for pattern, shape in self._patterns(row, layer).items()
         }
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
         """Whole shape of an HF tensor."""
-        pattern = locate(hf_name)[0]
-        return self._patterns_of_rows[id(self._rows_of_patterns[pattern][0])][pattern]
+        pattern, layer, _ = locate(hf_name)
+        return self._patterns(self._rows_of_patterns[pattern][layer][0], layer)[pattern]
 
     def dtype_of(self, hf_name: str) -> str:
         """Element type of an HF tensor on both sides; empty: that of the model."""
-        return self._rows_of_patterns[locate(hf_name)[0]][0].dtype
+        pattern, layer, _ = locate(hf_name)
+        return self._rows_of_patterns[pattern][layer][0].dtype
 
     def held_names(self, rank: int) -> list[str]:
         """The HF tensors of which a rank holds something, each once, in the order of the table."""
@@ -250,20 +269,18 @@ class TableLayout(ABC):
             dict.fromkeys(
                 expert_name(layer_name(pattern, layer), expert)
                 for row, layer, expert in self.held_by(rank)
-                for pattern in self._patterns_of_rows[id(row)]
+                for pattern in self._patterns(row, layer)
             )
         )
 
     def units(self) -> Iterator[Unit]:
         """All HF tensors, in the order of the table. O(model)."""
         for pattern, rows in self._rows_of_patterns.items():
-            row = rows[0]
-            experts = self._experts(row)
-            for layer in row.layers(self.spec):
+            for layer, (row, *others) in sorted(rows.items()):
                 named = layer_name(pattern, layer)
-                names = tuple(expert_name(named, expert) for expert in experts)
+                names = tuple(expert_name(named, expert) for expert in self._experts(row))
                 # a tied embedding is on two stages: it waits behind the layers of neither
-                stage = self.pipeline_stage_of(row, layer) if len(rows) == 1 else _NO_STAGE
+                stage = _NO_STAGE if others else self.pipeline_stage_of(row, layer)
                 yield Unit(named, stage, layer, names)
 
     def unit_of(self, hf_name: str) -> str:
@@ -272,26 +289,31 @@ class TableLayout(ABC):
         return layer_name(pattern, layer)
 
     def placement_key(self, hf_name: str) -> Hashable:
-        """Pattern and pipeline stage: a row cuts one pattern alike at all layers and experts.
+        """Pattern, kind of layer and pipeline stage: a row then cuts alike, also for all experts.
 
         Patterns of one shape may be cut apart: keys and values, where more ranks share them than
         there are heads.
         """
         pattern, layer, _ = locate(hf_name)
-        return pattern, self.pipeline_stage_of(self._rows_of_patterns[pattern][0], layer)
+        return self._placement_key(pattern, layer)
+
+    def _placement_key(self, pattern: str, layer: int) -> Hashable:
+        row = self._rows_of_patterns[pattern][layer][0]
+        return pattern, self._first_alike[id(row)][layer], self.pipeline_stage_of(row, layer)
 
     @cached_property
     def _layers_of_classes(self) -> Counter[Hashable]:
         return Counter(
-            (pattern, self.pipeline_stage_of(rows[0], layer))
+            self._placement_key(pattern, layer)
             for pattern, rows in self._rows_of_patterns.items()
-            for layer in rows[0].layers(self.spec)
+            for layer in rows
         )
 
     def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
         """Layers and experts of one kind that the same ranks hold: their rotations even out."""
-        is_expert = isinstance(self._rows_of_patterns[locate(hf_name)[0]][0], ExpertRow)
-        num_layers = self._layers_of_classes[self.placement_key(hf_name)]
+        pattern, layer, _ = locate(hf_name)
+        is_expert = isinstance(self._rows_of_patterns[pattern][layer][0], ExpertRow)
+        num_layers = self._layers_of_classes[self._placement_key(pattern, layer)]
         return num_layers, self.experts_per_rank if is_expert else 1
 
     @property
@@ -299,17 +321,19 @@ class TableLayout(ABC):
         """No: parameters exist anyway."""
         return False
 
-    def _cuts_of(self, row: WeightRow, share: Share) -> tuple[Cut, ...]:
-        """The cuts of a row at a share; equal at all layers and experts. Equal cuts are one."""
-        key = (id(row), share)
+    def _cuts_of(self, row: WeightRow, layer: int, share: Share) -> tuple[Cut, ...]:
+        """The cuts of a row at a share, equal for experts and like layers. Equal cuts are one."""
+        first = self._first_alike[id(row)][layer]
+        key = (id(row), first, share)
         known = self._cuts_of_rows.get(key)
         if known is None:
-            known = tuple(self._cuts.setdefault(cut, cut) for cut in row.cuts(self.spec, share))
+            cuts = row.cuts(self._spec_at[first], share)
+            known = tuple(self._cuts.setdefault(cut, cut) for cut in cuts)
             self._cuts_of_rows[key] = known
         return known
 
     @cached_property
-    def _cuts_of_rows(self) -> dict[tuple[int, Share], tuple[Cut, ...]]:
+    def _cuts_of_rows(self) -> dict[tuple[int, int, Share], tuple[Cut, ...]]:
         return {}
 
     @cached_property
@@ -331,11 +355,11 @@ class TableLayout(ABC):
     def _make_shards(self, hf_name: str) -> Iterator[Shard]:
         found: dict[tuple[int, str, bool], tuple[Cut, list[range]]] = {}
         pattern, layer, expert = locate(hf_name)
-        for row in self._rows_of_patterns[pattern]:
+        for row in self._rows_of_patterns[pattern][layer]:
             tied = self.spec.tie_embeddings and row.tied_to == pattern
             for place in self.places(row, layer, expert):
                 for placed in place.shares:
-                    for cut in self._cuts_of(row, placed.share):
+                    for cut in self._cuts_of(row, layer, placed.share):
                         if tied or cut.hf_name == pattern:
                             key = (id(cut), place.param, place.is_replica)
                             found.setdefault(key, (cut, []))[1].append(placed.owner_ranks)
@@ -346,10 +370,10 @@ class TableLayout(ABC):
             for position, owner_ranks in enumerate(merged):
                 yield Shard(piece, owner_ranks, is_replica or position > 0)
 
-    def _parameters(self, rank: int) -> dict[str, tuple[WeightRow, Share]]:
-        """Row and share of every local parameter of a rank, in the order of the table."""
+    def _parameters(self, rank: int) -> dict[str, tuple[WeightRow, ModelSpec, Share]]:
+        """Row, model at its layer and share of every local parameter, in the order of the table."""
         return {
-            place.param: (row, placed.share)
+            place.param: (row, self._spec_at[self._first_alike[id(row)][layer]], placed.share)
             for row, layer, expert in self.held_by(rank)
             for place in self.places(row, layer, expert)
             for placed in place.shares
@@ -359,23 +383,23 @@ class TableLayout(ABC):
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Shape of every local parameter of a rank."""
         return {
-            param: row.local_shape(self.spec, share)
-            for param, (row, share) in self._parameters(rank).items()
+            param: row.local_shape(spec, share)
+            for param, (row, spec, share) in self._parameters(rank).items()
         }
 
     def local_bytes(self, rank: int, item_bytes: int) -> dict[str, int]:
         """Bytes of every local parameter; ``item_bytes`` where it has the model's type."""
         return {
-            param: prod(row.local_shape(self.spec, share))
+            param: prod(row.local_shape(spec, share))
             * (4 if row.dtype == "float32" else item_bytes)
-            for param, (row, share) in self._parameters(rank).items()
+            for param, (row, spec, share) in self._parameters(rank).items()
         }
 
     def local_padding(self, rank: int) -> dict[str, int]:
         """Declared padding, in elements, of every local parameter of a rank."""
         return {
-            param: row.padding(self.spec, share)
-            for param, (row, share) in self._parameters(rank).items()
+            param: row.padding(spec, share)
+            for param, (row, spec, share) in self._parameters(rank).items()
         }
 
     def fingerprint(self) -> Iterator[str]:
@@ -386,5 +410,6 @@ class TableLayout(ABC):
     def check_rows(self, rows: Iterable[WeightRow], count: int) -> None:
         """Refuse a number of tensor-parallel ranks that some row cannot be cut into."""
         for row in rows:
-            row.check(self.spec, count)
-            row.hf_shapes(self.spec)
+            for layer in dict.fromkeys(row.first_alike(self.spec).values()):
+                row.check(self.spec.at(layer), count)
+                row.hf_shapes(self.spec.at(layer))

@@ -64,9 +64,7 @@ class CheckpointLayout(MegatronLayout):
         return LayerPlace(place.stage, place.chunk, self.slots[chunk][place.local])
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
-        """The one place of a row at a layer and expert; none where the row is of other layers."""
-        if (layer >= self.spec.num_layers) != (row.stage == "mtp"):
-            return
+        """The one place of a row at a layer and expert."""
         for place in super().places(row, layer, expert):
             is_replica = place.is_replica or _repeats_embedding(row)
             yield RowPlacement(place.row, place.param, place.shares, is_replica)

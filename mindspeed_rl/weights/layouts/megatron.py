@@ -62,7 +62,7 @@ class MegatronLayout(TableLayout):
         """``--make-vocab-size-divisible-by`` times the tensor-parallel size."""
         return self.vocab_divisor * self.parallel.tp
 
-    @property
+    @cached_property
     def experts_per_rank(self) -> int:
         """Experts of a layer that a rank holds; 0 without experts."""
         return self.spec.num_experts // self.parallel.ep

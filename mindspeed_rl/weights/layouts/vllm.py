@@ -133,7 +133,7 @@ class VllmLayout(TableLayout):
             slots[expert].append(slot)
         return tuple(map(tuple, slots))
 
-    @property
+    @cached_property
     def experts_per_rank(self) -> int:
         """Physical experts of a layer that a rank holds; 0 without experts."""
         return (len(self.physical_experts) or self.spec.num_experts) // self.engine.ep

@@ -18,10 +18,7 @@ layouts = st.builds(
     lambda tp, cp, dp, pp: ParallelLayout.build(
         world=tp * cp * dp * pp, stages=even_stages(2 * pp, pp), tp=tp, cp=cp
     ),
-    sizes,
-    sizes,
-    sizes,
-    sizes,
+    *[sizes] * 4,
 )
 
 

@@ -15,6 +15,7 @@ from mindspeed_rl.checkpoint.mapping import check_layout, check_tensors, tensor_
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models import families, registry
+from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpec
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -47,12 +48,9 @@ def test_the_file_is_the_whole_family(mistral: FamilyCase, tmp_path: Path) -> No
     spec = spec_from_hf_config(read_hf_config(folder))
     assert spec == ModelSpec(
         family="mistral",
-        num_layers=4,
+        layers=(LayerSpec(GroupedQueryAttention(4, 2, 8), DenseMLP(48)),) * 4,
         hidden_size=32,
-        ffn_hidden_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
+        intermediate_size=48,
         vocab_size=67,
         norm_eps=1e-6,
         rope=RopeSpec(1e4),

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
-from support.layout_cases import GQA, layouts_of, spec_of
+from support.layout_cases import GQA, layouts_of, spec_of, with_attention
 from support.published import published_config
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
+from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpec
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.rules import Share, round_up
@@ -25,21 +25,12 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 24,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "hidden_act": "silu",
-    "eos_token_id": 151645,
-}
+    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 24, "hidden_size": 896,
+    "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
+    "hidden_act": "silu", "eos_token_id": 151645,
+}  # fmt: skip
 MODERN = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}
 }
@@ -48,28 +39,24 @@ MODERN = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | {
 @pytest.mark.parametrize("config", [CONFIG, MODERN])
 def test_a_config_becomes_a_spec(config: dict[str, Any]) -> None:
     """Qwen2.5-0.5B in the spelling of transformers 4 and of transformers 5."""
+    attention = GroupedQueryAttention(14, 2, 64, qkv_bias=True)
     assert spec_from_hf_config(config) == ModelSpec(
         family="qwen2",
-        num_layers=24,
+        layers=(LayerSpec(attention, DenseMLP(4864)),) * 24,
         hidden_size=896,
-        ffn_hidden_size=4864,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=64,
+        intermediate_size=4864,
         vocab_size=151936,
         norm_eps=1e-6,
         rope=RopeSpec(1e6),
         max_position_embeddings=32768,
         tie_embeddings=True,
-        qkv_bias=True,
         eos_token_ids=(151645,),
     )
 
 
 def test_optional_keys_of_a_config() -> None:
     spec = spec_from_hf_config(CONFIG | {"head_dim": 128, "num_key_value_heads": None})
-    assert (spec.head_dim, spec.num_kv_heads) == (128, 14)
-    assert (spec.q_size, spec.kv_size) == (14 * 128, 14 * 128)
+    assert spec.attention == GroupedQueryAttention(14, 14, 128, qkv_bias=True)
     assert spec.dims(("hidden_size", "q_size")) == (896, 14 * 128)
 
 
@@ -194,7 +181,7 @@ def test_heads_that_a_trainer_cannot_share() -> None:
 
 def test_ranks_share_a_key_value_head() -> None:
     """Four query heads, a key and a value of two channels: runs of 12 / 4 rows, by hand."""
-    spec = replace(spec_of(GQA), num_heads=4, num_kv_heads=1, head_dim=2)
+    spec = with_attention(spec_of(GQA), GroupedQueryAttention(4, 1, 2))
     row = GroupedQKV("qkv", hf="{p}", bias=True)
     held = [
         [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.hf_box.size[0]) for c in cuts]
@@ -228,13 +215,9 @@ def test_training_interleaves_heads_by_group() -> None:
     cuts = list(GroupedQKV("qkv", hf="{p}", bias=True).cuts(spec_of(GQA), Share()))
     rows = [(c.hf_name, c.hf_box.lo[0], c.param_box.lo[0], c.param_box.size[0]) for c in cuts]
     assert rows == [
-        ("q", 0, 0, 12),
-        ("k", 0, 12, 2),
-        ("v", 0, 14, 2),
-        ("q", 12, 16, 12),
-        ("k", 2, 28, 2),
-        ("v", 2, 30, 2),
-    ]
+        ("q", 0, 0, 12), ("k", 0, 12, 2), ("v", 0, 14, 2),
+        ("q", 12, 16, 12), ("k", 2, 28, 2), ("v", 2, 30, 2),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "multiple", "padded"), [(67, 16, 80), (64, 64, 64), (1, 64, 64)])

@@ -13,144 +13,79 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.models.layers import (
+    Attention,
+    DenseMLP,
+    GroupedQueryAttention,
+    LatentAttention,
+    LayerSpec,
+    MoE,
+)
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import RopeSpec
-from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec, read_hf_config
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import num_parameters
 
+_PLAIN = RopeSpec(1e6)
+_LLAMA3 = RopeSpec(5e5, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+# 0.1 ln(40) + 1, and the ratio of mscale 1 to mscale_all_dim 1
+_YARN = RopeSpec(1e4, "yarn", 40.0, 4096, attention_factor=1.0, softmax_mscale=1.3688879454113936)
+_GROUPED = GroupedQueryAttention
+_LATENT = LatentAttention(
+    128, q_lora_rank=1536, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128
+)
+_DEEPSEEK_EXPERTS = MoE(
+    num_experts=256,
+    top_k=8,
+    expert_ffn_size=2048,
+    shared_ffn_size=2048,
+    score_function="sigmoid",
+    router_bias=True,
+    num_groups=8,
+    top_k_groups=4,
+    scaling_factor=2.5,
+)
+
+
+def _dense(num_layers: int, attention: Attention, ffn: int) -> tuple[LayerSpec, ...]:
+    return (LayerSpec(attention, DenseMLP(ffn)),) * num_layers
+
+
+def _experts(num_layers: int, attention: Attention, moe: MoE) -> tuple[LayerSpec, ...]:
+    return (LayerSpec(attention, moe),) * num_layers
+
+
+# family, layers, hidden and intermediate size, vocabulary, epsilon, rope, positions, tied
 SPECS = {
     "qwen2.5-7b": ModelSpec(
-        family="qwen2",
-        num_layers=28,
-        hidden_size=3584,
-        ffn_hidden_size=18944,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=152064,
-        norm_eps=1e-6,
-        rope=RopeSpec(1e6),
-        max_position_embeddings=131072,
-        tie_embeddings=False,
-        qkv_bias=True,
-        eos_token_ids=(151643,),
+        "qwen2", _dense(28, _GROUPED(28, 4, 128, qkv_bias=True), 18944), 3584, 18944, 152064, 1e-6,
+        _PLAIN, 131072, False, eos_token_ids=(151643,),
     ),
     "qwen2.5-32b": ModelSpec(
-        family="qwen2",
-        num_layers=64,
-        hidden_size=5120,
-        ffn_hidden_size=27648,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=152064,
-        norm_eps=1e-5,
-        rope=RopeSpec(1e6),
-        max_position_embeddings=131072,
-        tie_embeddings=False,
-        qkv_bias=True,
-        eos_token_ids=(151643,),
+        "qwen2", _dense(64, _GROUPED(40, 8, 128, qkv_bias=True), 27648), 5120, 27648, 152064, 1e-5,
+        _PLAIN, 131072, False, eos_token_ids=(151643,),
     ),
     "qwen3-8b": ModelSpec(
-        family="qwen3",
-        num_layers=36,
-        hidden_size=4096,
-        ffn_hidden_size=12288,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        norm_eps=1e-6,
-        rope=RopeSpec(1e6),
-        max_position_embeddings=40960,
-        tie_embeddings=False,
-        qk_norm=True,
-        eos_token_ids=(151645,),
+        "qwen3", _dense(36, _GROUPED(32, 8, 128, qk_norm=True), 12288), 4096, 12288, 151936, 1e-6,
+        _PLAIN, 40960, False, eos_token_ids=(151645,),
     ),
     "qwen3-30b-a3b": ModelSpec(
-        family="qwen3_moe",
-        num_layers=48,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        norm_eps=1e-6,
-        rope=RopeSpec(1e6),
-        max_position_embeddings=40960,
-        tie_embeddings=False,
-        qk_norm=True,
-        moe=MoESpec(num_experts=128, top_k=8, ffn_hidden_size=768, layers=(True,) * 48),
-        eos_token_ids=(151645,),
+        "qwen3_moe", _experts(48, _GROUPED(32, 4, 128, qk_norm=True), MoE(128, 8, 768)), 2048, 6144,
+        151936, 1e-6, _PLAIN, 40960, False, eos_token_ids=(151645,),
     ),
     "qwen3-235b-a22b": ModelSpec(
-        family="qwen3_moe",
-        num_layers=94,
-        hidden_size=4096,
-        ffn_hidden_size=12288,
-        num_heads=64,
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        norm_eps=1e-6,
-        rope=RopeSpec(1e6),
-        max_position_embeddings=40960,
-        tie_embeddings=False,
-        qk_norm=True,
-        moe=MoESpec(num_experts=128, top_k=8, ffn_hidden_size=1536, layers=(True,) * 94),
-        eos_token_ids=(151645,),
+        "qwen3_moe", _experts(94, _GROUPED(64, 4, 128, qk_norm=True), MoE(128, 8, 1536)), 4096,
+        12288, 151936, 1e-6, _PLAIN, 40960, False, eos_token_ids=(151645,),
     ),
     "llama-3.1-8b": ModelSpec(
-        family="llama",
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        norm_eps=1e-5,
-        rope=RopeSpec(5e5, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-        max_position_embeddings=131072,
-        tie_embeddings=False,
-        eos_token_ids=(128001,),
+        "llama", _dense(32, _GROUPED(32, 8, 128), 14336), 4096, 14336, 128256, 1e-5,
+        _LLAMA3, 131072, False, eos_token_ids=(128001,),
     ),
     "deepseek-v3": ModelSpec(
-        family="deepseek_v3",
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_heads=128,
-        num_kv_heads=128,
-        head_dim=192,
-        vocab_size=129280,
-        norm_eps=1e-6,
-        # 0.1 ln(40) + 1, and the ratio of mscale 1 to mscale_all_dim 1
-        rope=RopeSpec(
-            1e4, "yarn", 40.0, 4096, attention_factor=1.0, softmax_mscale=1.3688879454113936
-        ),
-        max_position_embeddings=163840,
-        tie_embeddings=False,
-        moe=MoESpec(
-            num_experts=256,
-            top_k=8,
-            ffn_hidden_size=2048,
-            layers=(False,) * 3 + (True,) * 58,
-            shared_ffn_hidden_size=2048,
-            score_function="sigmoid",
-            router_bias=True,
-            num_groups=8,
-            top_k_groups=4,
-            scaling_factor=2.5,
-        ),
-        latent=LatentAttentionSpec(
-            q_lora_rank=1536, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128
-        ),
-        num_mtp_layers=1,
-        eos_token_ids=(1,),
+        "deepseek_v3", _dense(3, _LATENT, 18432) + _experts(58, _LATENT, _DEEPSEEK_EXPERTS), 7168,
+        18432, 129280, 1e-6, _YARN, 163840, False, num_mtp_layers=1, eos_token_ids=(1,),
     ),
-}
+}  # fmt: skip
 TOTALS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
@@ -230,12 +165,9 @@ DEEPSEEK, MOE, LLAMA = "deepseek-v3", "qwen3-30b-a3b", "llama-3.1-8b"
         (DEEPSEEK, {"n_group": 7}, "n_group 7 does not divide the 256 experts"),
         (DEEPSEEK, {"num_experts_per_tok": 300}, "num_experts_per_tok 300 is not between 1 and .*"),
         (DEEPSEEK, {"n_routed_experts": None}, "lacks the key 'n_routed_experts' of DeepseekV3"),
+        (DEEPSEEK, {"num_key_value_heads": 64}, "num_key_value_heads 64 with latent"),
         (DEEPSEEK, {"kv_lora_rank": ...}, "lacks the key 'kv_lora_rank' of DeepseekV3ForCausalLM"),
-        (
-            DEEPSEEK,
-            {"quantization_config": {"quant_method": "fp8"}},
-            "weights are quantised; c",
-        ),
+        (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weights are quantised; c"),
         (MOE, {"num_experts": None}, "lacks the key 'num_experts' of Qwen3MoeForCausalLM"),
         (MOE, {"moe_intermediate_size": ...}, "lacks the key 'moe_intermediate_size' of Qwen3Moe"),
         (MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok 0 is not between 1 and the 128 exp"),
@@ -246,41 +178,23 @@ DEEPSEEK, MOE, LLAMA = "deepseek-v3", "qwen3-30b-a3b", "llama-3.1-8b"
         (LLAMA, {"vocab_size": 0}, "vocab_size is 0, must be positive"),
         (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not support"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' lacks 'factor'"),
-        (
-            LLAMA,
-            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor 0.5; allowed: 1",
-        ),
+        (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor 0.5; allowed: 1"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; allowed: 1"),
-        (
-            LLAMA,
-            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
-            "rope factor 0.0; must be pos",
-        ),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+         "rope factor 0.0; must be pos"),
         (MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
         (DEEPSEEK, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "allowed: 2 or more"),
-        (
-            DEEPSEEK,
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            "rope type 'linear' with latent attention; allowed: default, yarn",
-        ),
-        (
-            DEEPSEEK,
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
-            "attention_factor 1.0 with latent attention is not supported; remove it",
-        ),
-        (
-            DEEPSEEK,
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
-            "mscale 0.7 without mscale_all_dim",
-        ),
-        (
-            DEEPSEEK,
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
-            "truncate false with latent attention is not supported; allowed: true",
-        ),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+         "rope type 'linear' with latent attention; allowed: default, yarn"),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+         "attention_factor 1.0 with latent attention is not supported; remove it"),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
+         "mscale 0.7 without mscale_all_dim"),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+         "truncate false with latent attention is not supported; allowed: true"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_computed_is_refused(model: str, change: dict[str, Any], message: str) -> None:
     """``...`` takes a key out."""
     config = published_config(model) | change
@@ -308,8 +222,7 @@ def test_which_layers_of_qwen3_moe_have_experts(
     change: dict[str, Any], layers: tuple[bool, ...]
 ) -> None:
     spec = spec_from_hf_config(published_config(MOE) | {"num_hidden_layers": 6} | change)
-    assert spec.moe is not None
-    assert spec.moe.layers == layers
+    assert tuple(layer.moe is not None for layer in spec.layers) == layers
 
 
 def test_variants_of_deepseek() -> None:
@@ -325,6 +238,6 @@ def test_variants_of_deepseek() -> None:
     }
     spec = spec_from_hf_config(published_config(DEEPSEEK) | change)
     assert spec.latent is not None and spec.moe is not None
-    assert (spec.q_lora_rank, spec.compressed_query, spec.plain_query) == (0, False, True)
-    assert (spec.moe.num_groups, spec.shared_ffn_size) == (1, 3 * 2048)
-    assert all(spec.moe.layers) and spec.num_mtp_layers == 0
+    assert (spec.latent.compressed_query, spec.latent.plain_query) == (False, True)
+    assert (spec.moe.num_groups, spec.moe.shared_ffn_size) == (1, 3 * 2048)
+    assert len(spec.expert_layers) == spec.num_layers and spec.num_mtp_layers == 0

@@ -6,39 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from support.published import published_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import rope_of, yarn_mscale
 
+_CONTEXT = "original_max_position_embeddings"
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
-    "yarn-deepseek": {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-    },
-    "yarn-untruncated": {
-        "rope_type": "yarn",
-        "factor": 16.0,
-        "original_max_position_embeddings": 2048,
-        "truncate": False,
-        "attention_factor": 1.5,
-    },
-}
+    "llama3": {"rope_type": "llama3", "factor": 8.0, _CONTEXT: 8192,
+               "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, _CONTEXT: 4096},
+    "yarn-deepseek": {"rope_type": "yarn", "factor": 40.0, _CONTEXT: 4096,
+                      "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn-untruncated": {"rope_type": "yarn", "factor": 16.0, _CONTEXT: 2048,
+                         "truncate": False, "attention_factor": 1.5},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5])
@@ -61,18 +46,7 @@ def test_frequencies_are_those_of_transformers(kind: str, head_dim: int, theta: 
 
 def test_spelling_of_transformers_4() -> None:
     """DeepSeek-V3 as published: ``rope_scaling`` with ``type``, the base beside it."""
-    scaling = {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    }
-    rope = rope_of(
-        {"rope_theta": 10000, "rope_scaling": scaling, "max_position_embeddings": 163840}
-    )
+    rope = rope_of(published_config("deepseek-v3"))
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 40.0, 4096)
     assert rope.attention_factor == 1.0
     assert rope.softmax_mscale == yarn_mscale(40, 1.0) == pytest.approx(1.368888, abs=1e-6)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.planned_run import EXPERT_RUN, RECOMPUTE, WORLD
 from support.published import PUBLISHED
 from support.tiers import slow_but
 
@@ -31,20 +32,11 @@ from mindspeed_rl.samples.columns import TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.rollout_info import SampleKey
 
-WORLD, GIB = 32, 2**30
-FLAGS = f"""
-    --hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16
-    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
-    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-distributed-optimizer
-    --grpo-prompts-per-step 32 --grpo-group-size 8 --grpo-kl-beta 0.001
-    --max-prompt-length 512 --rollout-max-response-length 1536 --recompute-granularity full
-    --recompute-method uniform --recompute-num-layers 1
-    --rollout-tp 2 --rollout-dp 8 --rollout-ep 16 --rollout-kv-cache-gb 48
-"""
+GIB = 2**30
 
 
 def config_of(*flags: str) -> RLRunConfig:
-    return parse(RLRunConfig, [*FLAGS.split(), *flags], "test").config
+    return parse(RLRunConfig, [*EXPERT_RUN, *RECOMPUTE, *flags], "test").config
 
 
 def run_on(

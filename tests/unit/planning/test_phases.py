@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.published import PUBLISHED
+from support.planned_run import EXPERT_RUN, RECOMPUTE, WORLD
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
@@ -15,38 +15,24 @@ from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction, predict
 from mindspeed_rl.planning.suggestions import plan_of
 
-WORLD, RANK = 32, 17
-FLAGS = f"""
-    --hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16
-    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
-    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-distributed-optimizer
-    --grpo-prompts-per-step 32 --grpo-group-size 8 --grpo-kl-beta 0.001
-    --max-prompt-length 512 --rollout-max-response-length 1536
-    --rollout-tp 2 --rollout-dp 8 --rollout-ep 16 --rollout-kv-cache-gb 48
-"""
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
-             "--recompute-num-layers", "1")  # fmt: skip
+RANK = 17
 
 
 def prediction_of(
     *flags: str, offload: OffloadMode = OffloadMode.NONE, machine: str = "cpu"
 ) -> MemoryPrediction:
     """With full recomputation, or other ``flags`` instead."""
-    config = parse(RLRunConfig, [*FLAGS.split(), *(flags or RECOMPUTE)], "test").config
+    config = parse(RLRunConfig, [*EXPERT_RUN, *(flags or RECOMPUTE)], "test").config
     return predict(config, plan_of(config, WORLD), MACHINES[machine], offload)
 
 
 def test_phases_hold_what_the_offload_mode_says() -> None:
     tables = {mode: prediction_of(offload=mode).rank_table(RANK) for mode in FIXED_MODES}
-    trainer = {
-        MemoryOwner.PARAMETERS,
-        MemoryOwner.GRAD_BUFFERS,
-        MemoryOwner.OPTIMIZER,
-        MemoryOwner.REFERENCE,
-    }
+    weights = {MemoryOwner.PARAMETERS, MemoryOwner.REFERENCE}
+    trainer = weights | {MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER}
     rollout = {mode: trainer & set(t[MemoryPhase.ROLLOUT]) for mode, t in tables.items()}
     assert rollout[OffloadMode.NONE] == trainer
-    assert rollout[OffloadMode.OPTIMIZER] == {MemoryOwner.PARAMETERS, MemoryOwner.REFERENCE}
+    assert rollout[OffloadMode.OPTIMIZER] == weights
     assert rollout[OffloadMode.ALL] == set()
     for mode, table in tables.items():
         assert MemoryOwner.PARAMETERS in table[MemoryPhase.SYNC], "weights are about to be read"
@@ -61,15 +47,10 @@ def test_phases_hold_what_the_offload_mode_says() -> None:
 def test_borders_are_what_the_ledger_reads() -> None:
     prediction = prediction_of(offload=OffloadMode.OPTIMIZER)
     borders = {s: prediction.border(RANK, s) for s in ("train", "idle", "sync", "rollout")}
-    assert set(borders["train"]) == {
-        *("parameters", "grad_buffers", "optimizer", "reference", "engine_weights")
-    }
-    assert (
-        set(borders["idle"])
-        == set(borders["sync"])
-        == {*("parameters", "reference", "engine_weights")}
-    )
-    assert set(borders["rollout"]) == {*borders["sync"], "kv_cache"}
+    weights = {"parameters", "reference", "engine_weights"}
+    assert set(borders["train"]) == weights | {"grad_buffers", "optimizer"}
+    assert set(borders["idle"]) == set(borders["sync"]) == weights
+    assert set(borders["rollout"]) == weights | {"kv_cache"}
     away = prediction_of(offload=OffloadMode.ALL)
     assert set(away.border(RANK, "idle")) == {"parameters"}
     assert set(away.border(RANK, "rollout")) == {"engine_weights", "kv_cache"}
@@ -95,10 +76,8 @@ def test_the_reference_pass_is_the_peak_where_it_brings_more_than_training_works
 
     short, long = train(), train("--micro-batch-size", "8")
     assert short[MemoryOwner.REFERENCE] > 0 and MemoryOwner.LOGITS not in short
-    assert (
-        MemoryOwner.REFERENCE not in long
-        and long[MemoryOwner.ACTIVATIONS] > short[MemoryOwner.REFERENCE]
-    )
+    assert MemoryOwner.REFERENCE not in long
+    assert long[MemoryOwner.ACTIVATIONS] > short[MemoryOwner.REFERENCE]
     without = train(*RECOMPUTE, "--grpo-kl-beta", "0")
     assert sum(without.values()) < sum(short.values())
 

@@ -1,4 +1,4 @@
-"""The byte model against hand-computed numbers of small layouts ."""
+"""The byte model against hand-computed numbers of small layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
-from mindspeed_rl.planning.communicators import GroupUse, device_groups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -37,13 +36,9 @@ def test_micro_batches_in_flight() -> None:
 
 def tiny(world: int = 1, tp: int = 1, pp: int = 1, **changes: Any) -> MegatronLayout:
     sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 10,
-    }
+        "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10,
+    }  # fmt: skip
     spec = spec_of("qwen2.5-7b", **(sizes | changes))
     parallel = ParallelLayout.build(world=world, stages=even_stages(2, pp), tp=tp)
     return MegatronLayout(spec, parallel, vocab_divisor=4)
@@ -122,12 +117,8 @@ def test_recomputation_keeps_less() -> None:
         ("uniform", 2, residual),
         ("block", 1, residual + one),
     ):
-        memory = training(
-            tiny(),
-            recompute_granularity="full",
-            recompute_method=method,
-            recompute_num_layers=count,
-        )
+        full = {"recompute_granularity": "full", "recompute_method": method}
+        memory = training(tiny(), **full, recompute_num_layers=count)
         assert memory.kept_by(layers, WORK) == expected
     selective = training(
         tiny(), recompute_granularity="selective", recompute_modules=("mlp", "core_attn")
@@ -154,7 +145,7 @@ def test_experts_keep_the_tokens_that_they_take() -> None:
     even = training(MegatronLayout(spec, parallel))
     busy, work = replace(even, imbalance=3.0), replace(WORK, tokens=4096)
     grown = busy.layer_parts(0, work)["moe"] - even.layer_parts(0, work)["moe"]
-    assert grown == 2 * 4096 * 8 * (spec.hidden_size + 3 * spec.expert_ffn_size) * 2
+    assert grown == 2 * 4096 * 8 * (spec.hidden_size + 3 * spec.moe.expert_ffn_size) * 2
 
 
 def engine(model: str, layout: EngineLayout, **options: object) -> EngineMemory:
@@ -166,7 +157,7 @@ def test_engine_weights_and_cache_of_a_published_model() -> None:
     spec = spec_of("qwen2.5-7b")
     found = engine("qwen2.5-7b", EngineLayout(2, 2), block_size=32)
     hidden, layers = spec.hidden_size, spec.num_layers
-    q, kv = spec.q_size, spec.kv_size
+    q, kv = spec.attention.q_size, spec.attention.kv_size
     matrices = q * hidden * 2 + 2 * kv * hidden + 3 * hidden * spec.ffn_hidden_size
     layer = matrices // 2 + (q + 2 * kv) // 2 + 2 * hidden
     assert found.weights(0) == 2 * (layers * layer + hidden + spec.vocab_size * hidden)
@@ -179,41 +170,13 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
     """64 groups of 1024 tokens, 8 experts each, over 128 ranks: 4096 copies, by the imbalance."""
     layout = EngineLayout(128, 2, 64, expert_parallel=True)
     even = engine("deepseek-v3", layout, max_num_batched_tokens=1024, max_num_seqs=64)
-    assert even.routed_tokens() == 4096
+    assert even.routed_tokens(even.layout.spec.moe) == 4096
     busy = replace(even, imbalance=8.0)
     grown = busy.workspace() - even.workspace()
     assert grown == 7 * 4096 * (2 * 7168 + 3 * 2048) * 2
     many = replace(busy, options={"max_num_batched_tokens": 8192, "max_num_seqs": 64})
     assert many.workspace() == pytest.approx(8 * busy.workspace(), rel=0.01)
     cut = engine("deepseek-v3", EngineLayout(8, 8), max_num_batched_tokens=1024)
-    assert cut.routed_tokens() == 8192, "without expert parallelism every rank computes all"
-
-
-def test_groups_of_a_step_have_a_communicator_each() -> None:
-    """Eight ranks, tp 2 x pp 2 x dp 2; engines of two neighbours beside the tp groups."""
-    parallel = ParallelLayout.build(world=8, stages=even_stages(2, 2), tp=2)
-    everyone = tuple(range(8))
-    found = device_groups(5, parallel, EngineLayout(8, 2), GroupUse(tied=True))
-    assert found == {
-        "world": everyone, "tp": (4, 5), "dp_cp": (5, 7), "pp": (1, 5), "mp": (0, 1, 4, 5),
-        "embd": (1, 5), "rollout tp": (4, 5),
-    }  # fmt: skip
-    sharded = device_groups(5, parallel, None, GroupUse(sharded_optimizer=True))
-    assert sharded.keys() == {"world", "tp", "dp_cp", "pp", "intra_dist_opt_instance"}
-    assert sharded["intra_dist_opt_instance"] == everyone
-    alone = ParallelLayout.build(world=1, stages=even_stages(2))
-    assert device_groups(0, alone, None, GroupUse(experts=True, tied=True)) == {}
-
-
-def test_groups_of_experts() -> None:
-    """tp 2 x dp 4 with ep 4 x etp 1 x expert-dp 2; one engine of dp 2 x tp 2 of two."""
-    parallel = ParallelLayout.build(world=8, stages=even_stages(2), tp=2, ep=4, etp=1)
-    engine = EngineLayout(8, 2, 2, expert_parallel=True)
-    use = GroupUse(experts=True, router_bias=True, engine_mc2=True)
-    found = device_groups(6, parallel, engine, use)
-    assert found["tp_dp_cp"] == tuple(range(8))
-    assert found["ep"] == found["tp_ep_mp"] == found["tp_ep_pp"] == (4, 5, 6, 7)
-    assert found["ep_dp"] == (2, 6) and "ep_tp" not in found
-    assert found["rollout tp"] == (6, 7) and found["rollout dp"] == (4, 6)
-    assert found["rollout ep"] == found["rollout mc2"] == (4, 5, 6, 7)
-    assert "rollout mc2" not in device_groups(6, parallel, engine, GroupUse(experts=True))
+    assert cut.routed_tokens(cut.layout.spec.moe) == 8192, (
+        "without expert parallelism every rank computes all"
+    )

@@ -13,6 +13,8 @@ from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, Of
 from mindspeed_rl.planning.prediction import predict
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
+GAE = "--rl-advantage-estimator gae"
+
 
 def plan_of(folder: Path, flags: str, **changes: dict[str, Any]) -> tuple[RLRunConfig, RLPlan]:
     """A run of 4 ranks; ``DIR/NAME`` in the flags is a model whose configuration is changed so."""
@@ -31,7 +33,7 @@ def plan_of(folder: Path, flags: str, **changes: dict[str, Any]) -> tuple[RLRunC
 
 
 def test_a_critic_has_the_layout_of_the_policy_and_one_output(tmp_path: Path) -> None:
-    _, plan = plan_of(tmp_path, "--rl-advantage-estimator gae")
+    _, plan = plan_of(tmp_path, GAE)
     assert plan.critic is not None and plan.reward_model is None
     assert plan.critic.parallel == plan.parallel
     shapes = plan.critic.hf_shapes
@@ -48,8 +50,8 @@ def test_without_the_estimator_there_is_none(tmp_path: Path) -> None:
 
 def test_models_of_other_sizes_are_allowed(tmp_path: Path) -> None:
     small = CLASSIFIER | {"num_hidden_layers": 2, "hidden_size": 24}
-    flags = "--rl-advantage-estimator gae --critic-hf-checkpoint DIR/small"
-    _, plan = plan_of(tmp_path, f"{flags} --reward-model-hf-checkpoint DIR/scorer", small=small)
+    flags = f"{GAE} --critic-hf-checkpoint DIR/small --reward-model-hf-checkpoint DIR/scorer"
+    _, plan = plan_of(tmp_path, flags, small=small)
     assert plan.critic is not None and plan.reward_model is not None
     assert plan.critic.spec.num_layers == 2 and plan.reward_model.spec.num_layers == 4
     assert plan.reward_model.spec.value_head and not plan.reward_model.spec.tie_embeddings
@@ -58,43 +60,20 @@ def test_models_of_other_sizes_are_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "changes", "told"),
     [
-        (
-            "--rl-advantage-estimator gae --critic-hf-checkpoint DIR/other",
-            {"vocab_size": 300},
-            "--critic-hf-checkpoint .*: a vocabulary of 300, the policy has 307 .*; give a model",
-        ),
-        (
-            "--rl-advantage-estimator gae --critic-hf-checkpoint DIR/other",
-            {"id2label": {"0": "a", "1": "b"}},
-            "2 labels .*; a value is one number, so allowed: 1",
-        ),
-        (
-            "--reward-model-hf-checkpoint DIR/other",
-            {"num_hidden_layers": 3},
-            "--pipeline-model-parallel-size 2",
-        ),
-        (
-            "--reward-model-hf-checkpoint DIR/nowhere",
-            {},
-            "--reward-model-hf-checkpoint .*nowhere: .*config.json is missing",
-        ),
-        (
-            "--rl-advantage-estimator gae --critic-export-hf DIR/out/hf",
-            {},
-            "--critic-export-hf .* is where the policy is exported; choose another",
-        ),
-        (
-            "--rl-advantage-estimator gae --critic-export-hf DIR/policy",
-            {},
-            "--critic-export-hf .* is --hf-checkpoint .*; choose a directory of its own",
-        ),
-        (
-            "--rl-routing-replay trainer",
-            {},
-            "--rl-routing-replay trainer: the model has no experts",
-        ),
+        (f"{GAE} --critic-hf-checkpoint DIR/other", {"vocab_size": 300},
+         "--critic-hf-checkpoint .*: a vocabulary of 300, the policy has 307"),
+        (f"{GAE} --critic-hf-checkpoint DIR/other", {"id2label": {"0": "a", "1": "b"}},
+         "2 labels .*; a value is one number, so allowed: 1"),
+        ("--reward-model-hf-checkpoint DIR/other", {"num_hidden_layers": 3},
+         "--pipeline-model-parallel-size 2"),
+        ("--reward-model-hf-checkpoint DIR/nowhere", {},
+         "--reward-model-hf-checkpoint .*nowhere: .*config.json is missing"),
+        (f"{GAE} --critic-export-hf DIR/out/hf", {},
+         "--critic-export-hf .* is where the policy is exported"),
+        (f"{GAE} --critic-export-hf DIR/policy", {}, "--critic-export-hf .* is --hf-checkpoint"),
+        ("--rl-routing-replay trainer", {}, "--rl-routing-replay trainer: .* no experts"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_refused(
     tmp_path: Path, flags: str, changes: dict[str, Any], told: str
 ) -> None:
@@ -112,8 +91,7 @@ OTHERS = (*CRITIC_OWNERS, MemoryOwner.REWARD_MODEL)
 
 def test_memory_of_the_other_models(tmp_path: Path) -> None:
     """What stays in each mode, and that an update of the critic is a moment of its own."""
-    flags = "--rl-advantage-estimator gae --reward-model-hf-checkpoint DIR/scorer"
-    config, plan = plan_of(tmp_path, flags)
+    config, plan = plan_of(tmp_path, f"{GAE} --reward-model-hf-checkpoint DIR/scorer")
     stays = {
         OffloadMode.NONE: set(OTHERS),
         OffloadMode.OPTIMIZER: {MemoryOwner.CRITIC, MemoryOwner.REWARD_MODEL},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_double import CACHE_BYTES, EngineDouble
-from support.layout_cases import GQA, MOE, Case, layouts_of
+from support.layout_cases import GQA, MOE, Case, layouts_of, with_attention
 
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.models.spec import LatentAttentionSpec
+from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
@@ -220,7 +220,8 @@ def test_every_platform_has_a_layout(
     assert found.transposed_experts is (platform == "npu")
     assert found.whole_shared_experts is (platform != "npu")
     assert found.expert_multiple == (32 if platform == "cpu" else 1)
-    capabilities.check_model_support(platform, replace(layout.spec, head_dim=64))
+    attention = GroupedQueryAttention(4, 4, head_dim=64)
+    capabilities.check_model_support(platform, with_attention(layout.spec, attention))
 
 
 def test_experts_on_cuda_stay_as_they_are_loaded() -> None:
@@ -263,10 +264,10 @@ def test_a_model_without_kernels_of_the_engine_is_refused() -> None:
     """Before the engine is built, whose own message names no size that it has."""
     _, layout = layouts_of(MOE)
     with pytest.raises(ValueError, match=r"head_dim 2: vLLM on cpu .* for 32, 64, 80,"):
-        capabilities.check_model_support("cpu", replace(layout.spec, head_dim=2))
+        capabilities.check_model_support("cpu", layout.spec)
     for rank in (512, 16):
-        latent = LatentAttentionSpec(0, rank, nope_head_dim=32, rope_head_dim=64, v_head_dim=24)
-        spec = replace(layout.spec, latent=latent, head_dim=96)
+        latent = LatentAttention(4, 0, rank, nope_head_dim=32, rope_head_dim=64, v_head_dim=24)
+        spec = with_attention(layout.spec, latent)
         told = r"qk_rope_head_dim 80: .* for 576 channels only"
         with nullcontext() if rank == 512 else pytest.raises(ValueError, match=told):
             capabilities.check_model_support("cpu", spec)
