@@ -16,9 +16,15 @@ _HEAD, _NORM = "lm_head.weight", "model.norm.weight"
 #: of a sequence classifier with one label, as transformers names it
 VALUE_HEAD = "score.weight"
 
+
+def _vllm(*rows: WeightRow) -> dict[str, tuple[WeightRow, ...]]:
+    """The column of vLLM. Another engine's is joined to it: ``_vllm(...) | {"name": (...)}``."""
+    return {"vllm": rows}
+
+
 EMBEDDING = Block(
     trainer=(Vocab("embedding.word_embeddings.weight", stage="first", hf=_EMBED),),
-    engine=(Vocab(_EMBED, stage="first", hf=_EMBED),),
+    engines=_vllm(Vocab(_EMBED, stage="first", hf=_EMBED)),
 )
 
 HEAD = Block(
@@ -33,7 +39,7 @@ HEAD = Block(
             when="value_head",
         ),
     ),
-    engine=(
+    engines=_vllm(
         Replicated(_NORM, stage="last", hf=_NORM),
         Vocab(_HEAD, stage="last", hf=_HEAD, tied_to=_EMBED),
     ),
@@ -74,7 +80,7 @@ GROUPED_ATTENTION = Block(
             dim=1,
         ),
     ),
-    engine=(
+    engines=_vllm(
         *_norms(_H, "post_attention_layernorm.weight"),
         StackedQKV(_H + "self_attn.qkv_proj.weight", hf=_QKV),
         StackedQKV(_H + "self_attn.qkv_proj.bias", hf=_QKV_BIAS, bias=True, when="qkv_bias"),
@@ -126,7 +132,7 @@ LATENT_ATTENTION = Block(
             _A + "linear_proj.weight",
         ),
     ),
-    engine=(
+    engines=_vllm(
         *_norms(_H, "post_attention_layernorm.weight"),
         Joined(
             _H + "self_attn.fused_qkv_a_proj.weight",
@@ -147,7 +153,7 @@ DENSE_MLP = Block(
         GateUp(_M + "mlp.linear_fc1.weight", stage="dense", hf=_GATE_UP),
         Split(_M + "mlp.linear_fc2.weight", stage="dense", hf=_DOWN, dims=_DENSE_DOWN, dim=1),
     ),
-    engine=(
+    engines=_vllm(
         GateUp(_H + "mlp.gate_up_proj.weight", stage="dense", hf=_GATE_UP),
         Split(_DOWN, stage="dense", hf=_DOWN, dims=_DENSE_DOWN, dim=1),
     ),
@@ -210,7 +216,7 @@ EXPERTS = Block(
             _M + "mlp.shared_experts.linear_fc1.weight", _M + "mlp.shared_experts.linear_fc2.weight"
         ),
     ),
-    engine=(
+    engines=_vllm(
         *_router(_H + "mlp.gate.weight", _H + "mlp.gate.e_score_correction_bias"),
         StackedExperts(
             _H + "mlp.experts.routed_experts.w13_weight", stage="moe", inner=_EXPERT_GATE_UP

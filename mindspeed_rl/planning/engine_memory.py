@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.models.rules import round_up
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 _FP32 = 4
 # vLLM's defaults where no option says otherwise.

@@ -31,8 +31,8 @@ from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.check_engine import check_engine
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 pytestmark = pytest.mark.ascend_emul
 

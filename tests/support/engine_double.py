@@ -19,7 +19,7 @@ from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.host_backend import parts_by_storage
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 CACHE_BYTES = 4096
 

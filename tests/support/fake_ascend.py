@@ -19,8 +19,8 @@ import torch
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 GARBAGE = 0xC7
 

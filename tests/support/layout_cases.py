@@ -14,8 +14,8 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages, listed_stages
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import LatentAttentionSpec, ModelSpec, MoESpec
+from mindspeed_rl.rollout.vllm.layout import VOCAB_PADDING, VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VOCAB_PADDING, VllmLayout
 
 MAX_WORLD, MAX_EXPERTS = 16, 32
 _SIZES = (1, 2, 3, 4, 6, 8)

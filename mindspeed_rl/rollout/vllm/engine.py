@@ -31,13 +31,13 @@ from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
 from mindspeed_rl.rollout.vllm.backend import Backend
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests, RequestPort
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm.requests import VllmPort, score_params, token_scores
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 class VllmEngine:

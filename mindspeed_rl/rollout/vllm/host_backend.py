@@ -16,9 +16,9 @@ from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.requests import model_settings
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 # Flags of the engine's execution that mean the same everywhere.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")

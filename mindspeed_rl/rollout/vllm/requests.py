@@ -14,8 +14,8 @@ from mindspeed_rl.config.vllm_options import as_flag, reserved_for
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import FINISH_REASONS, Completion
 from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:

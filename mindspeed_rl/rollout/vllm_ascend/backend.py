@@ -20,11 +20,11 @@ from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
 from mindspeed_rl.rollout.vllm_ascend.weights import AscendWeights
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ

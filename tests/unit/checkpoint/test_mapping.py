@@ -31,9 +31,9 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import Block, Cut, GateUp, Share, Split, Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.base import TableLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.fixture(scope="module")

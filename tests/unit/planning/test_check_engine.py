@@ -14,7 +14,7 @@ from mindspeed_rl.planning.check_engine import check_engine
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.expert_map import read_expert_map
 from mindspeed_rl.rollout.vllm.host_backend import HostBackend
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 
 @pytest.mark.parametrize(

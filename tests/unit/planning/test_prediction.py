@@ -17,8 +17,8 @@ from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_i
 from mindspeed_rl.planning.communicators import GroupUse, device_groups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def spec_of(model: str, **changes: Any) -> Any:

@@ -15,8 +15,8 @@ from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.samples.rollout_info import RolloutInfo
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def spread(run: TableRun, world: int, rank: int) -> tuple[EngineAssignment, RLPlan]:

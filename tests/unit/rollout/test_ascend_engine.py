@@ -18,7 +18,7 @@ from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.allocator_settings import WANTED
 from mindspeed_rl.rollout.engine import EngineState
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 # Equal sizes, so that no shape tells one layout of the experts from the other.
 SQUARE = replace(MOE, hidden=16, expert_ffn=16)

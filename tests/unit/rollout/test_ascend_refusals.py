@@ -12,8 +12,8 @@ from support.layout_cases import MOE, spec_of
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.fixture
