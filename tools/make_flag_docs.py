@@ -11,7 +11,8 @@ from pathlib import Path
 
 from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
 from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
-from mindspeed_rl.config.vllm_options import RESERVED, as_flag
+from mindspeed_rl.config.engine_options import as_flag
+from mindspeed_rl.rollout.vllm.options import RESERVED
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 HEAD = """\

@@ -95,7 +95,7 @@ class RLRunConfig:
     ascend: NpuConfig = field(default_factory=NpuConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    vllm_options: dict[str, object] = field(default_factory=dict)
+    engine_options: dict[str, object] = field(default_factory=dict)
 
     @property
     def has_critic(self) -> bool:
@@ -151,4 +151,4 @@ class ScoreRunConfig:
     score: ScoreConfig
     rollout: RolloutConfig
     ascend: NpuConfig = field(default_factory=NpuConfig)
-    vllm_options: dict[str, object] = field(default_factory=dict)
+    engine_options: dict[str, object] = field(default_factory=dict)

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.flag import FlagInfo, flag_names
-from mindspeed_rl.config.vllm_options import take_vllm_options
 from mindspeed_rl.core.errors import UsageError
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
@@ -188,8 +188,8 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         parser.parse_args(["--help"])
     by_spelling = _by_spelling(run_type)
     sections = _sections(run_type)
-    takes_options = "vllm_options" in run_type.__dataclass_fields__
-    rest, vllm_options = take_vllm_options(argv) if takes_options else (list(argv), {})
+    takes_options = "engine_options" in run_type.__dataclass_fields__
+    rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
     use = classify(rest, by_spelling)
     if problems := _problems(use, run_type):
         raise UsageError("; ".join(problems))
@@ -198,8 +198,8 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
         for name, section in sections.items()
     }
-    if vllm_options:
-        built["vllm_options"] = vllm_options
+    if engine_options:
+        built["engine_options"] = engine_options
     ignored = [_as_typed(used) for used in use.accepted]
     ignored += _inert(use.own_argv, by_spelling)
     ignored += built["parallel"].idle_flags

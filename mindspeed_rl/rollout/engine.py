@@ -147,6 +147,19 @@ class InferenceEngine(WeightReceiver, Protocol):
         """What is known of the memory format of the weights, for people; may be empty."""
         ...
 
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        trainer_version: int,
+    ) -> list[list[tuple[float, float]]]:
+        """log-prob and entropy of every token after the first of each sequence.
+
+        Collective: the ranks of the engine.
+        """
+        ...
+
     def generate(
         self,
         requests: Sequence[GenerationRequest],

@@ -96,17 +96,17 @@ LIGHT = (
     "compat",
     "models",
     "config",
-    *(
-        f"planning.{name}"
-        for name in ("activations", "budget", "check_engine", "communicators", "prediction")
-    ),
+    *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.run_plan",
     "weights.garbage",
     "weights.layouts",
     "rollout.expert_map",
     "rollout.graph_sizes",
+    "rollout.provider",
     "rollout.rebalance_plan",
-    "rollout.vllm.capabilities",
+    "rollout.registry",
+    *(f"rollout.vllm.{name}" for name in ("capabilities", "layout", "options", "provider")),
+    "rollout.vllm.tuning",
     "rollout.vllm_ascend.arguments",
     "platforms.allocator_settings",
     "launch.failures",

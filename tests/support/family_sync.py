@@ -46,8 +46,8 @@ def family_sync_world(
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
     common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]
     job = make_job(world, model, [*common, *flags])
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
+    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
     initialize_parallel(job)
     both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
     both.to_rollout(0)
@@ -62,7 +62,7 @@ def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
     from mindspeed_rl.checkpoint.hf import load_hf
 
     facts = sync_and_compare(both, version, work_dir)
-    layout, rank = both.job.plan.vllm, both.job.world.rank
+    layout, rank = both.job.plan.rollout_layout, both.job.world.rank
     fresh = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
     load_hf(Path(work_dir) / f"export-{version}", layout, rank, fresh)
     found = both.engine.read_weights()

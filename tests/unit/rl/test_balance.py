@@ -13,8 +13,8 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.metrics.metric_set import Max, Total
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
-from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.vllm.capabilities import check_capabilities
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
@@ -22,7 +22,9 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 def spread(run: TableRun, world: int, rank: int) -> tuple[EngineAssignment, RLPlan]:
     """How one rank of ``world`` engines deals, and its plan."""
     engine = EngineLayout(world, 1)
-    plan = replace(run.parts.plan, engine=engine, vllm=VllmLayout(run.parts.plan.spec, engine))
+    plan = replace(
+        run.parts.plan, engine=engine, rollout_layout=VllmLayout(run.parts.plan.spec, engine)
+    )
     rules = rebalance_rules(run.config, plan, max_num_seqs=16, item_bytes=4)
     own = run.parts.rollouts.assignment
     return replace(own, engine=engine, rank=rank, rules=rules), plan
@@ -56,7 +58,7 @@ def test_rules_are_those_of_every_rank(tmp_path: Path) -> None:
     )  # fmt: skip
     first, second = (spread(run, 2, rank)[0].rules for rank in (0, 1))
     assert first is not None and first == second
-    layout = spread(run, 2, 0)[1].vllm
+    layout = spread(run, 2, 0)[1].rollout_layout
     weights = 4 * sum(math.prod(shape) for shape in dict(layout.local_shapes(0)).values())
     token_bytes = 4 * 2 * 4  # one layer, keys and values of 4 channels, fp32
     assert first.cost.context_tokens == weights / token_bytes

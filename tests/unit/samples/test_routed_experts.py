@@ -13,8 +13,8 @@ import torch
 from support.rl_run import make_run
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
-from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.engine import GenerationRequest
+from mindspeed_rl.rollout.vllm.capabilities import check_capabilities
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns

@@ -9,11 +9,10 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.expert_map import read_expert_map
+from mindspeed_rl.rollout.graph_sizes import AUTO
 
-AUTO = ("auto",)
 
-
-def check_engine(
+def check_tuning(
     tuning: EngineTuningConfig, engine: EngineLayout, spec: ModelSpec
 ) -> tuple[int, ...]:
     """Validate, and read the map of experts.
