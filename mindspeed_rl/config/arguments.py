@@ -24,6 +24,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.flag import FlagInfo, flag_names
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.installed import resolve_platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -202,7 +203,9 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         built["engine_options"] = engine_options
     ignored = [_as_typed(used) for used in use.accepted]
     ignored += _inert(use.own_argv, by_spelling)
-    ignored += built["parallel"].idle_flags
+    parallel = built["parallel"]
+    ignored += parallel.idle_flags
+    ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
     return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
 
 

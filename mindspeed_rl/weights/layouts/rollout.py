@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,16 @@ class RolloutLayout(TableLayout):
     engine: EngineLayout
     expert_multiple: int = 1
     physical_experts: tuple[int, ...] = ()
+
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[WeightRow, ...]:
+        """The engine's rows of the model."""
+
+    @property
+    @abstractmethod
+    def vocab_multiple(self) -> int:
+        """The vocabulary is padded to a multiple of this."""
 
     def __post_init__(self) -> None:
         rows, engine = self.rows, self.engine
