@@ -76,10 +76,18 @@ class EngineProvider(ABC):
     """A kind of inference engine.
 
     Attributes:
+        package: what an engine imports. Where it is imported, it ends the process groups itself.
+        cleared_variables: of the environment, that would override a flag.
         batched_tokens_option: the option that bounds the tokens of a step.
     """
 
+    package: str
+    cleared_variables: tuple[str, ...]
     batched_tokens_option: str
+
+    @abstractmethod
+    def environment(self, platform: str) -> Mapping[str, str]:
+        """Variables that are set before the package is imported; a user's own value wins."""
 
     @abstractmethod
     def check_options(self, options: Mapping[str, object]) -> None:

@@ -67,7 +67,10 @@ ROOMS: Mapping[str, Room] = {
     ),
     "diagnosis": Room(("core", "platforms")),
     "launch": Room(
-        ("core", "compat", "config", "models", "platforms", "planning", "rewards", "diagnosis"),
+        (
+            *("core", "compat", "config", "models", "platforms", "rollout", "planning"),
+            *("rewards", "diagnosis"),
+        ),
         TORCH_DISTRIBUTED,
     ),
     "rl": Room(

@@ -14,12 +14,20 @@ from mindspeed_rl.rollout.vllm.capabilities import check_capabilities, installed
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.options import check_option_names, check_reserved
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
+from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
     from mindspeed_rl.platforms.base import Platform
     from mindspeed_rl.rollout.vllm.engine import VllmEngine
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # request ids are sample ids, unique within a call; a random suffix each costs 0.1 ms
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
+}
 # vLLM's defaults where no option says otherwise.
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_SEQUENCES = 256
@@ -31,7 +39,14 @@ _LATENT_BLOCK_TOKENS = 16
 class VllmProvider(EngineProvider):
     """vLLM on CPU and CUDA, vLLM-Ascend on NPUs."""
 
+    package = "vllm"
+    # a whole number of GiB, in place of --rollout-kv-cache-gb
+    cleared_variables = ("VLLM_CPU_KVCACHE_SPACE",)
     batched_tokens_option = "max_num_batched_tokens"
+
+    def environment(self, platform: str) -> Mapping[str, str]:
+        """The engine runs in this process, without a word to anybody."""
+        return ENVIRONMENT | (ASCEND_ENVIRONMENT if platform == "npu" else {})
 
     def check_options(self, options: Mapping[str, object]) -> None:
         """Options that are set here or cannot be honoured are refused."""
