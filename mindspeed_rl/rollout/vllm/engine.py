@@ -18,7 +18,6 @@ import torch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.rollout.agreement import check_agreement
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
@@ -30,6 +29,7 @@ from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.vllm.agreement import check_agreement
 from mindspeed_rl.rollout.vllm.backend import Backend
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
