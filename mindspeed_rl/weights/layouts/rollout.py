@@ -99,7 +99,7 @@ class RolloutLayout(TableLayout):
             return (0, last) if self.spec.tie_embeddings and last else (0,)
         return (last,) if row.stage == "last" else (self._stage_of_layers[layer],)
 
-    def lane_of(self, row: WeightRow, layer: int) -> int:
+    def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage of a row at a layer."""
         return self._stages(row, layer)[0]
 
@@ -135,7 +135,7 @@ class RolloutLayout(TableLayout):
                 )
                 for tp in range(engine.tp)
             )
-            yield RowPlacement(row, name, shares, mirror=stage != stages[0])
+            yield RowPlacement(row, name, shares, is_replica=stage != stages[0])
 
     def keeps_whole(self, row: WeightRow) -> bool:
         """Whether tensor-parallel ranks keep a row whole that they could cut."""
@@ -154,7 +154,7 @@ class RolloutLayout(TableLayout):
                 )
                 for tp in range(engine.expert_tp)
             )
-            yield RowPlacement(row, expert_name(name, local), shares, mirror=copy > 0)
+            yield RowPlacement(row, expert_name(name, local), shares, is_replica=copy > 0)
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Row, layer and expert of everything that a rank holds."""
