@@ -53,8 +53,8 @@ class GenerationRequest:
         token_ids: what the model reads first.
         seed: of its own random stream.
         max_tokens: limit of this response where it is not that of the settings.
-        begun: tokens that there are of the response; the answer has them as well.
-        begun_logprobs: of those, by the engines that sampled them.
+        prefix_tokens: tokens that there are of the response; the answer has them as well.
+        prefix_logprobs: of those, by the engines that sampled them.
     """
 
     sample_id: int

@@ -103,7 +103,6 @@ LIGHT = (
     "planning.run_plan",
     "weights.garbage",
     "weights.layouts",
-    "rollout.expert_map",
     "rollout.graph_sizes",
     "rollout.provider",
     "rollout.rebalance_plan",

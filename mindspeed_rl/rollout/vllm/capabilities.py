@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
-from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.versions import pins
 from mindspeed_rl.models.spec import ModelSpec
@@ -134,23 +133,4 @@ def check_model_support(platform: str, spec: ModelSpec) -> None:
         raise UsageError(
             f"config.json: {keys} {size}: vLLM on {platform} has attention kernels for "
             f"{', '.join(map(str, known))} channels only; run it on another device"
-        )
-
-
-def check_capabilities(config: RLRunConfig, platform: str) -> None:
-    """Refuse what the engine of a platform cannot do. Local; vLLM is not imported.
-
-    Raises:
-        UsageError: naming the flag and what to use.
-    """
-    row = CAPABILITIES[platform]
-    if config.balance.rollout_rebalance == "all" and not row.streams:
-        raise UsageError(
-            f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
-            "request go on in another engine; use waiting"
-        )
-    if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
-        raise UsageError(
-            f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot be "
-            "had from it; use trainer, or none"
         )

@@ -102,7 +102,13 @@ class VllmEngine:
         self._pointers = self._addresses()
 
     def _backend(self, settings: EngineSettings, platform: Platform) -> Backend:
-        return make_backend(settings, platform)
+        if platform.name == "npu":
+            from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
+
+            return AscendBackend(settings, platform)
+        from mindspeed_rl.rollout.vllm.host_backend import HostBackend
+
+        return HostBackend(settings, platform)
 
     def _build(self, model_dir: str, arguments: dict[str, Any]) -> Any:
         from vllm import LLM
@@ -360,19 +366,3 @@ class VllmEngine:
         return run_steps(
             self._engine, self._agreement, self._interval, self.stats, max_steps, follows
         )
-
-
-def make_backend(settings: EngineSettings, platform: Platform) -> Backend:
-    """The backend of this process.
-
-    Raises:
-        UsageError: a version or a model that is not proven, or a flag that this platform has
-            nothing for.
-    """
-    if platform.name == "npu":
-        from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
-
-        return AscendBackend(settings, platform)
-    from mindspeed_rl.rollout.vllm.host_backend import HostBackend
-
-    return HostBackend(settings, platform)

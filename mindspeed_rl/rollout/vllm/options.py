@@ -71,17 +71,6 @@ def reserved_for(name: str) -> str:
     return ""
 
 
-def check_reserved(options: Mapping[str, object]) -> None:
-    """Refuse options that are set here or cannot be honoured.
-
-    Raises:
-        UsageError: naming the option, and what to use or the reason.
-    """
-    for name in options:
-        if reason := reserved_for(name):
-            raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
-
-
 def check_option_names(options: Mapping[str, object]) -> None:
     """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
-from mindspeed_rl.rollout.vllm.capabilities import check_capabilities, installed_layout
+from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, installed_layout
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm.options import check_option_names, check_reserved
+from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
@@ -50,7 +52,9 @@ class VllmProvider(EngineProvider):
 
     def check_options(self, options: Mapping[str, object]) -> None:
         """Options that are set here or cannot be honoured are refused."""
-        check_reserved(options)
+        for name in options:
+            if reason := reserved_for(name):
+                raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
 
     def layout(
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
@@ -71,7 +75,17 @@ class VllmProvider(EngineProvider):
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """By the table of capabilities."""
-        check_capabilities(config, platform)
+        row = CAPABILITIES[platform]
+        if config.balance.rollout_rebalance == "all" and not row.streams:
+            raise UsageError(
+                f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
+                "request go on in another engine; use waiting"
+            )
+        if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
+            raise UsageError(
+                f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot "
+                "be had from it; use trainer, or none"
+            )
 
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str

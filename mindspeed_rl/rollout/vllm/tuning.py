@@ -1,14 +1,14 @@
-"""Checks of the flags of the engine's execution."""
+"""Checks of the flags of the engine's execution, and the map of experts that one of them names."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.rollout.expert_map import read_expert_map
 from mindspeed_rl.rollout.graph_sizes import AUTO
 
 
@@ -43,3 +43,45 @@ def check_tuning(
             "ranks; set --rollout-ep to --rollout-tp x --rollout-dp"
         )
     return read_expert_map(Path(tuning.rollout_expert_map), spec.num_experts, engine.ep)
+
+
+def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
+    """The expert in each physical slot, slots in order over the ranks that share a layer.
+
+    The layout of the weights has one placement for all layers, so the layers of the file must
+    agree.
+
+    Args:
+        path: JSON with ``layer_list[].device_list[].device_expert``.
+        num_experts: of a layer of the model.
+        ep: ranks that share the experts of a layer.
+
+    Raises:
+        UsageError: not such a file, layers that differ, or not for this model and ``ep``.
+    """
+    name = f"--rollout-expert-map {path}"
+    try:
+        layers = json.loads(path.read_text())["layer_list"]
+        placements = {
+            tuple(tuple(int(e) for e in device["device_expert"]) for device in layer["device_list"])
+            for layer in layers
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{name}: not a map of experts ({type(error).__name__}: {error}); it needs "
+            "layer_list, and device_list with device_expert in every layer"
+        ) from error
+    if len(placements) != 1:
+        raise UsageError(
+            f"{name}: its layers place experts in {len(placements)} ways; allowed is one way for "
+            "all layers, because a reshard has one layout of the experts"
+        )
+    (devices,) = placements
+    slots = tuple(expert for device in devices for expert in device)
+    uneven = len({len(device) for device in devices}) > 1
+    if len(devices) != ep or uneven or set(slots) != set(range(num_experts)):
+        raise UsageError(
+            f"{name}: {len(devices)} devices with {len(slots)} experts; needed are --rollout-ep "
+            f"{ep} devices with equally many, among them each of the model's {num_experts} experts"
+        )
+    return slots

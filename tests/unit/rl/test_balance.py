@@ -13,8 +13,8 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.metrics.metric_set import Max, Total
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.rollout.vllm.capabilities import check_capabilities
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
@@ -78,9 +78,9 @@ def test_one_engine_has_nobody_to_give_to(tmp_path: Path) -> None:
 def test_engines_that_cannot_continue_a_stream_are_refused(tmp_path: Path) -> None:
     config = make_run(tmp_path, "--rollout-rebalance all").config
     with pytest.raises(ValueError, match="--rollout-rebalance all"):
-        check_capabilities(config, "cuda")
-    check_capabilities(make_run(tmp_path, "--rollout-rebalance waiting").config, "cuda")
-    check_capabilities(config, "npu")
+        engine_provider().check_run(config, "cuda")
+    engine_provider().check_run(make_run(tmp_path, "--rollout-rebalance waiting").config, "cuda")
+    engine_provider().check_run(config, "npu")
 
 
 def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:

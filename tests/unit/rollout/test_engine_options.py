@@ -17,8 +17,9 @@ from mindspeed_rl.config.arguments import build_parser, parse
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.planning.run_plan import check_rl, check_score
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm import engine
-from mindspeed_rl.rollout.vllm.options import RESERVED, check_reserved, reserved_for
+from mindspeed_rl.rollout.vllm.options import RESERVED, reserved_for
 
 
 @pytest.mark.parametrize(("run_type", "check"), [(RLRunConfig, check_rl),
@@ -36,7 +37,7 @@ def test_reserved_options_are_refused_with_the_flag_to_use(reason: str) -> None:
     for pattern in RESERVED[reason].split():
         name = pattern.replace("*", "size")
         with pytest.raises(UsageError, match=f"^{as_flag(name)} is not available: "):
-            check_reserved({"max_num_seqs": 2, name: 2})
+            engine_provider().check_options({"max_num_seqs": 2, name: 2})
     for other in re.findall(r"use (--[a-z-]+)", reason):
         assert other in build_parser(RLRunConfig, "x").format_help()
 

@@ -12,11 +12,10 @@ from support.layout_cases import GQA, MOE, spec_of
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.rollout.expert_map import read_expert_map
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.host_backend import HostBackend
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm.tuning import check_tuning
+from mindspeed_rl.rollout.vllm.tuning import check_tuning, read_expert_map
 
 
 @pytest.mark.parametrize(
