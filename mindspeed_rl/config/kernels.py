@@ -51,13 +51,11 @@ class KernelConfig:
     )
 
     def idle_flags(self, platform: str) -> Iterator[str]:
-        """Flags that were given and do nothing on a platform, each with the reason."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default:
-                continue
-            name = flag_names(field)[0]
-            if platform == "cpu":
-                yield f"{name} (a CPU has neither fused kernels nor streams to overlap)"
-            elif field.name == "moe_token_dispatcher_type" and value not in DISPATCHERS:
-                yield f"{name} {value} (computed as alltoall)"
+        """Flags that were given and do nothing on a platform, with the reason."""
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        names = ", ".join(flag_names(field)[0] for field in given)
+        dispatcher = self.moe_token_dispatcher_type
+        if names and platform == "cpu":
+            yield f"{names} (a CPU has neither fused kernels nor streams to overlap)"
+        elif dispatcher not in DISPATCHERS:
+            yield f"--moe-token-dispatcher-type {dispatcher} (computed as alltoall)"
