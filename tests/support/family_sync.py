@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.rollout_worlds import TEMPERATURE, Both, SyncFacts, build_both, sync_and_compare
@@ -54,6 +55,24 @@ def family_sync_world(
     return [one_sync(both, version, work_dir) for version in (11, 12, 13)]
 
 
+def plain_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The parameters of an awake engine in plain order, outside of an update.
+
+    The portable vector kernel ("vec") keeps ``[rows / 16, columns, 16]`` of each matrix of an
+    expert in the shape of the matrix.
+    """
+    assert all(kernel == "vec" for _, kernel in engine._derived._packed), "a kernel's own order"
+
+    def plain(name: str, param: torch.Tensor) -> torch.Tensor:
+        if not engine._derived.packs_experts or not name.endswith(("w13_weight", "w2_weight")):
+            return param
+        experts, rows, columns = param.shape
+        blocks = param.view(experts, rows // 16, columns, 16)
+        return blocks.transpose(2, 3).reshape(param.shape)
+
+    return {name: plain(name, param) for name, param in engine._params().items()}
+
+
 def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
     """Update, compare log-probs, compare bits with a fresh load. Collective: the world.
 
@@ -65,7 +84,7 @@ def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
     layout, rank = both.job.plan.rollout_layout, both.job.world.rank
     fresh = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
     load_hf(Path(work_dir) / f"export-{version}", layout, rank, fresh)
-    found = both.engine.read_weights()
+    found = plain_weights(both.engine)
     assert found.keys() == fresh.keys()
     differing = [
         f"{piece.param} ({piece.hf_name})"

@@ -163,10 +163,6 @@ class VllmEngine:
         assert self._version == -1, "load_tensor outside an update"
         self._model.load_weights([(hf_name, tensor)])  # type: ignore[operator]
 
-    def read_weights(self) -> dict[str, torch.Tensor]:
-        """Parameters by vLLM's names in plain order; packed ones are copies."""
-        return {name: self._derived.read(name, p) for name, p in self._params().items()}
-
     def _params(self) -> dict[str, torch.Tensor]:
         return {
             name: p.data
