@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
-from mindspeed_rl.config.flag import FlagInfo, flag_names
+from mindspeed_rl.config.needs import needs_of
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import FlagInfo, flag_names
 from mindspeed_rl.core.installed import resolve_platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
@@ -101,7 +102,7 @@ class OwnFlag:
         spellings: the canonical one first.
         kind: ``bool`` for switches, else the type of its value or values.
         default: value when it is not given.
-        info: help, choices, limits.
+        info: help, choices, limits, the flag that it needs.
     """
 
     field: str
@@ -116,6 +117,8 @@ class OwnFlag:
         parts = [self.info.help]
         if limits := self.info.limits:
             parts.append(f"{limits[0].upper()}{limits[1:]}.")
+        if (needs := self.info.needs) is not None:
+            parts.append(f"Read with {needs}." if needs.values else f"Needs {needs}.")
         if isinstance(self.default, tuple):
             if self.default:
                 parts.append(f"Default: {' '.join(self.default)}.")
@@ -170,7 +173,7 @@ def own_flags(run_type: type[Any]) -> Iterator[tuple[type[Any], list[OwnFlag]]]:
                     flag_names(field),
                     _scalar(hints[field.name]),
                     field.default,
-                    field.metadata["flag"],
+                    dataclasses.replace(field.metadata["flag"], needs=needs_of(field)),
                 )
                 for field in fields
             ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from mindspeed_rl.config.flag import flag, flag_names
+from mindspeed_rl.core.flag import flag, flag_names
 
 # Dispatchers of megatron-core that are computed as they are asked for.
 DISPATCHERS = ("alltoall", "allgather")
