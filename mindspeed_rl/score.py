@@ -13,11 +13,11 @@ from mindspeed_rl.planning.run_plan import ScorePlan, check_score
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import ScoreInputs, Scores
-    from mindspeed_rl.rollout.vllm.engine import VllmEngine
+    from mindspeed_rl.rollout.engine import InferenceEngine
 
 ScoreJob = Job[ScoreRunConfig, ScorePlan]
-# vLLM destroys the default process group when its engine is freed, and the job needs it to its end
-_ENGINES: list[VllmEngine] = []
+# an engine that is freed may destroy the default process group, which the job needs to its end
+_ENGINES: list[InferenceEngine] = []
 # sequence, position, log-prob, entropy of one token
 TokenScore = tuple[int, int, float, float]
 
@@ -31,7 +31,7 @@ def main(job: ScoreJob) -> None:
     spec = job.plan.spec
     limit = spec.max_position_embeddings
     if score.backend == "engine":
-        limit = spec.engine_positions - 1  # vLLM wants room for one more token
+        limit = spec.engine_positions - 1  # engines want room for one more token
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
@@ -71,28 +71,29 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
 
 
 def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
-    """This rank's share, by vLLM. Collective: the world."""
+    """This rank's share, by the inference engine. Collective: the world."""
     from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
-    from mindspeed_rl.rollout.vllm.engine import VllmEngine
-    from mindspeed_rl.rollout.vllm.requests import check_option_names
+    from mindspeed_rl.rollout.provider import EngineSettings
+    from mindspeed_rl.rollout.registry import engine_provider
 
-    config, rank = job.config, job.world.rank
-    check_option_names(config.vllm_options)
-    layout = installed_layout(job.plan.vllm, job.platform.name)
+    config, rank, provider = job.config, job.world.rank, engine_provider()
+    layout = provider.installed_layout(
+        job.plan.rollout_layout, config.engine_options, job.platform.name
+    )
     dtype = rollout_dtype(config.rollout, config.train)
-    engine = VllmEngine(
+    settings = EngineSettings(
         model_dir=config.model.hf_checkpoint,
         layout=layout,
         rank=rank,
-        platform=job.platform,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=int(sequences.length.max()) + 1,
         kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
         seed=config.train.seed,
-        options={"max_logprobs": -1, **config.vllm_options},
+        options=config.engine_options,
+        scores_entropy=not config.score.no_entropy,
     )
+    engine = provider.build(settings, job.platform)
     _ENGINES.append(engine)
     engine.begin_update()
     load_weights(job, layout, engine.weight_views())

@@ -16,8 +16,8 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages, listed_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 _TRAIN, _ROLLOUT = ("tp", "pp", "cp", "dp", "vpp", "ep", "etp"), ("tp", "dp", "ep", "pad-experts")
 

@@ -19,6 +19,7 @@ from typing import Any
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
 from mindspeed_rl.weights.layouts.from_text import (
     ROLLOUT_KEYS,
@@ -28,7 +29,6 @@ from mindspeed_rl.weights.layouts.from_text import (
 )
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
 from mindspeed_rl.weights.traffic import (
@@ -187,7 +187,7 @@ class Problem:
         """Both layouts, with nothing looked up yet: what a rank begins with."""
         return (
             training_from_text(self.spec, self.train, self.world),
-            rollout_from_text(self.spec, self.rollout, self.world),
+            rollout_from_text(self.spec, self.rollout, self.world, VllmLayout),
         )
 
 

@@ -22,9 +22,10 @@ from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
 from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
+from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
-from mindspeed_rl.config.vllm_options import RESERVED, as_flag
 from mindspeed_rl.rewards.registry import built_in_reward, verdicts
+from mindspeed_rl.rollout.vllm.options import RESERVED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FLAGS_PAGE = "flags.md"

@@ -18,6 +18,7 @@ from mindspeed_rl.config.diagnostics import ProfilerConfig, TrackerConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
+from mindspeed_rl.config.kernels import KernelConfig
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.config.memory import DeviceConfig, MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
@@ -41,6 +42,7 @@ __all__ = [
     "EnvironmentConfig",
     "IndexedDataConfig",
     "KLConfig",
+    "KernelConfig",
     "LaunchConfig",
     "LoggingConfig",
     "MemoryConfig",
@@ -91,6 +93,7 @@ class RLRunConfig:
     rollout: RolloutConfig
     memory: MemoryConfig
     rewards: RewardConfig
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
     balance: RolloutBalanceConfig = field(default_factory=RolloutBalanceConfig)
@@ -101,7 +104,7 @@ class RLRunConfig:
     ascend: NpuConfig = field(default_factory=NpuConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    vllm_options: dict[str, object] = field(default_factory=dict)
+    engine_options: dict[str, object] = field(default_factory=dict)
 
     @property
     def has_critic(self) -> bool:
@@ -136,6 +139,7 @@ class PretrainRunConfig:
     logging: LoggingConfig
     sft: SftConfig
     indexed: IndexedDataConfig
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
@@ -156,5 +160,6 @@ class ScoreRunConfig:
     logging: LoggingConfig
     score: ScoreConfig
     rollout: RolloutConfig
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
-    vllm_options: dict[str, object] = field(default_factory=dict)
+    engine_options: dict[str, object] = field(default_factory=dict)

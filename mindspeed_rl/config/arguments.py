@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
-from mindspeed_rl.config.vllm_options import take_vllm_options
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import FlagInfo, flag_names
+from mindspeed_rl.core.installed import resolve_platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -191,8 +192,8 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         parser.parse_args(["--help"])
     by_spelling = _by_spelling(run_type)
     sections = _sections(run_type)
-    takes_options = "vllm_options" in run_type.__dataclass_fields__
-    rest, vllm_options = take_vllm_options(argv) if takes_options else (list(argv), {})
+    takes_options = "engine_options" in run_type.__dataclass_fields__
+    rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
     use = classify(rest, by_spelling)
     if problems := _problems(use, run_type):
         raise UsageError("; ".join(problems))
@@ -201,11 +202,13 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
         for name, section in sections.items()
     }
-    if vllm_options:
-        built["vllm_options"] = vllm_options
+    if engine_options:
+        built["engine_options"] = engine_options
     ignored = [_as_typed(used) for used in use.accepted]
     ignored += _inert(use.own_argv, by_spelling)
-    ignored += built["parallel"].idle_flags
+    parallel = built["parallel"]
+    ignored += parallel.idle_flags
+    ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
     return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
 
 

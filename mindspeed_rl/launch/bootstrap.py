@@ -17,20 +17,16 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
+from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.npu import NpuSetup
     from mindspeed_rl.platforms.base import Platform
 
-# What must be set before torch or vllm is imported; a user's own value wins.
+# What must be set before torch is imported; a user's own value wins.
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    # request ids are sample ids, unique within a call; a random suffix each costs 0.1 ms
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,8 +43,6 @@ _PLATFORM_DEFAULTS = {
         "HCCL_EXEC_TIMEOUT": "3600",
         # MindSpeed looks at every attribute of every module, which imports all of transformers
         "TRANSFORMERS_VERBOSITY": "error",
-        # weights must stay in the plain format that weight updates write (vllm-ascend)
-        "VLLM_ASCEND_ENABLE_NZ": "0",
     },
 }
 # With --npu-deterministic; HCCL and the library of kernels read them when they are loaded. "strict"
@@ -58,8 +52,6 @@ _DETERMINISTIC = {
     "LCCL_DETERMINISTIC": "1",
     "CLOSE_MATMUL_K_SHIFT": "1",
 }
-# A whole number of GiB that would override --rollout-kv-cache-gb.
-_REMOVED = ("VLLM_CPU_KVCACHE_SPACE",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +78,7 @@ class World:
 def prepare_environment(
     platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
 ) -> list[str]:
-    """Set what torch, torch_npu and vLLM read when they are imported; before any of them is.
+    """Set what torch, torch_npu and the engine read when they are imported; before any of them is.
 
     Args:
         platform: ``--platform``.
@@ -96,7 +88,11 @@ def prepare_environment(
     Returns:
         What of the user's own settings was changed, and why.
     """
-    late = [n for n in ("torch", "torch_npu", "vllm", "megatron.core") if n in sys.modules]
+    late = [
+        n
+        for n in ("torch", "torch_npu", engine_provider().package, "megatron.core")
+        if n in sys.modules
+    ]
     if late:
         raise RuntimeError(
             f"bootstrap: {late[0]} was imported before the environment was prepared; "
@@ -115,9 +111,11 @@ def prepare_environment(
 
 def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
     """What :func:`prepare_environment` sets; without its check."""
-    for name, value in (_DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})).items():
+    engine = engine_provider()
+    own = _DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})
+    for name, value in (own | dict(engine.environment(platform))).items():
         environ.setdefault(name, value)
-    for name in _REMOVED:
+    for name in engine.cleared_variables:
         environ.pop(name, None)
 
 

@@ -19,6 +19,7 @@ from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import JOIN, WatchdogLimits
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.launch.watchdog import Watchdog
@@ -110,7 +111,7 @@ def start_job(
 def end_job(job: Job[Run, Plan_co]) -> None:
     """End together with the other ranks. Collective: the world."""
     job.watchdog.leave()
-    if "vllm" not in sys.modules:  # else its own exit handler destroys the groups
+    if engine_provider().package not in sys.modules:  # else its own exit handler does it
         import torch.distributed as dist
 
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ bias, no query norm, ...) does not exist, so one block serves all variants.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mindspeed_rl.models.attention_rules import GroupedQKV, HeadSplit, StackedQKV
@@ -27,9 +28,15 @@ _HEAD, _NORM = "lm_head.weight", "model.norm.weight"
 #: of a sequence classifier with one label, as transformers names it
 VALUE_HEAD = "score.weight"
 
+
+def _vllm(*rows: WeightRow) -> dict[str, tuple[WeightRow, ...]]:
+    """The column of vLLM. Another engine's is joined to it: ``_vllm(...) | {"name": (...)}``."""
+    return {"vllm": rows}
+
+
 EMBEDDING = Block(
     trainer=(Vocab("embedding.word_embeddings.weight", stage="first", hf=_EMBED),),
-    engine=(Vocab(_EMBED, stage="first", hf=_EMBED),),
+    engines=_vllm(Vocab(_EMBED, stage="first", hf=_EMBED)),
 )
 
 HEAD = Block(
@@ -44,7 +51,7 @@ HEAD = Block(
             when="value_head",
         ),
     ),
-    engine=(
+    engines=_vllm(
         Replicated(_NORM, stage="last", hf=_NORM),
         Vocab(_HEAD, stage="last", hf=_HEAD, tied_to=_EMBED),
     ),
@@ -52,10 +59,17 @@ HEAD = Block(
 
 
 def _of_kind(
-    kind: Stage, *, trainer: tuple[WeightRow, ...], engine: tuple[WeightRow, ...]
+    kind: Stage,
+    *,
+    trainer: tuple[WeightRow, ...],
+    engines: Mapping[str, tuple[WeightRow, ...]],
 ) -> Block:
     """Rows that the layers of one kind have."""
-    return Block(*(tuple(replace(row, stage=kind) for row in rows) for rows in (trainer, engine)))
+
+    def with_kind(rows: tuple[WeightRow, ...]) -> tuple[WeightRow, ...]:
+        return tuple(replace(row, stage=kind) for row in rows)
+
+    return Block(with_kind(trainer), {name: with_kind(rows) for name, rows in engines.items()})
 
 
 def _norms(prefix: str, second: str) -> tuple[WeightRow, ...]:
@@ -93,7 +107,7 @@ GROUPED_ATTENTION = _of_kind(
             dim=1,
         ),
     ),
-    engine=(
+    engines=_vllm(
         *_norms(_H, "post_attention_layernorm.weight"),
         StackedQKV(_H + "self_attn.qkv_proj.weight", hf=_QKV),
         StackedQKV(_H + "self_attn.qkv_proj.bias", hf=_QKV_BIAS, bias=True, when="qkv_bias"),
@@ -146,7 +160,7 @@ LATENT_ATTENTION = _of_kind(
             _A + "linear_proj.weight",
         ),
     ),
-    engine=(
+    engines=_vllm(
         *_norms(_H, "post_attention_layernorm.weight"),
         Joined(
             _H + "self_attn.fused_qkv_a_proj.weight",
@@ -167,7 +181,7 @@ DENSE_MLP = Block(
         GateUp(_M + "mlp.linear_fc1.weight", stage="dense", hf=_GATE_UP),
         Split(_M + "mlp.linear_fc2.weight", stage="dense", hf=_DOWN, dims=_DENSE_DOWN, dim=1),
     ),
-    engine=(
+    engines=_vllm(
         GateUp(_H + "mlp.gate_up_proj.weight", stage="dense", hf=_GATE_UP),
         Split(_DOWN, stage="dense", hf=_DOWN, dims=_DENSE_DOWN, dim=1),
     ),
@@ -230,7 +244,7 @@ EXPERTS = Block(
             _M + "mlp.shared_experts.linear_fc1.weight", _M + "mlp.shared_experts.linear_fc2.weight"
         ),
     ),
-    engine=(
+    engines=_vllm(
         *_router(_H + "mlp.gate.weight", _H + "mlp.gate.e_score_correction_bias"),
         StackedExperts(
             _H + "mlp.experts.routed_experts.w13_weight", stage="moe", inner=_EXPERT_GATE_UP

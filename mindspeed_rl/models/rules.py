@@ -17,7 +17,7 @@ the storage of experts and in padding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -307,11 +307,13 @@ class Joined(WeightRow):
 class Block:
     """Rows of one part of a model on both sides.
 
-    ``trainer`` rows use megatron-core's parameter names, ``engine`` rows vLLM's.
+    Attributes:
+        trainer: under megatron-core's parameter names.
+        engines: for each kind of engine, by its name, the rows under its parameter names.
     """
 
     trainer: tuple[WeightRow, ...]
-    engine: tuple[WeightRow, ...]
+    engines: Mapping[str, tuple[WeightRow, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,6 @@ class WeightTable:
         """The rows that a model of this spec has in the trainer."""
         return tuple(r for block in self.blocks for r in block.trainer if r.layers(spec))
 
-    def engine_rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
-        """The rows that a model of this spec has in the engine."""
-        return tuple(r for block in self.blocks for r in block.engine if r.layers(spec))
+    def engine_rows(self, spec: ModelSpec, engine: str) -> tuple[WeightRow, ...]:
+        """The rows that a model of this spec has in an engine of a kind."""
+        return tuple(r for block in self.blocks for r in block.engines[engine] if r.layers(spec))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.models.layers import MLP, Attention, DenseMLP, LatentAttention, MoE
 from mindspeed_rl.models.rules import round_up
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.provider import EngineSizes
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 _FP32 = 4
-# vLLM's defaults where no option says otherwise.
-DEFAULT_BATCHED_TOKENS = 8192
-DEFAULT_SEQUENCES = 256
-_BLOCK_TOKENS = 128
 # [sequences, vocabulary] in fp32 while tokens are sampled: logits, probabilities, noise.
 _SAMPLING_COPIES = 3
 
@@ -25,39 +21,23 @@ class EngineMemory:
     Attributes:
         layout: spec and rollout layout.
         item: bytes of an element of weights and cache.
-        options: further arguments of ``vllm.LLM``.
+        sizes: what its options and habits say.
         kv_cache_bytes: what is asked for on each rank.
         imbalance: tokens that the busiest rank of the experts gets, by the mean.
-        latent_block_tokens: tokens of a block of latent attention's cache where no option says
-            otherwise; other models have 128 everywhere.
-        copies_latent: the engine keeps both halves of latent attention's up projection once more,
-            transposed, as vLLM-Ascend does; vLLM's own are views of it.
     """
 
-    layout: VllmLayout
+    layout: RolloutLayout
     item: int
-    options: Mapping[str, object]
+    sizes: EngineSizes
     kv_cache_bytes: int
     imbalance: float = 1.0
-    copies_latent: bool = False
-    latent_block_tokens: int = 16
-
-    @property
-    def batched_tokens(self) -> int:
-        """Tokens of one engine step of a data-parallel rank."""
-        return _number(self.options.get("max_num_batched_tokens"), DEFAULT_BATCHED_TOKENS)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of one engine step."""
-        return _number(self.options.get("max_num_seqs"), DEFAULT_SEQUENCES)
 
     def weights(self, rank: int) -> int:
         """Parameters of a rank, padding included, and copies that the engine derives from them."""
         return sum(self.layout.local_bytes(rank, self.item).values()) + self._latent_copies()
 
     def _latent_copies(self) -> int:
-        if not self.copies_latent:
+        if not self.sizes.copies_latent:
             return 0
         latent = (
             [x for x in attentions if isinstance(x, LatentAttention)]
@@ -78,22 +58,20 @@ class EngineMemory:
         return max(sum(x.cached_values(tp) for x in stage) for stage in stages) * self.item
 
     def kv_cache(self) -> int:
-        """What is asked for in whole blocks of all layers, as vLLM allocates it."""
-        kinds = {layer.attention.kind for layer in self.layout.spec.layers}
-        default = self.latent_block_tokens if "latent" in kinds else _BLOCK_TOKENS
-        block = self.token_bytes() * _number(self.options.get("block_size"), default)
+        """What is asked for in whole blocks of all layers, as engines allocate it."""
+        block = self.token_bytes() * self.sizes.block_tokens
         return self.kv_cache_bytes // block * block
 
     def routed_tokens(self, moe: MoE) -> int:
         """Copies of tokens that the busiest rank computes in one layer with these experts."""
         engine = self.layout.engine
-        copies = self.batched_tokens * engine.dp * moe.top_k
+        copies = self.sizes.batched_tokens * engine.dp * moe.top_k
         if not engine.expert_parallel:
             return copies  # every rank has a slice of every expert
         return int(copies / engine.expert_ranks * self.imbalance)
 
     def workspace(self) -> int:
-        """The largest moment of an engine step of ``max_num_batched_tokens`` tokens.
+        """The largest moment of an engine step of the most tokens.
 
         Residual stream and normed input, and the larger of attention (projections of queries, keys
         and values, output) and MLP (gate, up, activated). Experts add what they take and give back
@@ -101,7 +79,7 @@ class EngineMemory:
         rank sends. Sampling holds logits of all sequences in fp32. Nothing is kept over layers.
         """
         spec, tp, item = self.layout.spec, self.layout.engine.tp, self.item
-        tokens = self.batched_tokens
+        tokens = self.sizes.batched_tokens
         stream = 2 * tokens * spec.hidden_size
         widest = max(
             max(tokens * layer.attention.engine_values // tp, self._mlp_values(layer.mlp))
@@ -109,19 +87,15 @@ class EngineMemory:
         )
         layers = (stream + widest) * item
         vocab = round_up(spec.vocab_size, self.layout.vocab_multiple)
-        sampling = min(self.sequences, tokens) * vocab * _FP32 * _SAMPLING_COPIES
+        sampling = min(self.sizes.sequences, tokens) * vocab * _FP32 * _SAMPLING_COPIES
         return max(layers, stream * item + sampling)
 
     def _mlp_values(self, mlp: MLP) -> int:
         """Elements that one MLP works with."""
-        engine, tokens = self.layout.engine, self.batched_tokens
+        engine, tokens = self.layout.engine, self.sizes.batched_tokens
         if isinstance(mlp, DenseMLP):
             return tokens * 3 * mlp.ffn_hidden_size // engine.tp
         hidden, width = self.layout.spec.hidden_size, mlp.expert_ffn_size // engine.expert_tp
         sent = tokens * mlp.top_k // engine.tp if engine.expert_parallel else 0
         experts = self.routed_tokens(mlp) * (2 * hidden + 3 * width) + sent * hidden
         return experts + tokens * 3 * mlp.shared_ffn_size // engine.tp
-
-
-def _number(value: object, default: int) -> int:
-    return int(value) if isinstance(value, int | float) else default

@@ -17,6 +17,7 @@ from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import ModelState, model_state
 from mindspeed_rl.planning.run_groups import groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 Config = RLRunConfig | PretrainRunConfig
@@ -244,16 +245,12 @@ class MemoryPrediction:
     def engine(self) -> EngineMemory:
         """The rollout engine."""
         config, plan = self._rl
-        ascend = self.machine.platform == "npu"
         return EngineMemory(
-            plan.vllm,
+            plan.rollout_layout,
             2 if engine_is_bf16(config) else 4,
-            config.vllm_options,
+            engine_provider().sizes(config.engine_options, plan.spec, self.machine.platform),
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.imbalance,
-            copies_latent=ascend,
-            # vLLM-Ascend's kernels of latent attention have one size of blocks, vLLM's on a CPU 16
-            latent_block_tokens=128 if ascend else 16,
         )
 
     @property

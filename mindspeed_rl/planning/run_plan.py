@@ -16,6 +16,7 @@ from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.check_balance import check_balance
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import check_environment
 from mindspeed_rl.config.indexed_data import check_indexed_data
 from mindspeed_rl.config.launch import check_environment_workers
@@ -30,9 +31,9 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.planning.check_engine import check_engine
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class RunPlan:
 class ScorePlan(RunPlan):
     """A :class:`RunPlan` with the engine's layout."""
 
-    vllm: VllmLayout
+    rollout_layout: RolloutLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class RLPlan(RunPlan):
     """A :class:`RunPlan` with the rollout side."""
 
     engine: EngineLayout
-    vllm: VllmLayout
+    rollout_layout: RolloutLayout
     batch: BatchArithmetic
     max_model_len: int
     critic: MegatronLayout | None = None
@@ -107,6 +108,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         UsageError: naming the flag, its value, what is allowed and the fix.
     """
     rl = config.rl
+    engine_provider().check_options(config.engine_options)
     check_algorithms(config)
     check_balance(config)
     _check_sampling(config)
@@ -143,8 +145,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_length(limit, config, base.spec)
     _check_kv_cache(limit, config, base.spec)
     batch = batch_arithmetic(config, base.parallel.dp)
-    slots = check_engine(config.engine, engine, base.spec)
-    vllm = VllmLayout(base.spec, engine, physical_experts=slots)
+    rollout = engine_provider().layout(base.spec, engine, config.engine)
     _check_rollout_share(batch, engine)
     critic = reward_model = None
     if config.has_critic:
@@ -154,7 +155,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         source = (scorer, "--reward-model-hf-checkpoint")
         reward_model = value_layout(config, base.spec, world, source, files=files)
     return RLPlan(
-        base.spec, base.parallel, base.megatron, engine, vllm, batch, limit, critic, reward_model
+        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic, reward_model
     )
 
 
@@ -186,6 +187,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
         UsageError: naming the flag, its value, what is allowed and the fix.
     """
     score = config.score
+    engine_provider().check_options(config.engine_options)
     _need_file("--tokens", score.tokens, "an .npz file")
     if not score.output:
         raise UsageError("--output is required: give the .npz file to write")
@@ -194,12 +196,13 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
         raise UsageError(f"--temperature {score.temperature}: must be positive")
     if score.temperature != 1 and score.backend == "engine":
         raise UsageError(
-            f"--temperature {score.temperature} with --backend engine: vLLM scores prompts without "
-            "temperature; allowed: 1"
+            f"--temperature {score.temperature} with --backend engine: engines score prompts "
+            "without temperature; allowed: 1"
         )
     base = check_layout(config.model, config.parallel, config.train, world)
-    vllm = VllmLayout(base.spec, engine_layout(config.rollout, world))
-    return ScorePlan(base.spec, base.parallel, base.megatron, vllm)
+    engine = engine_layout(config.rollout, world)
+    rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
+    return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
 
 
 def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.memory import FIXED_MODES
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak
 from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain, check_rl
+from mindspeed_rl.rollout.registry import engine_provider
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,13 @@ def _changes(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
     ]
     if isinstance(config, RLRunConfig):
         half = config.rollout.rollout_kv_cache_gb / 2
+        tokens = engine_provider().batched_tokens_option
         changes += [
             (f"--rl-offload {mode}", "memory", {"rl_offload": mode.value}) for mode in FIXED_MODES
         ]
         changes += [
             ("--rollout-sleep all", "memory", {"rollout_sleep": "all"}),
             (f"--rollout-kv-cache-gb {half:g}", "rollout", {"rollout_kv_cache_gb": half}),
-            (
-                "--vllm-max-num-batched-tokens 1024",
-                "vllm_options",
-                {"max_num_batched_tokens": 1024},
-            ),
+            (f"{as_flag(tokens)} 1024", "engine_options", {tokens: 1024}),
         ]
     return changes

@@ -22,5 +22,7 @@ def update_volume(
         relay: ``--reshard-relay`` on several nodes.
     """
     node, size = ranks_per_node, element_bytes_of(plan.megatron, item_bytes)
-    plans = (plan_reshard(plan.megatron, plan.vllm, rank, node, relay=relay) for rank in ranks)
+    plans = (
+        plan_reshard(plan.megatron, plan.rollout_layout, rank, node, relay=relay) for rank in ranks
+    )
     return tuple(rank_traffic(each, size, node) for each in plans)

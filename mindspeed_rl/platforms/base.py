@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
+from mindspeed_rl.platforms.features import TransformerFeatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,10 @@ class Platform(Protocol):
         Args:
             setup: what an NPU process is told; others have no use for it.
         """
+        ...
+
+    def transformer_features(self) -> TransformerFeatures:
+        """What megatron-core may use here."""
         ...
 
     def memory(self) -> DeviceMemory:

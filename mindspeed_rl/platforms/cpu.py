@@ -12,6 +12,7 @@ import torch
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms import host_memory
 from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.gloo_device import share_devices
 from mindspeed_rl.platforms.host_memory import ProcFile, field_bytes
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
@@ -57,6 +58,13 @@ class CpuPlatform:
         from mindspeed_rl.platforms import cpu_install
 
         cpu_install.install()
+
+    def transformer_features(self) -> TransformerFeatures:
+        """None: gloo's threads may still send an output when it is freed, which gives wrong losses.
+
+        There is nothing to fuse for, and no stream to overlap on.
+        """
+        return TransformerFeatures()
 
     def memory(self) -> DeviceMemory:
         """Of this process and its machine (Linux); zeros where there is no /proc."""

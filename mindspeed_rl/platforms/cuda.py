@@ -7,12 +7,14 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
 
@@ -48,6 +50,21 @@ class CudaPlatform:
 
     def install(self, setup: NpuSetup | None = None) -> None:
         """megatron-core runs on CUDA as it is."""
+
+    def transformer_features(self) -> TransformerFeatures:
+        """Megatron's own, as far as the packages that they come from are installed."""
+        fusions = {"bias_activation_fusion", "bias_dropout_fusion"}
+        if find_spec("transformer_engine"):
+            fusions.add("apply_rope_fusion")
+        if find_spec("fused_weight_gradient_mlp_cuda"):
+            fusions.add("gradient_accumulation_fusion")
+        return TransformerFeatures(
+            frozenset(fusions),
+            builds_on_device=True,
+            frees_sent_outputs=True,
+            overlaps_reduction=True,
+            chooses_dispatcher=True,
+        )
 
     def memory(self) -> DeviceMemory:
         """Of the driver: torch counts neither NCCL's buffers nor what a memory pool gave away."""

@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.base import DeviceMemory, Profiler, ProfileRequest
+from mindspeed_rl.platforms.features import TransformerFeatures
 
 
 class NpuPlatform:
@@ -53,6 +54,15 @@ class NpuPlatform:
         from mindspeed_rl.platforms import npu_install
 
         npu_install.install(setup or NpuSetup())
+
+    def transformer_features(self) -> TransformerFeatures:
+        """Overlap; fused kernels are MindSpeed's, whose modules and flags bring them."""
+        return TransformerFeatures(
+            builds_on_device=True,
+            frees_sent_outputs=True,
+            overlaps_reduction=True,
+            chooses_dispatcher=True,
+        )
 
     def memory(self) -> DeviceMemory:
         """Of the driver: torch counts no buffers of HCCL, and unmapped memory as if it were there.

@@ -120,7 +120,7 @@ def rebalance_rules(
     flags, spec = config.balance, plan.spec
     if flags.rollout_rebalance == "off" or plan.engine.num_groups == 1:
         return None
-    weights = item_bytes * sum(map(math.prod, dict(plan.vllm.local_shapes(0)).values()))
+    weights = item_bytes * sum(map(math.prod, dict(plan.rollout_layout.local_shapes(0)).values()))
     token_bytes = item_bytes * spec.cached_values(plan.engine.tp)
     cost = StepCost(
         flags.rollout_ridge_tokens,

@@ -14,20 +14,16 @@ from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
-from mindspeed_rl.planning.check_engine import AUTO
 from mindspeed_rl.planning.prediction import MemoryPrediction, predict
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.components import Models
-from mindspeed_rl.rollout.engine import EngineState
-from mindspeed_rl.rollout.graph_sizes import best_graph_sizes, read_history
-from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, installed_layout
-from mindspeed_rl.rollout.vllm.engine import VllmEngine
-from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.rollout.vllm.requests import check_option_names
+from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
+from mindspeed_rl.rollout.graph_sizes import AUTO, best_graph_sizes, read_history
+from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
@@ -99,7 +95,7 @@ def share_memory(
 def open_ledger(
     job: Job[RLRunConfig, RLPlan],
     sharing: ColocationPlan,
-    engine: VllmEngine,
+    engine: InferenceEngine,
     cache: TensorCache,
 ) -> MemoryLedger:
     """The ledger of trainer, engine and samples. Collective: the world."""
@@ -152,25 +148,26 @@ def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
     return DTYPES[name]
 
 
-def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> VllmEngine:
+def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
     """The engine of this rank. Collective: the world."""
-    config = job.config
+    config, plan = job.config, job.plan
     build = "building the rollout engine"
+    records = config.rl.rl_routing_replay == "rollout"
     with job.watchdog.phase("build engine"), parallel_state.unchanged(build):
-        return VllmEngine(
+        settings = EngineSettings(
             model_dir=config.model.hf_checkpoint,
-            layout=job.plan.vllm,
+            layout=plan.rollout_layout,
             rank=job.world.rank,
-            platform=job.platform,
             dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
-            max_model_len=job.plan.max_model_len,
+            max_model_len=plan.max_model_len,
             kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
             seed=config.train.seed,
-            options=config.vllm_options,
+            options=config.engine_options,
             tuning=config.engine,
             graph_sizes=graph_sizes(job),
-            experts=_recorder_of(job),
+            recorded_layers=tuple(plan.spec.expert_layers) if records else (),
         )
+        return engine_provider().build(settings, job.platform)
 
 
 def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
@@ -204,35 +201,10 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
     Raises:
         UsageError: the flags ask for what the installed engine cannot do.
     """
-    check_capabilities(job.config, job.platform.name)
-    check_option_names(job.config.vllm_options)
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    return replace(job, plan=replace(job.plan, vllm=vllm))
-
-
-def check_capabilities(config: RLRunConfig, platform: str) -> None:
-    """Refuse what the engine of a platform cannot do. Local; vLLM is not imported.
-
-    Raises:
-        UsageError: naming the flag and what to use.
-    """
-    row = CAPABILITIES[platform]
-    if config.balance.rollout_rebalance == "all" and not row.streams:
-        raise UsageError(
-            f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
-            "request go on in another engine; use waiting"
-        )
-    if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
-        raise UsageError(
-            f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot be "
-            "had from it; use trainer, or none"
-        )
-
-
-def _recorder_of(job: Job[RLRunConfig, RLPlan]) -> ExpertRecorder | None:
-    if job.config.rl.rl_routing_replay != "rollout":
-        return None
-    return ExpertRecorder(job.plan.spec.expert_layers)
+    provider, platform = engine_provider(), job.platform.name
+    provider.check_run(job.config, platform)
+    layout = provider.installed_layout(job.plan.rollout_layout, job.config.engine_options, platform)
+    return replace(job, plan=replace(job.plan, rollout_layout=layout))
 
 
 def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> WeightSync:
@@ -241,7 +213,7 @@ def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> Wei
     dtype = rollout_dtype(config.rollout, config.train)
     return WeightSync(
         build_weight_path(job, dtype),
-        WeightVerifier(plan.megatron, plan.vllm, world.rank, dtype),
+        WeightVerifier(plan.megatron, plan.rollout_layout, world.rank, dtype),
         policy.named_parameters,
         config.rollout.reshard_verify_interval,
         job.platform.synchronize,
@@ -261,4 +233,4 @@ def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> Weig
     if options.reshard_path == "stream":
         return StreamTransfer(TensorStream(plan.megatron, range(world.size), **common))
     relay = options.reshard_relay == "auto" and world.size > world.local_size
-    return ReshardTransfer(Resharder(plan.megatron, plan.vllm, relay=relay, **common))
+    return ReshardTransfer(Resharder(plan.megatron, plan.rollout_layout, relay=relay, **common))

@@ -84,6 +84,7 @@ def build_engine(
         platform=job.platform,
         model=config.model,
         parallel=config.parallel,
+        kernels=config.kernels,
         train=config.train,
         num_updates=num_updates,
         temperature=temperature,
@@ -190,6 +191,7 @@ def value_engine(
         platform=job.platform,
         model=job.config.model,
         parallel=job.config.parallel,
+        kernels=job.config.kernels,
         train=train,
         num_updates=num_updates,
     )

@@ -53,8 +53,8 @@ class GenerationRequest:
         token_ids: what the model reads first.
         seed: of its own random stream.
         max_tokens: limit of this response where it is not that of the settings.
-        begun: tokens that there are of the response; the answer has them as well.
-        begun_logprobs: of those, by the engines that sampled them.
+        prefix_tokens: tokens that there are of the response; the answer has them as well.
+        prefix_logprobs: of those, by the engines that sampled them.
     """
 
     sample_id: int
@@ -145,6 +145,19 @@ class InferenceEngine(WeightReceiver, Protocol):
     @property
     def weight_format(self) -> str:
         """What is known of the memory format of the weights, for people; may be empty."""
+        ...
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        trainer_version: int,
+    ) -> list[list[tuple[float, float]]]:
+        """log-prob and entropy of every token after the first of each sequence.
+
+        Collective: the ranks of the engine.
+        """
         ...
 
     def generate(

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
 
+AUTO = ("auto",)
+"""``--rollout-graph-sizes`` that are chosen from the history."""
+
 HISTORY_FILE = "decode_batches.json"
 _FORMAT = 1
 

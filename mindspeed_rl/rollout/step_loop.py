@@ -70,11 +70,6 @@ class StepStats:
     prompt_steps: int = 0
     running: Counter[int] = field(default_factory=Counter)
 
-    @property
-    def ms_per_step(self) -> float:
-        """Milliseconds; 0 without a step."""
-        return 1e3 * self.seconds / self.steps if self.steps else 0.0
-
 
 def run_steps(
     engine: Any,

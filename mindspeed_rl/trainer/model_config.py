@@ -8,36 +8,36 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mindspeed_rl.config import ModelConfig, TrainConfig
+from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, TrainConfig
+from mindspeed_rl.config.kernels import DISPATCHERS
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import StageLayout
-from mindspeed_rl.models.module_names import LOCAL, ModuleNames
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.platforms.features import TransformerFeatures
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 
 def build_transformer_config(
-    spec: ModelSpec,
-    layout: ParallelLayout,
+    layout: MegatronLayout,
     model: ModelConfig,
+    parallel: ParallelConfig,
     train: TrainConfig,
-    sequence_parallel: bool,
-    modules: ModuleNames = LOCAL,
+    kernels: KernelConfig,
+    features: TransformerFeatures,
 ) -> TransformerConfig:
-    """The megatron-core configuration of a spec in a layout."""
-    fields = _common(spec, model, train.bf16) | _parallel(layout, sequence_parallel)
-    fields |= _recompute(train)
-    fields["bias_activation_fusion"] = modules.fused_norms  # MindSpeed: one kernel
-    # without experts as well: MindSpeed checks it against --moe-permute-fusion in every model
-    fields["moe_token_dispatcher_type"] = "alltoall"
+    """The megatron-core configuration of a model in a layout, on a device with these features."""
+    spec, modules = layout.spec, layout.modules
+    fields = _common(spec, model, train.bf16) | _parallel(layout.parallel, parallel.shards_sequence)
+    fields |= _recompute(train) | _kernels(layout, kernels, features)
     if spec.moe:
-        fields |= _experts(spec, layout) | {"moe_grouped_gemm": modules.grouped_experts}
+        fields |= _experts(spec, layout.parallel) | {"moe_grouped_gemm": modules.grouped_experts}
     if spec.latent:
         return MLATransformerConfig(**fields, **_latent(spec))
     return TransformerConfig(**fields)
 
 
 def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
-    """Fusions that need CUDA extensions are off; weights come from a checkpoint."""
+    """What the model says; weights come from a checkpoint."""
     dtype, attention = torch.bfloat16 if bf16 else torch.float32, spec.attention
     return {
         "num_layers": spec.num_layers,
@@ -58,12 +58,9 @@ def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": bf16,
-        "use_cpu_initialization": True,
         "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
+        # of modules that are not megatron-core's here: attention and norms
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
         "persist_layer_norm": False,
         "calculate_per_token_loss": True,
     }
@@ -72,8 +69,7 @@ def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
 def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]:
     """Layout fields.
 
-    Deallocating pipeline outputs frees a buffer while gloo may still send it (silently wrong
-    losses), so it is off. With two stages and an interleaved schedule batched messages between the
+    With two stages and an interleaved schedule batched messages between the
     same two ranks cross (silently wrong losses), so that schedule sends them one by one.
     """
     fields: dict[str, Any] = {
@@ -83,7 +79,6 @@ def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": sequence_parallel,
-        "deallocate_pipeline_outputs": False,
     }
     stages = layout.stages
     if stages.vpp > 1:
@@ -95,6 +90,32 @@ def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]
     if stages.vpp > 1 or not stages.is_even:
         fields["pipeline_model_parallel_layout"] = _layer_layout(stages)
     return fields
+
+
+def _kernels(
+    layout: MegatronLayout, kernels: KernelConfig, features: TransformerFeatures
+) -> dict[str, Any]:
+    """Fusions and memory by the device, as far as flags leave them on."""
+    asked = {
+        "bias_activation_fusion": kernels.bias_swiglu_fusion,
+        "bias_dropout_fusion": kernels.bias_dropout_fusion,
+        # latent attention takes cosine and sine from megatron-core's own module for it
+        "apply_rope_fusion": kernels.rope_fusion and not layout.spec.latent,
+        "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
+    }
+    available = set(features.fusions)
+    if layout.modules.fused_norms:  # MindSpeed's modules: one kernel
+        available.add("bias_activation_fusion")
+    dispatcher = kernels.moe_token_dispatcher_type
+    if not features.chooses_dispatcher or dispatcher not in DISPATCHERS:
+        dispatcher = "alltoall"
+    return {
+        **{name: wanted and name in available for name, wanted in asked.items()},
+        "use_cpu_initialization": not features.builds_on_device,
+        "deallocate_pipeline_outputs": features.frees_sent_outputs,
+        # without experts as well: MindSpeed checks it against --moe-permute-fusion in every model
+        "moe_token_dispatcher_type": dispatcher,
+    }
 
 
 def _recompute(train: TrainConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
-from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
+from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.samples.packing import MicroBatch, split_context
@@ -62,6 +62,7 @@ class TrainEngine:
         platform: the device.
         model: model flags.
         parallel: layout flags.
+        kernels: flags of fusions and overlap, read where the device has them.
         train: optimizer flags.
         num_updates: optimizer steps of the whole run: the horizon of the schedule.
         temperature: logits are divided by it in every log-prob.
@@ -78,6 +79,7 @@ class TrainEngine:
         platform: Platform,
         model: ModelConfig,
         parallel: ParallelConfig,
+        kernels: KernelConfig,
         train: TrainConfig,
         num_updates: int,
         temperature: float = 1.0,
@@ -91,7 +93,7 @@ class TrainEngine:
         self._train = train
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
-            self.spec, layout.parallel, model, train, parallel.shards_sequence, layout.modules
+            layout, model, parallel, train, kernels, platform.transformer_features()
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
@@ -115,11 +117,16 @@ class TrainEngine:
         self.optimizer: Any = None
         self.models: list[Any] = wrapped
         if role in TRAINED_ROLES:
-            ddp = _ddp_config(parallel, train)
+            overlaps = kernels.overlap_grad_reduce
+            overlaps &= platform.transformer_features().overlaps_reduction
+            ddp = _ddp_config(parallel, train, overlaps)
             self.models = [
                 DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
                 for chunk, module in enumerate(wrapped)
             ]
+            if overlaps:  # the schedule reduces what the last micro-batch has completed
+                no_sync = [model.no_sync for model in self.models]
+                config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self.optimizer = build_optimizer(self.models, train, parallel)
             self.schedule = LearningRateSchedule(train, num_updates)
         else:
@@ -350,8 +357,11 @@ def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwarg
     finalize_model_grads(model, None, *args, **kwargs)
 
 
-def _ddp_config(parallel: ParallelConfig, train: TrainConfig) -> DistributedDataParallelConfig:
+def _ddp_config(
+    parallel: ParallelConfig, train: TrainConfig, overlaps: bool
+) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
+        overlap_grad_reduce=overlaps,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         grad_reduce_in_fp32=train.bf16,
         check_for_nan_in_grad=True,

@@ -23,9 +23,10 @@ from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.rollout.engine import EngineState
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 pytestmark = pytest.mark.ascend_emul
 
@@ -97,10 +98,8 @@ class RealEngine(VllmEngine):
         self.cache = self._placed(torch.ones(4, 64), "kv_cache")
         self.stray = self._placed(torch.arange(5.0), "weights")
         self.model = self._loaded_model()
-        super().__init__(
-            model_dir=model_dir, layout=layout, rank=0, platform=NpuPlatform(), dtype="bfloat16",
-            max_model_len=16, kv_cache_bytes=1 << 20, seed=0, options={},
-        )  # fmt: skip
+        settings = EngineSettings(model_dir, layout, 0, "bfloat16", 16, 1 << 20, 0, {})
+        super().__init__(settings, NpuPlatform())
 
     def _placed(self, tensor: torch.Tensor, tag: str) -> torch.Tensor:
         """A copy on the device, known to the real allocator."""

@@ -113,7 +113,7 @@ def reshard_and_prove(
     from mindspeed_rl.weights.transports import make_transport
 
     assert isinstance(job, Job)
-    source, target, rank = job.plan.megatron, job.plan.vllm, job.world.rank
+    source, target, rank = job.plan.megatron, job.plan.rollout_layout, job.world.rank
     last = rank == job.world.size - 1
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     expected = expected_bits(folder, job.plan.engine.tp, rank, dtype)

@@ -28,10 +28,10 @@ from support.tiers import slow_but
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.attention_rules import HeadSplit, StackedQKV
 from mindspeed_rl.models.rules import WeightRow
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import round_bytes
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 from mindspeed_rl.weights.planner import overlaps, plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import (

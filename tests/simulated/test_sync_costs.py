@@ -31,12 +31,12 @@ from support.layout_oracle import megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
 from support.tensor_tracker import TensorTracker
 
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights import exchange, transports
 from mindspeed_rl.weights.exchange import shared_view
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 from mindspeed_rl.weights.schedule import Schedule
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.traffic import ElementBytes, element_bytes_of

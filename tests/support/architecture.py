@@ -67,7 +67,10 @@ ROOMS: Mapping[str, Room] = {
     ),
     "diagnosis": Room(("core", "platforms")),
     "launch": Room(
-        ("core", "compat", "config", "models", "platforms", "planning", "rewards", "diagnosis"),
+        (
+            *("core", "compat", "config", "models", "platforms", "rollout", "planning"),
+            *("rewards", "diagnosis"),
+        ),
         TORCH_DISTRIBUTED,
     ),
     "rl": Room(
@@ -101,17 +104,16 @@ LIGHT = (
         for name in ("advantages", "aggregation", "bounds", "catalogue", "kl", "policy_losses")
     ),
     "algorithms.types",
-    *(
-        f"planning.{name}"
-        for name in ("activations", "budget", "check_engine", "communicators", "prediction")
-    ),
+    *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.run_plan",
     "weights.garbage",
     "weights.layouts",
-    "rollout.expert_map",
     "rollout.graph_sizes",
+    "rollout.provider",
     "rollout.rebalance_plan",
-    "rollout.vllm.capabilities",
+    "rollout.registry",
+    *(f"rollout.vllm.{name}" for name in ("capabilities", "layout", "options", "provider")),
+    "rollout.vllm.tuning",
     "rollout.vllm_ascend.arguments",
     "platforms.allocator_settings",
     "launch.failures",

@@ -16,10 +16,11 @@ from support.layout_cases import GQA, spec_of
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.host_backend import parts_by_storage
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 CACHE_BYTES = 4096
 
@@ -133,17 +134,9 @@ class EngineDouble(VllmEngine):
     def __init__(self, missing: str | None = None) -> None:
         self._missing = missing
         self.finish_reasons: dict[int, str | None] = {}
-        super().__init__(
-            model_dir="unused",
-            layout=VllmLayout(spec_of(GQA), EngineLayout(1, 1)),
-            rank=0,
-            platform=CpuPlatform(),
-            dtype="float32",
-            max_model_len=16,
-            kv_cache_bytes=CACHE_BYTES,
-            seed=0,
-            options={},
-        )
+        layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
+        settings = EngineSettings("unused", layout, 0, "float32", 16, CACHE_BYTES, 0, {})
+        super().__init__(settings, CpuPlatform())
 
     def _backend(self, *about: Any) -> ToyBackend:
         return ToyBackend()

@@ -18,9 +18,10 @@ import torch
 
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 GARBAGE = 0xC7
 
@@ -249,18 +250,8 @@ class AscendDouble(VllmEngine):
         self.formats = [2] * len(layout.local_shapes(0))
         self.pool = FakePool()
         self.worker = FakeWorker(FakeModel(layout, self.pool), self.pool, layout.spec.hidden_size)
-        super().__init__(
-            model_dir=model_dir,
-            layout=layout,
-            rank=0,
-            platform=FakeNpu(),
-            dtype="float32",
-            max_model_len=16,
-            kv_cache_bytes=1 << 20,
-            seed=0,
-            options={},
-            **more,
-        )
+        settings = EngineSettings(model_dir, layout, 0, "float32", 16, 1 << 20, 0, {}, **more)
+        super().__init__(settings, FakeNpu())
 
     def _modules(self, name: str) -> Any:
         @contextmanager

@@ -94,8 +94,8 @@ def three_syncs(
     from support.tensor_tracker import TensorTracker
 
     from mindspeed_rl.core.layout import EngineLayout
+    from mindspeed_rl.rollout.vllm.layout import VllmLayout
     from mindspeed_rl.weights.executor import Resharder
-    from mindspeed_rl.weights.layouts.vllm import VllmLayout
     from mindspeed_rl.weights.transports import make_transport
 
     grid = EngineLayout(world.size, rollout.tp, rollout.dp, rollout.whole_experts)

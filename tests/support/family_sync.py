@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.rollout_worlds import TEMPERATURE, Both, SyncFacts, build_both, sync_and_compare
@@ -46,12 +47,30 @@ def family_sync_world(
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
     common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]
     job = make_job(world, model, [*common, *flags])
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
+    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
     initialize_parallel(job)
     both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
     both.to_rollout(0)
     return [one_sync(both, version, work_dir) for version in (11, 12, 13)]
+
+
+def plain_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The parameters of an awake engine in plain order, outside of an update.
+
+    The portable vector kernel ("vec") keeps ``[rows / 16, columns, 16]`` of each matrix of an
+    expert in the shape of the matrix.
+    """
+    assert all(kernel == "vec" for _, kernel in engine._derived._packed), "a kernel's own order"
+
+    def plain(name: str, param: torch.Tensor) -> torch.Tensor:
+        if not engine._derived.packs_experts or not name.endswith(("w13_weight", "w2_weight")):
+            return param
+        experts, rows, columns = param.shape
+        blocks = param.view(experts, rows // 16, columns, 16)
+        return blocks.transpose(2, 3).reshape(param.shape)
+
+    return {name: plain(name, param) for name, param in engine._params().items()}
 
 
 def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
@@ -62,10 +81,10 @@ def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
     from mindspeed_rl.checkpoint.hf import load_hf
 
     facts = sync_and_compare(both, version, work_dir)
-    layout, rank = both.job.plan.vllm, both.job.world.rank
+    layout, rank = both.job.plan.rollout_layout, both.job.world.rank
     fresh = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
     load_hf(Path(work_dir) / f"export-{version}", layout, rank, fresh)
-    found = both.engine.read_weights()
+    found = plain_weights(both.engine)
     assert found.keys() == fresh.keys()
     differing = [
         f"{piece.param} ({piece.hf_name})"

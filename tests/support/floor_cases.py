@@ -12,10 +12,10 @@ from support.published import published_config
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.base import ShardLayout, pieces_of
 from mindspeed_rl.weights.layouts.from_text import rollout_from_text, training_from_text
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 from mindspeed_rl.weights.planner import Transfer
 
 
@@ -72,7 +72,7 @@ def rollout_text(rollout: Rollout) -> str:
 def layouts_of(case: FloorCase) -> tuple[MegatronLayout, VllmLayout]:
     """The product's layouts."""
     spec = spec_from_hf_config(case.config)
-    target = rollout_from_text(spec, rollout_text(case.rollout), case.world)
+    target = rollout_from_text(spec, rollout_text(case.rollout), case.world, VllmLayout)
     return (
         training_from_text(spec, train_text(case.training), case.world),
         replace(target, physical_experts=case.rollout.slots),

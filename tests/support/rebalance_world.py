@@ -84,8 +84,8 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     from mindspeed_rl.rollout.vllm.capabilities import installed_layout
 
     job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
-    vllm = installed_layout(job.plan.vllm, job.platform.name)
-    job = replace(job, plan=replace(job.plan, vllm=vllm))
+    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
+    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
     engine = build_rollout_engine(job)
     engine.begin_update()
     load_weights(job, vllm, engine.weight_views())

@@ -36,6 +36,7 @@ import torch.multiprocessing as mp
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
 from mindspeed_rl.weights.layouts.from_text import rollout_from_text, training_from_text
@@ -101,7 +102,7 @@ def layouts_of(name: str, num_ranks: int) -> tuple[MegatronLayout, ShardLayout]:
     spec = spec_from_hf_config(config)
     return (
         training_from_text(spec, case.train[num_ranks], num_ranks),
-        rollout_from_text(spec, case.rollout[num_ranks], num_ranks),
+        rollout_from_text(spec, case.rollout[num_ranks], num_ranks, VllmLayout),
     )
 
 

@@ -20,7 +20,7 @@ class DerivedWeights(Protocol):
 
     @property
     def packs_experts(self) -> bool:
-        """Whether expert parameters are readable between updates only through :meth:`read`."""
+        """Whether expert parameters have a kernel's own order between updates."""
         ...
 
     def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -33,10 +33,6 @@ class DerivedWeights(Protocol):
 
     def finish(self) -> None:
         """All weights were written."""
-        ...
-
-    def read(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """One parameter as the layout declares it, outside updates as well."""
         ...
 
 

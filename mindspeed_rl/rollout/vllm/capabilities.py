@@ -15,7 +15,7 @@ from types import MappingProxyType
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.versions import pins
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.vllm import EXPERT_MODULE, VllmLayout
+from mindspeed_rl.rollout.vllm.layout import EXPERT_MODULE, VllmLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class EngineCapabilities:
 
     Attributes:
         expert_multiple: each rank's channels of an expert are padded to a multiple of this.
-        whole_shared_experts: see :class:`~mindspeed_rl.weights.layouts.vllm.VllmLayout`.
-        transposed_experts: see :class:`~mindspeed_rl.weights.layouts.vllm.VllmLayout`.
+        whole_shared_experts: see :class:`~mindspeed_rl.rollout.vllm.layout.VllmLayout`.
+        transposed_experts: see :class:`~mindspeed_rl.rollout.vllm.layout.VllmLayout`.
         expert_module: path of the module with the experts of a layer, below the layer.
         packed_sync: data-parallel ranks may agree through our reduction.
         streams: a request's random stream may go on in another engine; see

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.rollout.agreement import check_agreement
 from mindspeed_rl.rollout.engine import (
     EngineState,
     GenerationRequest,
@@ -28,16 +26,17 @@ from mindspeed_rl.rollout.engine import (
     requests_digest,
 )
 from mindspeed_rl.rollout.graph_sizes import decode_batches
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.vllm.agreement import check_agreement
 from mindspeed_rl.rollout.vllm.backend import Backend
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests, RequestPort
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm.requests import VllmPort, score_params, token_scores
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 class VllmEngine:
@@ -46,18 +45,8 @@ class VllmEngine:
     Collective over the world when built: every rank builds its engine at the same time.
 
     Args:
-        model_dir: Hugging Face directory; only its configuration is read.
-        layout: where vLLM keeps each weight; checked against the built model.
-        rank: global rank.
+        settings: its options are further arguments of ``vllm.LLM``, none that is set here.
         platform: the device.
-        dtype: ``"float32"`` or ``"bfloat16"``.
-        max_model_len: longest sequence, in tokens.
-        kv_cache_bytes: key/value cache of this rank.
-        seed: engine seed; every request brings its own.
-        options: further arguments of ``vllm.LLM``, from ``--vllm-*``; none that is set here.
-        tuning: flags of the engine's execution.
-        graph_sizes: what ``--rollout-graph-sizes`` came to.
-        experts: what completions take the experts of their tokens from.
 
     Attributes:
         stats: what :meth:`generate` ran since the caller last took it.
@@ -67,37 +56,22 @@ class VllmEngine:
         RuntimeError: the built model is not laid out as the layout says.
     """
 
-    def __init__(
-        self,
-        *,
-        model_dir: str,
-        layout: VllmLayout,
-        rank: int,
-        platform: Platform,
-        dtype: str,
-        max_model_len: int,
-        kv_cache_bytes: int,
-        seed: int,
-        options: Mapping[str, object],
-        tuning: EngineTuningConfig = EngineTuningConfig(),  # noqa: B008
-        graph_sizes: tuple[int, ...] = (),
-        experts: ExpertRecorder | None = None,
-    ) -> None:
-        self._layout = layout
-        self._rank = rank
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        self._layout = settings.layout
+        self._rank = settings.rank
         self._platform = platform
         self._state = EngineState.AWAKE
         self._version = -1
         self._updating = False
         self.stats = StepStats()
-        backend = self._backend(platform, layout, model_dir, tuning, graph_sizes)
-        settings: dict[str, Any] = {
-            "dtype": dtype,
+        backend = self._backend(settings, platform)
+        arguments: dict[str, Any] = {
+            "dtype": settings.dtype,
             "enforce_eager": True,
-            "max_model_len": max_model_len,
-            "seed": seed,
+            "max_model_len": settings.max_model_len,
+            "seed": settings.seed,
             "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": layout.engine.tp,
+            "tensor_parallel_size": self._layout.engine.tp,
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
             "load_format": "dummy",
@@ -105,15 +79,19 @@ class VllmEngine:
             # A step begun ahead outlives its call: the next request of its number would get it.
             "async_scheduling": False,
         }
-        settings |= backend.cache_settings(kv_cache_bytes, dtype) | backend.settings(options)
+        if settings.scores_entropy:
+            arguments["max_logprobs"] = -1  # whole distributions
+        arguments |= backend.cache_settings(settings.kv_cache_bytes, settings.dtype)
+        arguments |= backend.settings(settings.options)
         with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
             self._agreement = backend.prepare()
-            self._llm = self._build(model_dir, settings)
+            self._llm = self._build(settings.model_dir, arguments)
             parts = backend.parts(self._llm)
-        self._experts = experts
-        if experts is not None:
-            experts.attach(self._llm)
-        self._interval = tuning.rollout_dp_sync_interval
+        self._experts: ExpertRecorder | None = None
+        if settings.recorded_layers:
+            self._experts = ExpertRecorder(settings.recorded_layers)
+            self._experts.attach(self._llm)
+        self._interval = settings.tuning.rollout_dp_sync_interval
         self._engine: Any = self._llm.llm_engine
         self._model, self._derived = parts.model, parts.derived
         self._cache, self._weights = parts.cache, parts.weights
@@ -123,10 +101,16 @@ class VllmEngine:
         self._check_layout()
         self._pointers = self._addresses()
 
-    def _backend(self, *about: Any) -> Backend:
-        return make_backend(*about)
+    def _backend(self, settings: EngineSettings, platform: Platform) -> Backend:
+        if platform.name == "npu":
+            from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
 
-    def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
+            return AscendBackend(settings, platform)
+        from mindspeed_rl.rollout.vllm.host_backend import HostBackend
+
+        return HostBackend(settings, platform)
+
+    def _build(self, model_dir: str, arguments: dict[str, Any]) -> Any:
         from vllm import LLM
 
         engine = self._layout.engine
@@ -134,7 +118,7 @@ class VllmEngine:
             # vLLM derives the data-parallel rank from the global one and knows of no replicas
             os.environ["RANK"] = str(self._rank % engine.size)
         try:
-            return LLM(str(Path(model_dir)), **settings)
+            return LLM(str(Path(model_dir)), **arguments)
         except ValueError as error:
             if "KV cache" not in str(error):
                 raise
@@ -178,10 +162,6 @@ class VllmEngine:
         """Write one whole HF tensor through vLLM's loader, which passes over unknown names."""
         assert self._version == -1, "load_tensor outside an update"
         self._model.load_weights([(hf_name, tensor)])  # type: ignore[operator]
-
-    def read_weights(self) -> dict[str, torch.Tensor]:
-        """Parameters by vLLM's names in plain order; packed ones are copies."""
-        return {name: self._derived.read(name, p) for name, p in self._params().items()}
 
     def _params(self) -> dict[str, torch.Tensor]:
         return {
@@ -317,7 +297,7 @@ class VllmEngine:
             return done
         return {r.sample_id: done[r.sample_id] for r in requests}
 
-    def _port(self, settings: SamplingSettings, follow: bool) -> RequestPort:
+    def _port(self, settings: SamplingSettings, follow: bool) -> VllmPort:
         return VllmPort(self._engine, settings, follow)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
@@ -352,8 +332,8 @@ class VllmEngine:
     ) -> list[list[tuple[float, float]]]:
         """log-prob and entropy of every token after the first of each sequence.
 
-        Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs the
-        argument ``max_logprobs=-1`` of the engine and time for its whole distribution.
+        Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs an
+        engine that was built for it, and time for its whole distribution.
 
         Raises:
             RuntimeError: the engine is not awake, or its weights are not ``trainer_version``.
@@ -382,25 +362,3 @@ class VllmEngine:
         return run_steps(
             self._engine, self._agreement, self._interval, self.stats, max_steps, follows
         )
-
-
-def make_backend(
-    platform: Platform,
-    layout: VllmLayout,
-    model_dir: str,
-    tuning: EngineTuningConfig,
-    graph_sizes: tuple[int, ...],
-) -> Backend:
-    """The backend of this process.
-
-    Raises:
-        UsageError: a version or a model that is not proven, or a flag that this platform has
-            nothing for.
-    """
-    if platform.name == "npu":
-        from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
-
-        return AscendBackend(platform, layout, model_dir, tuning, graph_sizes)
-    from mindspeed_rl.rollout.vllm.host_backend import HostBackend
-
-    return HostBackend(platform, layout, tuning)

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.requests import model_settings
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 # Flags of the engine's execution that mean the same everywhere.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
@@ -28,16 +27,16 @@ class HostBackend:
     """CPU and CUDA. Memory is freed by storages, so nothing may keep addresses on a device.
 
     Args:
+        settings: layout and flags of the engine's execution are read.
         platform: the device.
-        layout: where vLLM keeps each weight.
-        tuning: flags of the engine's execution.
 
     Raises:
         UsageError: a flag that needs vLLM-Ascend.
     """
 
-    def __init__(self, platform: Platform, layout: VllmLayout, tuning: EngineTuningConfig) -> None:
-        self._platform, self._layout, self._tuning = platform, layout, tuning
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        tuning = settings.tuning
+        self._platform, self._layout, self._tuning = platform, settings.layout, tuning
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
             foretold = field.name == "rollout_graph_sizes" and value == ("auto",)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.vllm.requests import completion
+from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.rollout.vllm.requests import VllmPort, completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +48,6 @@ class Progress:
     computed: bool
 
 
-class RequestPort(Protocol):
-    """What an engine of this process does with single requests."""
-
-    def add(
-        self,
-        key: str,
-        token_ids: list[int],
-        seed: int,
-        max_tokens: int,
-        stream: torch.Tensor | None,
-    ) -> str:
-        """Start a request; ``stream`` is where its random generator is. Returns its inner name."""
-        ...
-
-    def abort(self, keys: list[str]) -> None:
-        """Give requests up."""
-        ...
-
-    def stream(self, name: str) -> torch.Tensor | None:
-        """State of the random generator of a request, by its inner name; ``None``: not begun."""
-        ...
-
-
-class RoutedExperts(Protocol):
-    """What remembers the experts of the tokens that the engine of this process computes."""
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def take(self, name: str, first: int, count: int) -> bytes:
-        """Those of ``count`` tokens from position ``first`` on of a request, by its inner name."""
-        ...
-
-
 class OpenRequests:
     """The unfinished requests of one call of ``generate``.
 
@@ -92,7 +58,7 @@ class OpenRequests:
     """
 
     def __init__(
-        self, port: RequestPort, max_tokens: int, experts: RoutedExperts | None = None
+        self, port: VllmPort, max_tokens: int, experts: ExpertRecorder | None = None
     ) -> None:
         self._port = port
         self._limit = max_tokens

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_rl.config.vllm_options import as_flag, reserved_for
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import FINISH_REASONS, Completion
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 
-def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
+def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
     """Arguments that follow from the model, its layout and the platform."""
     engine = layout.engine
     settings: dict[str, Any] = {}
@@ -43,27 +39,6 @@ def model_settings(layout: VllmLayout, platform: str) -> dict[str, Any]:
             "scoring_func": "sigmoid",
         }
     return settings
-
-
-def check_option_names(options: Mapping[str, object]) -> None:
-    """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
-
-    Raises:
-        UsageError: naming the option and the nearest ones.
-    """
-    if not options:
-        return
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, [n for n in known if not reserved_for(n)], n=3)
-            hint = ", ".join(as_flag(other) for other in near)
-            raise UsageError(
-                f"{as_flag(name)}: vLLM has no such option; "
-                + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
-            )
 
 
 def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
@@ -108,7 +83,13 @@ def score_params(temperature: float, with_entropy: bool) -> Any:
 
 
 class VllmPort:
-    """Requests of vLLM's ``LLMEngine`` with equal settings; ``follow``: while they run, too."""
+    """Single requests of vLLM's ``LLMEngine``, all with equal settings.
+
+    Args:
+        engine: vLLM's ``LLMEngine``.
+        settings: of all requests.
+        follow: each step tells of unfinished requests, too.
+    """
 
     def __init__(self, engine: Any, settings: SamplingSettings, follow: bool) -> None:
         self._engine = engine
@@ -122,7 +103,7 @@ class VllmPort:
         max_tokens: int,
         stream: torch.Tensor | None,
     ) -> str:
-        """See :class:`~mindspeed_rl.rollout.vllm.open_requests.RequestPort`."""
+        """Start a request; ``stream`` is where its random generator is. Returns its inner name."""
         from vllm.inputs.engine import tokens_input
 
         params = copy.copy(self._base)
@@ -133,11 +114,11 @@ class VllmPort:
         return str(name or key)  # older versions return nothing and keep the key
 
     def abort(self, keys: list[str]) -> None:
-        """See :class:`~mindspeed_rl.rollout.vllm.open_requests.RequestPort`."""
+        """Give requests up."""
         self._engine.abort_request(keys)
 
     def stream(self, name: str) -> torch.Tensor | None:
-        """See :class:`~mindspeed_rl.rollout.vllm.open_requests.RequestPort`."""
+        """State of the random generator of a request, by its inner name; ``None``: not begun."""
         return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.step_loop import RankAgreement
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
@@ -24,7 +24,6 @@ from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
 from mindspeed_rl.rollout.vllm_ascend.weights import AscendWeights
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
@@ -36,11 +35,8 @@ class AscendBackend:
     """How an engine is built on NPUs.
 
     Args:
+        settings: layout, model directory and flags of the engine's execution are read.
         platform: the device.
-        layout: where vLLM-Ascend keeps each weight.
-        model_dir: Hugging Face directory; its configuration is read.
-        tuning: flags of the engine's execution.
-        graph_sizes: what ``--rollout-graph-sizes`` came to.
         modules: a module of vLLM or vLLM-Ascend by its name.
         format_of: the memory format of a tensor on the device, as a number of CANN.
 
@@ -50,19 +46,17 @@ class AscendBackend:
 
     def __init__(
         self,
+        settings: EngineSettings,
         platform: Platform,
-        layout: VllmLayout,
-        model_dir: str,
-        tuning: EngineTuningConfig,
-        graph_sizes: tuple[int, ...],
         modules: Callable[[str], Any] = importlib.import_module,
         format_of: Callable[[torch.Tensor], int] = memory_format,
     ) -> None:
         self._modules, self._format_of = modules, format_of
-        self._platform, self._layout, self._tuning = platform, layout, tuning
-        sizes = graph_sizes if tuning.rollout_graph_mode != "eager" else ()
+        tuning = settings.tuning
+        self._platform, self._layout, self._tuning = platform, settings.layout, tuning
+        sizes = settings.graph_sizes if tuning.rollout_graph_mode != "eager" else ()
         self._arguments = ascend_arguments(tuning, sizes)
-        check_updatable(Path(model_dir))
+        check_updatable(Path(settings.model_dir))
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Ours, then the user's; see :class:`~mindspeed_rl.rollout.vllm.backend.Backend`."""

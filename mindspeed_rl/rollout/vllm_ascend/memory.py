@@ -104,11 +104,6 @@ class PoolMemory:
                 "in force"
             )
 
-    @property
-    def kept_bytes(self) -> int:
-        """Host memory that was needed while the tag was away."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
-
     def _allocations(self) -> dict[int, Any]:
         pool = self._camem.CaMemAllocator.get_instance()
         tags = (self._tag, self._tag + _MAPPED_BY_US)

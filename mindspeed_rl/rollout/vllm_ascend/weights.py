@@ -37,7 +37,3 @@ class AscendWeights:
     def finish(self) -> None:
         """Everything follows from the weights that were written."""
         self.experts.close(self._process)
-
-    def read(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """Any parameter, in kernel layout."""
-        return self.experts.views({name: param})[name]

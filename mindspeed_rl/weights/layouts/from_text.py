@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, even_stages, listed_stages
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 TRAIN_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "moe_tp_extend_ep", "num_layer_list")
 ROLLOUT_KEYS = ("tp", "pp", "dp", "ep")
+
+Layout = TypeVar("Layout", bound=RolloutLayout)
 
 
 def _values(flag: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
@@ -122,13 +125,16 @@ def _stages(spec: ModelSpec, values: Mapping[str, str], pp: int, vpp: int) -> St
     return listed_stages(spec.num_layers, pp, [int(part) for part in parts])
 
 
-def rollout_from_text(spec: ModelSpec, text: str, world: int) -> VllmLayout:
+def rollout_from_text(
+    spec: ModelSpec, text: str, world: int, build: Callable[[ModelSpec, EngineLayout], Layout]
+) -> Layout:
     """The rollout layout of a model: as many engines as fit into ``world``.
 
     Args:
         spec: the model.
         text: ``KEY=VALUE`` pairs, keys of :data:`ROLLOUT_KEYS`. ``ep`` is 1 or ``tp x dp``.
         world: all ranks.
+        build: the layout of a kind of engine, of the model and its ranks.
 
     Raises:
         UsageError: an unknown key, a bad value, or sizes that do not fit each other or the model.
@@ -138,8 +144,8 @@ def rollout_from_text(spec: ModelSpec, text: str, world: int) -> VllmLayout:
     _check_world("--rollout", "tp x pp x dp", tp * pp * dp, world)
     if ep not in (1, tp * dp):
         raise UsageError(
-            f"--rollout ep={ep}: vLLM spreads experts over all ranks of a stage of an engine or "
-            f"over none; allowed are 1 and tp x dp = {tp * dp}"
+            f"--rollout ep={ep}: experts are spread over all ranks of a stage of an engine or over "
+            f"none; allowed are 1 and tp x dp = {tp * dp}"
         )
     with _about("--rollout", text):
-        return VllmLayout(spec, EngineLayout(world, tp, dp, ep > 1, pp))
+        return build(spec, EngineLayout(world, tp, dp, ep > 1, pp))

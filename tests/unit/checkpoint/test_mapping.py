@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,9 +31,9 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import Block, Cut, GateUp, Share, Split, Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.base import TableLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_a_lost_row_is_found_on_either_side(
 ) -> None:
     folder = checkpoints["qwen3"]
     spec = spec_at(folder)
-    for side in ("trainer", "engine"):
+    for side in ("trainer", "vllm"):
         with monkeypatch.context() as patch:
             plant(patch, side, lambda r: None if "k_" in r.param and "norm" in r.param else r)
             if side == "trainer":
@@ -255,8 +255,12 @@ def plant(
     """Qwen3's table with other rows on one side; ``None`` takes a row out."""
 
     def faulty(block: Block) -> Block:
-        rows = [change(row) for row in getattr(block, side)]
-        return replace(block, **{side: tuple(row for row in rows if row is not None)})
+        def changed(rows: Iterable[WeightRow]) -> tuple[WeightRow, ...]:
+            return tuple(new for row in rows if (new := change(row)) is not None)
+
+        if side == "trainer":
+            return replace(block, trainer=changed(block.trainer))
+        return replace(block, engines={side: changed(block.engines[side])})
 
     families = tuple(
         (replace(t, blocks=tuple(map(faulty, t.blocks))) if t.family == "qwen3" else t, build)

@@ -1,8 +1,5 @@
 """The command line: help that teaches, errors that name flag, value, allowed and fix."""
 
-import ast
-import fnmatch
-import importlib.util
 import math
 import os
 import re
@@ -19,7 +16,7 @@ from support.checked_runs import write_model
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
-from mindspeed_rl.config.vllm_options import RESERVED, as_flag, reserved_for, take_vllm_options
+from mindspeed_rl.config.engine_options import take_engine_options
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGS = {run_type: prog for prog, run_type in ENTRIES.items()}
@@ -72,7 +69,7 @@ def test_published_script_plus_rl_block_parses(script, tp, layers, noop):
     assert config.train.bf16 and config.surrogate.eps_upper == 0.28
     assert config.rollout.rl_inference_tensor_model_parallel_size == 2
     assert config.rewards.reward_function == ("math", "format=0.2")
-    assert config.vllm_options == {"max_num_seqs": 256}
+    assert config.engine_options == {"max_num_seqs": 256}
     assert "--tokenizer-type PretrainedFromHF" in parsed.ignored
     assert "--data-path PATH" in parsed.ignored
     assert "--qk-layernorm" in {used.flag for used in parsed.checked_arch}
@@ -179,7 +176,7 @@ def test_engine_options_are_json_switches_or_text():
     argv = ["--vllm-block-size", "512", "--vllm_enable_prefix_caching=true", "--vllm-enforce-eager"]
     argv += ["--vllm-scheduling-policy", "fcfs", "--lr", "1", "--vllm-stream-interval", "-1"]
     argv += ["--vllm-compilation-config", '{"level": 0}', "--vllm-block-size", "8"]
-    rest, options = take_vllm_options(argv)
+    rest, options = take_engine_options(argv)
     assert rest == ["--lr", "1"]
     assert options == {
         "block_size": 8,
@@ -189,24 +186,6 @@ def test_engine_options_are_json_switches_or_text():
         "stream_interval": -1,
         "compilation_config": {"level": 0},
     }
-
-
-@pytest.mark.parametrize("reason", RESERVED)
-def test_reserved_engine_options_are_refused_with_the_flag_to_use(reason):
-    for pattern in RESERVED[reason].split():
-        flag = as_flag(pattern.replace("*", "size"))
-        assert error(f"{flag} 2").startswith(f"{flag} is not available: ")
-    for other in re.findall(r"use (--[a-z-]+)", reason):
-        assert other in build_parser(RLRunConfig, "x").format_help()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["pipeline_parallel_size", "data_parallel_size", "data_parallel_backend", "quantization",
-     "kv_cache_dtype", "speculative_config", "spec_model", "enable_lora", "max_lora_rank"],
-)  # fmt: skip
-def test_options_that_would_make_results_wrong_are_reserved(name):
-    assert reserved_for(name)
 
 
 @pytest.mark.parametrize(
@@ -219,28 +198,6 @@ def test_options_that_would_make_results_wrong_are_reserved(name):
 )
 def test_wrong_engine_options_are_told_before_the_engine_starts(text, message):
     assert message in error(text)
-
-
-def test_reserved_options_are_those_of_the_installed_vllm():
-    """Its source is read, not imported: that takes seconds."""
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
-    nodes = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text()).body
-    (body,) = (n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
-    fields = [n.target.id for n in body if isinstance(n, ast.AnnAssign)]
-    assert len(fields) > 200
-    for pattern in " ".join(RESERVED.values()).split():
-        assert pattern == "chat_template" or fnmatch.filter(fields, pattern), pattern
-
-
-def test_every_option_that_the_engine_wrapper_sets_is_reserved():
-    tree = ast.parse((ROOT / "mindspeed_rl/rollout/vllm/engine.py").read_text())
-    literals = [
-        {key.value for key in node.keys if isinstance(key, ast.Constant)}
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Dict)
-    ]
-    (settings,) = [keys for keys in literals if "tensor_parallel_size" in keys]
-    assert all(map(reserved_for, settings - {"enforce_eager"}))
 
 
 # --- help --------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpe
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 GUIDE = ROOT / "docs/adding_a_family.md"
 FILE, ROW = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 from mindspeed_rl.checkpoint.mapping import check_layout
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
@@ -43,7 +44,6 @@ from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.rollout.vllm.capabilities import check_model_support
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 WIDE = GroupedQueryAttention(num_heads=4, num_kv_heads=4, head_dim=6)
 NARROW = GroupedQueryAttention(num_heads=4, num_kv_heads=2, head_dim=2, qk_norm=True)

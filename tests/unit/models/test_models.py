@@ -21,8 +21,8 @@ from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.rules import Share, round_up
 from mindspeed_rl.models.spec import ModelSpec, eos_ids_of, read_hf_config
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 24, "hidden_size": 896,
@@ -165,7 +165,7 @@ def test_tables_name_the_tensors_of_a_checkpoint(
 def test_every_row_has_a_name_of_its_own() -> None:
     spec = spec_of(GQA)
     table = weight_table(spec.family)
-    for rows in (table.trainer_rows(spec), table.engine_rows(spec)):
+    for rows in (table.trainer_rows(spec), table.engine_rows(spec, "vllm")):
         assert len({row.param for row in rows}) == len(rows)
     with pytest.raises(LookupError, match="no weight table for"):
         weight_table("mamba")

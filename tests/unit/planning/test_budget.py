@@ -99,7 +99,7 @@ def test_blocks_of_latent_attention_are_those_of_the_platform() -> None:
     config = config_of(*flags.split())
     for machine, tokens in (("a3", 128), ("cpu", 16)):
         engine = predict(config, plan_of(config, WORLD), MACHINES[machine]).engine
-        assert engine.latent_block_tokens == tokens
+        assert engine.sizes.block_tokens == tokens
         assert engine.kv_cache() % (tokens * engine.token_bytes()) == 0
 
 

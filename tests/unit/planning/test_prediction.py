@@ -16,8 +16,9 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
+from mindspeed_rl.rollout.registry import engine_provider
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def spec_of(model: str, **changes: Any) -> Any:
@@ -149,7 +150,9 @@ def test_experts_keep_the_tokens_that_they_take() -> None:
 
 
 def engine(model: str, layout: EngineLayout, **options: object) -> EngineMemory:
-    return EngineMemory(VllmLayout(spec_of(model), layout), 2, options, 1 << 30)
+    spec = spec_of(model)
+    sizes = engine_provider().sizes(options, spec, "cpu")
+    return EngineMemory(VllmLayout(spec, layout), 2, sizes, 1 << 30)
 
 
 def test_engine_weights_and_cache_of_a_published_model() -> None:
@@ -174,7 +177,7 @@ def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
     busy = replace(even, imbalance=8.0)
     grown = busy.workspace() - even.workspace()
     assert grown == 7 * 4096 * (2 * 7168 + 3 * 2048) * 2
-    many = replace(busy, options={"max_num_batched_tokens": 8192, "max_num_seqs": 64})
+    many = replace(busy, sizes=replace(busy.sizes, batched_tokens=8192))
     assert many.workspace() == pytest.approx(8 * busy.workspace(), rel=0.01)
     cut = engine("deepseek-v3", EngineLayout(8, 8), max_num_batched_tokens=1024)
     assert cut.routed_tokens(cut.layout.spec.moe) == 8192, (

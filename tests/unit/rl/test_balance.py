@@ -13,16 +13,18 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.metrics.metric_set import Max, Total
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
-from mindspeed_rl.rl.build_engine import check_capabilities
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.samples.rollout_info import RolloutInfo
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 def spread(run: TableRun, world: int, rank: int) -> tuple[EngineAssignment, RLPlan]:
     """How one rank of ``world`` engines deals, and its plan."""
     engine = EngineLayout(world, 1)
-    plan = replace(run.parts.plan, engine=engine, vllm=VllmLayout(run.parts.plan.spec, engine))
+    plan = replace(
+        run.parts.plan, engine=engine, rollout_layout=VllmLayout(run.parts.plan.spec, engine)
+    )
     rules = rebalance_rules(run.config, plan, max_num_seqs=16, item_bytes=4)
     own = run.parts.rollouts.assignment
     return replace(own, engine=engine, rank=rank, rules=rules), plan
@@ -56,7 +58,7 @@ def test_rules_are_those_of_every_rank(tmp_path: Path) -> None:
     )  # fmt: skip
     first, second = (spread(run, 2, rank)[0].rules for rank in (0, 1))
     assert first is not None and first == second
-    layout = spread(run, 2, 0)[1].vllm
+    layout = spread(run, 2, 0)[1].rollout_layout
     weights = 4 * sum(math.prod(shape) for shape in dict(layout.local_shapes(0)).values())
     token_bytes = 4 * 2 * 4  # one layer, keys and values of 4 channels, fp32
     assert first.cost.context_tokens == weights / token_bytes
@@ -76,9 +78,9 @@ def test_one_engine_has_nobody_to_give_to(tmp_path: Path) -> None:
 def test_engines_that_cannot_continue_a_stream_are_refused(tmp_path: Path) -> None:
     config = make_run(tmp_path, "--rollout-rebalance all").config
     with pytest.raises(ValueError, match="--rollout-rebalance all"):
-        check_capabilities(config, "cuda")
-    check_capabilities(make_run(tmp_path, "--rollout-rebalance waiting").config, "cuda")
-    check_capabilities(config, "npu")
+        engine_provider().check_run(config, "cuda")
+    engine_provider().check_run(make_run(tmp_path, "--rollout-rebalance waiting").config, "cuda")
+    engine_provider().check_run(config, "npu")
 
 
 def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:

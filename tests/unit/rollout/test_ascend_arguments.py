@@ -17,43 +17,31 @@ ALWAYS = {
     "additional_config.refresh": True,
     "additional_config.dp_allreduce_on_npu": True,
 }
+_COMPILED = "compilation_config.cudagraph_mode"
 CASES: list[tuple[dict[str, Any], tuple[int, ...], dict[str, object]]] = [
     ({}, (), {}),
-    (
-        {"rollout_graph_mode": "piecewise"},
-        (),
-        {"enforce_eager": False, "compilation_config.cudagraph_mode": "PIECEWISE"},
+    *(
+        ({"rollout_graph_mode": mode}, (), {"enforce_eager": False, _COMPILED: name})
+        for mode, name in (("piecewise", "PIECEWISE"), ("full-and-piecewise", "FULL_AND_PIECEWISE"))
     ),
     (
         {"rollout_graph_mode": "full-decode"},
         (8, 64),
         {
             "enforce_eager": False,
-            "compilation_config.cudagraph_mode": "FULL_DECODE_ONLY",
+            _COMPILED: "FULL_DECODE_ONLY",
             "compilation_config.cudagraph_capture_sizes": [8, 64],
         },
     ),
-    (
-        {"rollout_graph_mode": "full-and-piecewise"},
-        (),
-        {"enforce_eager": False, "compilation_config.cudagraph_mode": "FULL_AND_PIECEWISE"},
-    ),
-    (
-        {"rollout_multistream_moe": True},
-        (),
-        {"additional_config.multistream_overlap_shared_expert": True},
-    ),
-    (
-        {"rollout_scheduler": "balance"},
-        (),
-        {"additional_config.enable_balance_scheduling": True},
-    ),
-    ({"rollout_chunked_prefill": "off"}, (), {"enable_chunked_prefill": False}),
-    ({"rollout_chunked_prefill": "on"}, (), {"enable_chunked_prefill": True}),
-    (
-        {"rollout_expert_map": "map.json"},
-        (),
-        {"additional_config.eplb_config.expert_map_path": "map.json"},
+    *(
+        ({f"rollout_{flag}": value}, (), {key: found})
+        for flag, value, key, found in (
+            ("multistream_moe", True, "additional_config.multistream_overlap_shared_expert", True),
+            ("scheduler", "balance", "additional_config.enable_balance_scheduling", True),
+            ("chunked_prefill", "off", "enable_chunked_prefill", False),
+            ("chunked_prefill", "on", "enable_chunked_prefill", True),
+            ("expert_map", "m.json", "additional_config.eplb_config.expert_map_path", "m.json"),
+        )
     ),
     ({"rollout_dp_sync": "packed"}, (), {}),
 ]

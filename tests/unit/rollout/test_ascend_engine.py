@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.allocator_settings import WANTED
 from mindspeed_rl.rollout.engine import EngineState
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 # Equal sizes, so that no shape tells one layout of the experts from the other.
 SQUARE = replace(MOE, hidden=16, expert_ffn=16)
@@ -31,13 +32,19 @@ CASES = {
 }
 
 
-def make(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> AscendDouble:
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AscendDouble]:
+    """A model, and further settings -> its engine."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
-    layout = VllmLayout(
-        spec_of(case), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
-    )
-    return AscendDouble(layout, str(tmp_path), **more)
+
+    def build(case: Case, kind: type[AscendDouble] = AscendDouble, **more: Any) -> AscendDouble:
+        layout = VllmLayout(
+            spec_of(case), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
+        )
+        return kind(layout, str(tmp_path), **more)
+
+    return build
 
 
 def new_weights(engine: AscendDouble, seed: int) -> dict[str, torch.Tensor]:
@@ -46,6 +53,19 @@ def new_weights(engine: AscendDouble, seed: int) -> dict[str, torch.Tensor]:
         name: torch.randn(view.shape, generator=generator)
         for name, view in engine.weight_views().items()
     }
+
+
+def synced(engine: AscendDouble, seed: int, by_loader: bool = False) -> dict[str, torch.Tensor]:
+    """New weights, all written, in an update that has begun."""
+    weights = new_weights(engine, seed)
+    if by_loader:
+        for key, value in weights.items():
+            engine.load_tensor(key, value)
+        return weights
+    for key, view in engine.weight_views().items():
+        assert view.is_contiguous(), "a reshard writes rectangles of it"
+        view.copy_(weights[key])
+    return weights
 
 
 def check(engine: AscendDouble, expected: Mapping[str, torch.Tensor]) -> None:
@@ -70,24 +90,17 @@ def sleep(engine: AscendDouble) -> None:
 @pytest.mark.parametrize("by_loader", [False, True], ids=["direct", "stream"])
 @pytest.mark.parametrize("name", CASES)
 def test_three_cycles_of_sleep_wake_and_sync(
-    name: str, by_loader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, by_loader: bool, make: Callable[..., AscendDouble]
 ) -> None:
     """Weights are equal after each, every expert is turned once per update, nothing moves."""
-    engine = make(CASES[name], tmp_path, monkeypatch)
+    engine = make(CASES[name])
     addresses = {n: p.data_ptr() for n, p in engine.worker.model.named_parameters()}
     for update in (1, 2, 3):
         sleep(engine)
         engine.wake(["weights"])
         engine.begin_update()
-        weights = new_weights(engine, update)
         turns = [method.turns for method in engine.worker.model.methods]
-        if by_loader:
-            for key, value in weights.items():
-                engine.load_tensor(key, value)
-        else:
-            for key, view in engine.weight_views().items():
-                assert view.is_contiguous(), "a reshard writes rectangles of it"
-                view.copy_(weights[key])
+        weights = synced(engine, update, by_loader)
         engine.finish_update(update)
         engine.wake(["kv_cache"])
         assert engine.state is EngineState.AWAKE and engine.weights_version == update
@@ -99,33 +112,27 @@ def test_three_cycles_of_sleep_wake_and_sync(
         assert now == addresses
 
 
-def test_updates_without_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_without_sleep(make: Callable[..., AscendDouble]) -> None:
     """The engine keeps its memory; and one update is given up half-way by a sleep."""
-    engine = make(SQUARE, tmp_path, monkeypatch)
+    engine = make(SQUARE)
     for update in (1, 2):
         engine.begin_update()
-        weights = new_weights(engine, update)
-        for key, value in weights.items():
-            engine.load_tensor(key, value)
+        weights = synced(engine, update, by_loader=True)
         engine.finish_update(update)
         check(engine, weights)
     engine.begin_update()
     sleep(engine)
     engine.wake(["weights"])
     engine.begin_update()
-    weights = new_weights(engine, 3)
-    for key, view in engine.weight_views().items():
-        view.copy_(weights[key])
+    weights = synced(engine, 3)
     engine.finish_update(3)
     check(engine, weights)
 
 
-def test_only_the_cache_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(MOE, tmp_path, monkeypatch)
+def test_only_the_cache_sleeps(make: Callable[..., AscendDouble]) -> None:
+    engine = make(MOE)
     engine.begin_update()
-    weights = new_weights(engine, 1)
-    for key, view in engine.weight_views().items():
-        view.copy_(weights[key])
+    weights = synced(engine, 1)
     engine.finish_update(1)
     engine.free_cache()
     check(engine, weights)
@@ -136,7 +143,7 @@ def test_only_the_cache_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_segments_expand_while_the_weights_are_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., AscendDouble], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Off while the pool is filled and mapped, on in between, where the user asked."""
     engines: list[AscendDouble] = []
@@ -150,7 +157,7 @@ def test_segments_expand_while_the_weights_are_away(
     monkeypatch.setitem(sys.modules, "torch_npu.npu.memory", memory)
     for wanted in ("0", "1"):
         monkeypatch.setenv(WANTED, wanted)
-        engines[:] = [make(MOE, tmp_path, monkeypatch)]
+        engines[:] = [make(MOE)]
         sleep(engines[0])
         engines[0].wake(["weights"])
         engines[0].wake(["kv_cache"])
@@ -158,14 +165,12 @@ def test_segments_expand_while_the_weights_are_away(
     assert told == [(off, {True}), (on, {False}), (off, {False})]
     del memory._set_allocator_settings
     with pytest.raises(RuntimeError, match="_set_allocator_settings is gone; written for"):
-        make(MOE, tmp_path, monkeypatch)
+        make(MOE)
 
 
-def test_a_version_that_turns_behind_our_back_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_turns_behind_our_back_is_caught(make: Callable[..., AscendDouble]) -> None:
     """Processing that leaves experts as loaded, and one that moves them."""
-    engine = make(MOE, tmp_path, monkeypatch)
+    engine = make(MOE)
     for method in engine.worker.model.methods:
         method.process_weights_after_loading = lambda layer: None
     engine.begin_update()
@@ -184,9 +189,9 @@ def test_a_version_that_turns_behind_our_back_is_caught(
         engine.finish_update(1)
 
 
-def test_the_engine_is_built_for_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_built_for_updates(make: Callable[..., AscendDouble]) -> None:
     """Arguments that training needs."""
-    new = make(MOE, tmp_path, monkeypatch).settings
+    new = make(MOE).settings
     assert new["additional_config"] == {
         "weight_nz_mode": 0,
         "enable_cpu_binding": False,
@@ -195,14 +200,10 @@ def test_the_engine_is_built_for_updates(tmp_path: Path, monkeypatch: pytest.Mon
     }
     assert new["enable_sleep_mode"] and new["kv_cache_memory_bytes"] == 1 << 20
     assert new["enforce_eager"] and new["load_format"] == "dummy"
-    import os
-
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0", "the other place that is asked"
 
 
-def test_an_engine_with_nz_weights_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_nz_weights_is_refused(make: Callable[..., AscendDouble]) -> None:
     class WithNz(AscendDouble):
         def _backend(self, *about: Any) -> Any:
             self.configuration.weight_nz_mode = 1
@@ -213,23 +214,17 @@ def test_an_engine_with_nz_weights_is_refused(
             self.formats[1] = 29
             return super()._backend(*about)
 
-    (tmp_path / "config.json").write_text("{}")
-    layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
-    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
-        WithNz(layout, str(tmp_path))
+        make(GQA, WithNz)
     with pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"):
-        WithNzWeight(layout, str(tmp_path))
-    told = AscendDouble(layout, str(tmp_path)).weight_format
-    assert (
-        told.startswith("engine weights: not in NZ; formats of the ") and ": 2; weight_nz_" in told
-    )
+        make(GQA, WithNzWeight)
+    told = make(GQA).weight_format
+    assert told.startswith("engine weights: not in NZ; formats of the ")
+    assert ": 2; weight_nz_" in told
 
 
-def test_graphs_are_captured_where_they_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_captured_where_they_are_asked_for(make: Callable[..., AscendDouble]) -> None:
     tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
-    settings = make(LATENT, tmp_path, monkeypatch, tuning=tuning).settings
+    settings = make(LATENT, tuning=tuning).settings
     assert settings["compilation_config"] == {"cudagraph_mode": "FULL_DECODE_ONLY"}
     assert settings["enforce_eager"] is False

@@ -12,8 +12,9 @@ from support.layout_cases import MOE, spec_of
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def backend(tmp_path: Path) -> AscendBackend:
         spec_of(MOE), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
     )
     tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
-    return AscendBackend(CpuPlatform(), layout, str(tmp_path), tuning, (8, 64))
+    settings = EngineSettings(str(tmp_path), layout, 0, "float32", 16, 1, 0, {}, tuning, (8, 64))
+    return AscendBackend(settings, CpuPlatform())
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "text_config"])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.table_engine import single_rank
 
 from mindspeed_rl.config import EngineTuningConfig
-from mindspeed_rl.planning.check_engine import AUTO
 from mindspeed_rl.rl.build_engine import graph_sizes
 from mindspeed_rl.rollout.graph_sizes import (
+    AUTO,
     HISTORY_FILE,
     best_graph_sizes,
     decode_batches,

@@ -20,8 +20,9 @@ from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
+from mindspeed_rl.rollout.vllm.options import check_option_names
 from mindspeed_rl.rollout.vllm.process_state import preserved_environment
-from mindspeed_rl.rollout.vllm.requests import check_option_names, model_settings
+from mindspeed_rl.rollout.vllm.requests import model_settings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
@@ -36,13 +37,19 @@ def update(engine: EngineDouble, version: int) -> None:
     engine.finish_update(version)
 
 
+def engine_at(version: int) -> EngineDouble:
+    """An engine with the weights of a version."""
+    engine = EngineDouble()
+    update(engine, version)
+    return engine
+
+
 def answers(engine: EngineDouble, version: int) -> list[float]:
     return [c.logprobs[0] for c in engine.generate(REQUESTS, SETTINGS, version).values()]
 
 
 def test_completions_come_in_the_order_of_requests() -> None:
-    engine = EngineDouble()
-    update(engine, 3)
+    engine = engine_at(3)
     first, second = engine.generate(REQUESTS, SETTINGS, 3).values()
     assert first.logprobs[0] == second.logprobs[0] - 2  # prompts that sum to 6 and to 4
     assert (first.token_ids, first.finish_reason, first.weights_version) == ((7,), "stop", 3)
@@ -50,8 +57,7 @@ def test_completions_come_in_the_order_of_requests() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
 def test_a_sample_that_vllm_gave_up_is_named(reason: str | None) -> None:
-    engine = EngineDouble()
-    update(engine, 3)
+    engine = engine_at(3)
     engine.finish_reasons[4] = reason
     with pytest.raises(RuntimeError, match=rf"gave up sample 4 after 1 tokens \('{reason}'\)"):
         engine.generate(REQUESTS, SETTINGS, 3)
@@ -59,11 +65,9 @@ def test_a_sample_that_vllm_gave_up_is_named(reason: str | None) -> None:
 
 def test_no_cached_prefix_survives_an_update() -> None:
     """The answer to a prompt seen before an update is that of a fresh engine."""
-    engine, fresh = EngineDouble(), EngineDouble()
-    update(engine, 0)
+    engine, fresh = engine_at(0), engine_at(1)
     before = answers(engine, 0)
     update(engine, 1)
-    update(fresh, 1)
     assert answers(engine, 1) == answers(fresh, 1) != before
     assert engine.toy.num_resets == 2
 
@@ -73,8 +77,7 @@ def test_no_cached_prefix_survives_sleep_at_an_unchanged_version() -> None:
 
     No update resets it here: a step that trains the critic alone leaves the version as it is.
     """
-    engine = EngineDouble()
-    update(engine, 3)
+    engine = engine_at(3)
     before = answers(engine, 3)
     assert answers(engine, 3) == before
     engine.free_cache()
@@ -94,15 +97,13 @@ def test_a_cache_that_cannot_be_reset_stops_the_update() -> None:
 
 @pytest.mark.parametrize("trainer", [0, 2])
 def test_weights_of_another_version_do_not_generate(trainer: int) -> None:
-    engine = EngineDouble()
-    update(engine, 1)
+    engine = engine_at(1)
     with pytest.raises(RuntimeError, match=rf"weights of version 1, the trainer is at {trainer};"):
         engine.generate(REQUESTS, SETTINGS, trainer)
 
 
 def test_half_written_weights_do_not_generate() -> None:
-    engine = EngineDouble()
-    update(engine, 1)
+    engine = engine_at(1)
     engine.begin_update()
     with pytest.raises(RuntimeError, match="sync and wake it first"):
         engine.generate(REQUESTS, SETTINGS, 1)
@@ -123,13 +124,7 @@ def test_the_cache_is_given_back_and_wake_clears_it() -> None:
         engine.wake(["scheduler"])
 
 
-@given(
-    st.lists(
-        st.sampled_from(CALLS),
-        max_size=25,
-    ),
-    st.data(),
-)
+@given(st.lists(st.sampled_from(CALLS), max_size=25), st.data())
 @settings(deadline=None)
 def test_no_order_of_calls_generates_with_wrong_weights(
     calls: list[str], data: st.DataObject
@@ -174,8 +169,7 @@ def test_no_order_of_calls_generates_with_wrong_weights(
 
 
 def test_generating_leaves_the_trainers_random_state_alone() -> None:
-    engine = EngineDouble()
-    update(engine, 0)
+    engine = engine_at(0)
     before = torch.get_rng_state()
     engine.generate(REQUESTS, SETTINGS, 0)
     assert torch.equal(torch.get_rng_state(), before)
@@ -226,10 +220,10 @@ def test_every_platform_has_a_layout(
 
 def test_experts_on_cuda_stay_as_they_are_loaded() -> None:
     """Other kernels than Triton's swap the halves of an expert behind our back."""
-    _, layout = layouts_of(MOE)
-    assert model_settings(layout, "cuda")["moe_backend"] == "triton"
-    assert "moe_backend" not in model_settings(layout, "cpu")
-    assert "moe_backend" not in model_settings(layouts_of(GQA)[1], "cuda")
+    experts, dense = layouts_of(MOE)[1], layouts_of(GQA)[1]
+    assert model_settings(experts, "cuda")["moe_backend"] == "triton"
+    for layout, platform in ((experts, "cpu"), (dense, "cuda")):
+        assert "moe_backend" not in model_settings(layout, platform)
 
 
 @dataclass

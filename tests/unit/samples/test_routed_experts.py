@@ -13,8 +13,8 @@ import torch
 from support.rl_run import make_run
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
-from mindspeed_rl.rl.build_engine import check_capabilities
 from mindspeed_rl.rollout.engine import GenerationRequest
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
@@ -198,7 +198,7 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
 def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
     config = make_run(tmp_path).config
     asked = replace(config, rl=replace(config.rl, rl_routing_replay="rollout"))
-    check_capabilities(asked, "cpu")
+    engine_provider().check_run(asked, "cpu")
     with pytest.raises(ValueError, match="--rl-routing-replay rollout"):
-        check_capabilities(asked, "npu")
-    check_capabilities(config, "npu")
+        engine_provider().check_run(asked, "npu")
+    engine_provider().check_run(config, "npu")

@@ -137,8 +137,8 @@ def test_the_flags_ask_for_the_layout(variant: str, tmp_path: Path) -> None:
             argv = ["--hf-checkpoint", str(tmp_path), "--tokens", str(tmp_path / "in.npz")]
             argv += ["--output", "o", "--backend", backend, "--platform", "cpu", *layout.flags]
             plan = check_score(parse(ScoreRunConfig, argv, "score").config, layout.num_ranks)
-            assert plan.vllm is not None
-            grid, engine = plan.parallel, plan.vllm.engine
+            assert plan.rollout_layout is not None
+            grid, engine = plan.parallel, plan.rollout_layout.engine
             if backend == "megatron":
                 choices = (layout.column, grid.tp, grid.cp, grid.ep)
                 assert layout == trainer_layout(*choices)

@@ -64,6 +64,19 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def twins(kind: str = "softmax") -> tuple[Router, Router]:
+    """Two routers with equal weights."""
+    router, plain = Router(kind), Router(kind)
+    plain.load_state_dict(router.state_dict())
+    return router, plain
+
+
+def drift(router: Router, size: float = 1.0) -> None:
+    """An update of its weights."""
+    with torch.no_grad():
+        router.weight += size * torch.randn_like(router.weight)
+
+
 def routes() -> Routes:
     return Routes(torch.ones(TOKENS, dtype=torch.bool))
 
@@ -76,9 +89,7 @@ def agreement(replay: RoutingReplay) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_of_the_first_pass_with_the_weights_of_now(kind: str) -> None:
-    router = Router(kind)
-    plain = Router(kind)
-    plain.load_state_dict(router.state_dict())
+    router, plain = twins(kind)
     replay = RoutingReplay([torch.nn.ModuleList([router])])
     x = torch.randn(TOKENS, 6)
     replay.current = kept = routes()
@@ -86,9 +97,8 @@ def test_experts_of_the_first_pass_with_the_weights_of_now(kind: str) -> None:
         probs, chosen = router(x)
     assert torch.equal(probs, plain(x)[0]) and torch.equal(chosen, plain(x)[1])
     assert kept.experts[0].dtype == torch.uint8
-    with torch.no_grad():
-        router.weight += torch.randn_like(router.weight)
-        plain.load_state_dict(router.state_dict())
+    drift(router)
+    plain.load_state_dict(router.state_dict())
     present = plain(x)[1]
     assert not torch.equal(present, chosen), "the drift must change the choice"
     with replay.update():
@@ -121,8 +131,7 @@ def test_recomputed_layers_take_the_experts_of_their_own_micro_batch() -> None:
         with torch.no_grad():
             wanted.append(router(x)[1])
     assert not torch.equal(wanted[0], wanted[1])
-    with torch.no_grad():
-        router.weight += torch.randn_like(router.weight)
+    drift(router)
     seen: list[torch.Tensor] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -153,23 +162,21 @@ def test_the_first_update_records_for_those_after_it() -> None:
     router = Router("softmax")
     replay = RoutingReplay([torch.nn.ModuleList([router])])
     x, kept = torch.randn(TOKENS, 6, requires_grad=True), routes()
-    for drift in (0.0, 1.0):
-        with torch.no_grad():
-            router.weight += drift * torch.randn_like(router.weight)
+    for size in (0.0, 1.0):
+        drift(router, size)
         replay.current = kept
         with replay.update():
             out: Any = checkpoint(lambda x: router(x)[0], x, use_reentrant=True)
             recorded = kept.experts[0].clone()
             out.square().sum().backward()
-        if drift:
+        if size:
             assert torch.equal(kept.experts[0], recorded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_pass_takes_the_experts_of_the_engine(kind: str) -> None:
     """At the counted places, with the router's own weights for them; its own experts elsewhere."""
-    router, plain = Router(kind), Router(kind)
-    plain.load_state_dict(router.state_dict())
+    router, plain = twins(kind)
     replay = RoutingReplay([torch.nn.ModuleList([router])], places=[1])
     x, counted = torch.randn(TOKENS, 6), torch.arange(TOKENS) % 3 != 0
     own = plain(x)[1]
@@ -233,8 +240,7 @@ def test_each_rank_gives_its_routers_their_tokens_and_layers() -> None:
 
 
 def test_without_routes_nothing_changes() -> None:
-    router, plain = Router("softmax"), Router("softmax")
-    plain.load_state_dict(router.state_dict())
+    router, plain = twins()
     RoutingReplay([torch.nn.ModuleList([router])])
     x = torch.randn(TOKENS, 6)
     assert all(torch.equal(a, b) for a, b in zip(router(x), plain(x), strict=True))
@@ -242,13 +248,13 @@ def test_without_routes_nothing_changes() -> None:
 
 def test_experts_are_compared_without_replay() -> None:
     """Also where layers are recomputed; nothing that is computed changes."""
-    router, plain = Router("softmax"), Router("softmax")
+    router, plain = twins()
     replay = RoutingReplay([torch.nn.ModuleList([router])], replays=False)
     x, kept = torch.randn(TOKENS, 6, requires_grad=True), routes()
     replay.current = kept
     with torch.no_grad():
         _, chosen = router(x)
-        router.weight += torch.randn_like(router.weight)
+    drift(router)
     plain.load_state_dict(router.state_dict())
     with replay.update():
         out: Any = checkpoint(lambda x: router(x)[0], x, use_reentrant=True)

@@ -16,21 +16,6 @@ import torch
 _EXPERT_PARAMS = ("w13_weight", "w2_weight")
 # Parameters that vLLM computes from others.
 DERIVED_PARAMS = (".W_UV", ".W_UK_T")
-# Rows of one block of the portable vector kernel ("vec").
-_BLOCK_ROWS = 16
-
-
-def unpack_blocks(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of the vector kernel's packing: a copy in plain order.
-
-    The kernel keeps ``[rows / 16, columns, 16]`` of each matrix in the shape of the matrix.
-
-    Args:
-        packed: [experts, rows, columns], rows a multiple of 16.
-    """
-    experts, rows, columns = packed.shape
-    blocks = packed.view(experts, rows // _BLOCK_ROWS, columns, _BLOCK_ROWS)
-    return blocks.transpose(2, 3).reshape(experts, rows, columns)
 
 
 class DerivedState:
@@ -49,7 +34,7 @@ class DerivedState:
 
     @property
     def packs_experts(self) -> bool:
-        """Whether expert parameters are readable between updates only through :meth:`read`."""
+        """Whether expert parameters have a kernel's own order between updates."""
         return bool(self._packed)
 
     def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -72,22 +57,6 @@ class DerivedState:
                 _pack(getattr(layer, name).data, isa)
         for attention in self._latent:
             attention.process_weights_after_loading(self._dtype)  # type: ignore[operator]
-
-    def read(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """A parameter in plain order, outside updates as well.
-
-        Raises:
-            NotImplementedError: packed for a kernel whose order is not known here.
-        """
-        if self._open or not name.endswith(_EXPERT_PARAMS) or not self._packed:
-            return param
-        isa = self._packed[0][1]
-        if isa != "vec":
-            raise NotImplementedError(
-                f"{name}: the order of the {isa!r} kernel is not known; weights can be written, "
-                "not read back"
-            )
-        return unpack_blocks(param)
 
 
 def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:

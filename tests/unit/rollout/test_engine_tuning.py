@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ from support.layout_cases import GQA, MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.planning.check_engine import check_engine
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.rollout.expert_map import read_expert_map
+from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.host_backend import HostBackend
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
+from mindspeed_rl.rollout.vllm.tuning import check_tuning, read_expert_map
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from mindspeed_rl.weights.layouts.vllm import VllmLayout
 )
 def test_mistakes_are_named(case: object, flags: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_engine(EngineTuningConfig(**flags), EngineLayout(1, 1), spec_of(case))  # type: ignore[arg-type]
+        check_tuning(EngineTuningConfig(**flags), EngineLayout(1, 1), spec_of(case))  # type: ignore[arg-type]
 
 
 def test_sizes_and_flags_that_fit_pass() -> None:
@@ -38,7 +39,7 @@ def test_sizes_and_flags_that_fit_pass() -> None:
         rollout_graph_sizes=("8", "64"),
         rollout_multistream_moe=True,
     )
-    assert check_engine(tuning, EngineLayout(1, 1), spec_of(MOE)) == ()
+    assert check_tuning(tuning, EngineLayout(1, 1), spec_of(MOE)) == ()
 
 
 def write_map(path: Path, *layers: list[list[int]]) -> Path:
@@ -57,7 +58,7 @@ def test_a_map_of_experts_becomes_slots_of_the_layout(tmp_path: Path) -> None:
     spec = spec_of(MOE)
     tuning = EngineTuningConfig(rollout_expert_map=str(path))
     engine = EngineLayout(4, 2, dp=2, expert_parallel=True)
-    slots = check_engine(tuning, engine, spec)
+    slots = check_tuning(tuning, engine, spec)
     assert slots == (1, 0, 3, 2, 3, 1, 0, 1, 2, 3, 2, 0)
     shapes = VllmLayout(spec, engine, physical_experts=slots).local_shapes(0)
     assert {s[0] for name, s in shapes.items() if name.endswith("w13_weight")} == {3}
@@ -92,8 +93,9 @@ def test_a_missing_map_is_named(tmp_path: Path) -> None:
 
 def test_flags_of_vllm_ascend_are_refused_elsewhere() -> None:
     layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
+    settings = partial(EngineSettings, "unused", layout, 0, "float32", 16, 1, 0, {})
     for flags in ({"rollout_graph_mode": "piecewise"}, {"rollout_scheduler": "balance"}):
         with pytest.raises(ValueError, match="needs vLLM-Ascend, this is cpu; remove the flag"):
-            HostBackend(CpuPlatform(), layout, EngineTuningConfig(**flags))
+            HostBackend(settings(EngineTuningConfig(**flags)), CpuPlatform())
     foretold = EngineTuningConfig(rollout_graph_sizes=("auto",), rollout_graph_count=4)
-    HostBackend(CpuPlatform(), layout, foretold)
+    HostBackend(settings(foretold), CpuPlatform())

@@ -1,15 +1,18 @@
-"""Engine options on the command line: ``--vllm-max-num-seqs 512``."""
+"""The options of vLLM that users may give, and those that they may not.
+
+Whoever checks a command line imports this module: neither vLLM nor torch.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import dataclasses
+import difflib
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.errors import UsageError
-
-PREFIX = "--vllm-"
 
 RESERVED: Mapping[str, str] = MappingProxyType(
     {
@@ -68,60 +71,22 @@ def reserved_for(name: str) -> str:
     return ""
 
 
-def as_flag(name: str) -> str:
-    """An option of ``vllm.LLM`` as it is typed."""
-    return PREFIX + name.replace("_", "-")
-
-
-def take_vllm_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Split the engine options off a command line.
-
-    Values are read as JSON, else kept as text; an option without a value is True. Of an option
-    that is given twice the last value counts. Names may have hyphens or underscores.
-
-    Returns:
-        The other tokens in order, and the options by the names of ``vllm.LLM``.
+def check_option_names(options: Mapping[str, object]) -> None:
+    """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
 
     Raises:
-        UsageError: a reserved option, a prefix without a name, or several values. Whether vLLM has
-            the option is looked up before the engine is built, because that imports vLLM.
+        UsageError: naming the option and the nearest ones.
     """
-    rest: list[str] = []
-    options: dict[str, object] = {}
-    position = 0
-    while position < len(argv):
-        token = argv[position]
-        position += 1
-        typed, equals, attached = token.partition("=")
-        spelled = typed.replace("_", "-")
-        if not spelled.startswith(PREFIX):
-            rest.append(token)
-            continue
-        values = [attached] if equals else []
-        while position < len(argv) and not argv[position].startswith("--"):
-            values.append(argv[position])
-            position += 1
-        name = _option_name(spelled)
-        if len(values) > 1:
+    if not options:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [n for n in known if not reserved_for(n)], n=3)
+            hint = ", ".join(as_flag(other) for other in near)
             raise UsageError(
-                f"{spelled} takes one value, got {len(values)}: {' '.join(values)}; write a list "
-                f"as JSON in quotes, like {spelled} '[1, 2]', or remove the others"
+                f"{as_flag(name)}: vLLM has no such option; "
+                + (f"nearest: {hint}" if near else "none is near; see the arguments of vllm.LLM")
             )
-        options[name] = _read(values[0]) if values else True
-    return rest, options
-
-
-def _option_name(spelled: str) -> str:
-    name = spelled.removeprefix(PREFIX).replace("-", "_")
-    if not name:
-        raise UsageError(f"{PREFIX}: must be followed by the name of an engine option")
-    if reason := reserved_for(name):
-        raise UsageError(f"{spelled} is not available: {reason}; remove this flag")
-    return name
-
-
-def _read(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

@@ -1,15 +1,15 @@
-"""Where vLLM keeps each rectangle of each HF tensor."""
+"""Where an inference engine keeps each rectangle of each HF tensor, whatever engine it is."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.models.expert_rules import ExpertRow, StackedExperts
-from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Share, WeightRow
 from mindspeed_rl.weights.layouts.base import (
     Placed,
@@ -19,37 +19,36 @@ from mindspeed_rl.weights.layouts.base import (
     layer_name,
 )
 
-# Where the tables of the models have the experts: vLLM 0.32.
-EXPERT_MODULE = "mlp.experts.routed_experts"
-# vLLM pads the vocabulary to this many rows (DEFAULT_VOCAB_PADDING_SIZE).
-VOCAB_PADDING = 64
-
 
 @dataclass(frozen=True)
-class VllmLayout(TableLayout):
+class RolloutLayout(TableLayout):
     """Tensor, pipeline, data and expert parallelism inside each engine, any number of replicas.
 
-    With tied embeddings vLLM's head is the embedding itself: there is no parameter of its own, and
-    the last of several stages keeps a copy of the embedding.
+    A class for each kind of engine gives its rows and says how it pads the vocabulary. With tied
+    embeddings its head is the embedding itself: there is no parameter of its own, and the last of
+    several stages keeps a copy of the embedding.
 
     Attributes:
-        engine: the rollout layout.
+        engine: ranks of the engines.
         expert_multiple: each rank's channels of an expert are padded to a multiple of this.
         physical_experts: the expert in each physical slot, slots in order over the ranks that
             share a layer (redundant experts: EPLB's physical-to-logical map); empty: every
             expert once, in order. Needs expert parallelism.
-        transposed_experts: expert matrices are stored as [columns, rows], as by vLLM-Ascend.
-        whole_shared_experts: where experts are spread over tensor and data parallelism, every rank
-            keeps the shared experts whole, as by vLLM but not by vLLM-Ascend.
-        expert_module: path of the module with the experts, below a layer.
     """
 
     engine: EngineLayout
     expert_multiple: int = 1
     physical_experts: tuple[int, ...] = ()
-    transposed_experts: bool = False
-    whole_shared_experts: bool = False
-    expert_module: str = EXPERT_MODULE
+
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[WeightRow, ...]:
+        """The engine's rows of the model."""
+
+    @property
+    @abstractmethod
+    def vocab_multiple(self) -> int:
+        """The vocabulary is padded to a multiple of this."""
 
     def __post_init__(self) -> None:
         rows, engine = self.rows, self.engine
@@ -82,26 +81,6 @@ class VllmLayout(TableLayout):
                 f"--rollout-ep {ep} does not divide the model's {num_experts} experts; allowed: "
                 f"the divisors of {num_experts}"
             )
-
-    @cached_property
-    def rows(self) -> tuple[WeightRow, ...]:
-        """The engine's rows of the model."""
-        rows = weight_table(self.spec.family).engine_rows(self.spec)
-        return tuple(
-            replace(
-                row,
-                transposed=self.transposed_experts,
-                param=row.param.replace(EXPERT_MODULE, self.expert_module),
-            )
-            if isinstance(row, StackedExperts)
-            else row
-            for row in rows
-        )
-
-    @property
-    def vocab_multiple(self) -> int:
-        """64, whatever the number of ranks; vLLM refuses what they cannot share."""
-        return VOCAB_PADDING
 
     @cached_property
     def present_rows(self) -> tuple[WeightRow, ...]:
@@ -147,7 +126,7 @@ class VllmLayout(TableLayout):
             return
         engine = self.engine
         multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
-        whole = self._keeps_whole(row)
+        whole = self.keeps_whole(row)
         for stage in stages:
             shares = tuple(
                 Placed(
@@ -158,14 +137,9 @@ class VllmLayout(TableLayout):
             )
             yield RowPlacement(row, name, shares, is_replica=stage != stages[0])
 
-    def _keeps_whole(self, row: WeightRow) -> bool:
-        """Whether tensor-parallel ranks keep a row whole that they could cut.
-
-        Source: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM.
-        """
-        engine = self.engine
-        spread = engine.expert_parallel and engine.tp > 1 and engine.dp > 1
-        return self.whole_shared_experts and spread and row.when == "shared_ffn_size"
+    def keeps_whole(self, row: WeightRow) -> bool:
+        """Whether tensor-parallel ranks keep a row whole that they could cut."""
+        return False
 
     def _expert_places(
         self, row: ExpertRow, name: str, stage: int, expert: int

@@ -1,0 +1,64 @@
+"""Options of the inference engine on the command line: ``--vllm-max-num-seqs 512``.
+
+What an option is, and whether it may be given, its engine knows: ``rollout``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mindspeed_rl.core.errors import UsageError
+
+PREFIX = "--vllm-"
+
+
+def as_flag(name: str) -> str:
+    """An option of the engine as it is typed."""
+    return PREFIX + name.replace("_", "-")
+
+
+def take_engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Split the engine options off a command line.
+
+    Values are read as JSON, else kept as text; an option without a value is True. Of an option
+    that is given twice the last value counts. Names may have hyphens or underscores.
+
+    Returns:
+        The other tokens in order, and the options by the engine's names.
+
+    Raises:
+        UsageError: a prefix without a name, or several values.
+    """
+    rest: list[str] = []
+    options: dict[str, object] = {}
+    position = 0
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        typed, equals, attached = token.partition("=")
+        spelled = typed.replace("_", "-")
+        if not spelled.startswith(PREFIX):
+            rest.append(token)
+            continue
+        values = [attached] if equals else []
+        while position < len(argv) and not argv[position].startswith("--"):
+            values.append(argv[position])
+            position += 1
+        name = spelled.removeprefix(PREFIX).replace("-", "_")
+        if not name:
+            raise UsageError(f"{PREFIX}: must be followed by the name of an engine option")
+        if len(values) > 1:
+            raise UsageError(
+                f"{spelled} takes one value, got {len(values)}: {' '.join(values)}; write a list "
+                f"as JSON in quotes, like {spelled} '[1, 2]', or remove the others"
+            )
+        options[name] = _read(values[0]) if values else True
+    return rest, options
+
+
+def _read(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

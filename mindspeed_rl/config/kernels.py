@@ -1,0 +1,61 @@
+"""Flags of the trainer's fused kernels and of its overlap, which devices have and a CPU has not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from mindspeed_rl.core.flag import flag, flag_names
+
+# Dispatchers of megatron-core that are computed as they are asked for.
+DISPATCHERS = ("alltoall", "allgather")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """Kernels and overlap of the trainer.
+
+    Megatron's switches. Fusions that the device has are on unless a flag turns them off. A CPU has
+    neither fused kernels nor streams: there these flags do nothing, and the start of a run says so.
+
+    Example: --overlap-grad-reduce --no-gradient-accumulation-fusion
+    """
+
+    bias_swiglu_fusion: bool = flag(
+        True,
+        "Compute the gated activation operator by operator; on CUDA, and in MindSpeed's modules, "
+        "it is one kernel.",
+    )
+    bias_dropout_fusion: bool = flag(
+        True, "Add to the residual stream operator by operator; on CUDA it is compiled."
+    )
+    rope_fusion: bool = flag(
+        True,
+        "Rotate queries and keys operator by operator; on CUDA with Transformer Engine it is one "
+        "kernel, except in latent attention.",
+    )
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "Add weight gradients up in a step of their own; on CUDA with Apex's extension "
+        "fused_weight_gradient_mlp_cuda the GEMM adds them up.",
+    )
+    overlap_grad_reduce: bool = flag(
+        False,
+        "Reduce the gradients of layers that are done while those before them are computed.",
+    )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        "How tokens get to their experts. alltoall: each to the ranks that have them; allgather: "
+        "all to all ranks. alltoall_seq and flex are computed as alltoall.",
+        choices=(*DISPATCHERS, "alltoall_seq", "flex"),
+    )
+
+    def idle_flags(self, platform: str) -> Iterator[str]:
+        """Flags that were given and do nothing on a platform, with the reason."""
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        names = ", ".join(flag_names(field)[0] for field in given)
+        dispatcher = self.moe_token_dispatcher_type
+        if names and platform == "cpu":
+            yield f"{names} (a CPU has neither fused kernels nor streams to overlap)"
+        elif dispatcher not in DISPATCHERS:
+            yield f"--moe-token-dispatcher-type {dispatcher} (computed as alltoall)"

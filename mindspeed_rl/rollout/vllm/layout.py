@@ -1,0 +1,61 @@
+"""Where vLLM keeps each rectangle of each HF tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mindspeed_rl.models.expert_rules import StackedExperts
+from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.rules import WeightRow
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+
+# Where the tables of the models have the experts: vLLM 0.32.
+EXPERT_MODULE = "mlp.experts.routed_experts"
+# vLLM pads the vocabulary to this many rows (DEFAULT_VOCAB_PADDING_SIZE).
+VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True)
+class VllmLayout(RolloutLayout):
+    """The layout of vLLM and vLLM-Ascend.
+
+    Attributes:
+        transposed_experts: expert matrices are stored as [columns, rows], as by vLLM-Ascend.
+        whole_shared_experts: where experts are spread over tensor and data parallelism, every rank
+            keeps the shared experts whole, as by vLLM but not by vLLM-Ascend.
+        expert_module: path of the module with the experts, below a layer.
+    """
+
+    transposed_experts: bool = False
+    whole_shared_experts: bool = False
+    expert_module: str = EXPERT_MODULE
+
+    @cached_property
+    def rows(self) -> tuple[WeightRow, ...]:
+        """vLLM's rows of the model."""
+        rows = weight_table(self.spec.family).engine_rows(self.spec, "vllm")
+        return tuple(
+            replace(
+                row,
+                transposed=self.transposed_experts,
+                param=row.param.replace(EXPERT_MODULE, self.expert_module),
+            )
+            if isinstance(row, StackedExperts)
+            else row
+            for row in rows
+        )
+
+    @property
+    def vocab_multiple(self) -> int:
+        """64, whatever the number of ranks; vLLM refuses what they cannot share."""
+        return VOCAB_PADDING
+
+    def keeps_whole(self, row: WeightRow) -> bool:
+        """Shared experts, where experts are spread over tensor and data parallelism.
+
+        Source: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM.
+        """
+        engine = self.engine
+        spread = engine.expert_parallel and engine.tp > 1 and engine.dp > 1
+        return self.whole_shared_experts and spread and row.when == "shared_ffn_size"

@@ -1,0 +1,106 @@
+"""vLLM and vLLM-Ascend as a kind of engine; neither is imported before an engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.engine_options import as_flag
+from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
+from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, installed_layout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
+from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
+from mindspeed_rl.rollout.vllm.tuning import check_tuning
+from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+
+if TYPE_CHECKING:
+    from mindspeed_rl.platforms.base import Platform
+    from mindspeed_rl.rollout.vllm.engine import VllmEngine
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # request ids are sample ids, unique within a call; a random suffix each costs 0.1 ms
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
+}
+# vLLM's defaults where no option says otherwise.
+DEFAULT_BATCHED_TOKENS = 8192
+DEFAULT_SEQUENCES = 256
+_BLOCK_TOKENS = 128
+# Of latent attention; vLLM-Ascend's kernels have one size of blocks for all.
+_LATENT_BLOCK_TOKENS = 16
+
+
+class VllmProvider(EngineProvider):
+    """vLLM on CPU and CUDA, vLLM-Ascend on NPUs."""
+
+    package = "vllm"
+    # a whole number of GiB, in place of --rollout-kv-cache-gb
+    cleared_variables = ("VLLM_CPU_KVCACHE_SPACE",)
+    batched_tokens_option = "max_num_batched_tokens"
+
+    def environment(self, platform: str) -> Mapping[str, str]:
+        """The engine runs in this process, without a word to anybody."""
+        return ENVIRONMENT | (ASCEND_ENVIRONMENT if platform == "npu" else {})
+
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """Options that are set here or cannot be honoured are refused."""
+        for name in options:
+            if reason := reserved_for(name):
+                raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
+
+    def layout(
+        self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
+    ) -> VllmLayout:
+        """With the experts of ``--rollout-expert-map`` in their slots."""
+        return VllmLayout(spec, engine, physical_experts=check_tuning(tuning, engine, spec))
+
+    def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
+        """vLLM-Ascend keeps latent attention's up projection once more; vLLM has views of it."""
+        ascend = platform == "npu"
+        block = _LATENT_BLOCK_TOKENS if spec.latent and not ascend else _BLOCK_TOKENS
+        return EngineSizes(
+            _number(options.get(self.batched_tokens_option), DEFAULT_BATCHED_TOKENS),
+            _number(options.get("max_num_seqs"), DEFAULT_SEQUENCES),
+            _number(options.get("block_size"), block),
+            copies_latent=ascend,
+        )
+
+    def check_run(self, config: RLRunConfig, platform: str) -> None:
+        """By the table of capabilities."""
+        row = CAPABILITIES[platform]
+        if config.balance.rollout_rebalance == "all" and not row.streams:
+            raise UsageError(
+                f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
+                "request go on in another engine; use waiting"
+            )
+        if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
+            raise UsageError(
+                f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot "
+                "be had from it; use trainer, or none"
+            )
+
+    def installed_layout(
+        self, layout: RolloutLayout, options: Mapping[str, object], platform: str
+    ) -> VllmLayout:
+        """By the table of capabilities, for the version that is pinned."""
+        check_option_names(options)
+        assert isinstance(layout, VllmLayout)
+        return installed_layout(layout, platform)
+
+    def build(self, settings: EngineSettings, platform: Platform) -> VllmEngine:
+        """Imports vLLM."""
+        from mindspeed_rl.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(settings, platform)
+
+
+def _number(value: object, default: int) -> int:
+    return int(value) if isinstance(value, int | float) else default

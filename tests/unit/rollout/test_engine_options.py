@@ -1,0 +1,75 @@
+"""Which options of vLLM a user may give: the rest are refused before anything is imported."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.config import RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.arguments import build_parser, parse
+from mindspeed_rl.config.engine_options import as_flag
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.planning.run_plan import check_rl, check_score
+from mindspeed_rl.rollout.registry import engine_provider
+from mindspeed_rl.rollout.vllm import engine
+from mindspeed_rl.rollout.vllm.options import RESERVED, reserved_for
+
+
+@pytest.mark.parametrize(("run_type", "check"), [(RLRunConfig, check_rl),
+                                                 (ScoreRunConfig, check_score)])  # fmt: skip
+def test_a_command_line_with_a_reserved_option_is_refused(
+    run_type: type[Any], check: Callable[[Any, int], Any]
+) -> None:
+    config = parse(run_type, ["--hf-checkpoint", "x", "--vllm-quantization", "fp8"], "x").config
+    with pytest.raises(UsageError, match=r"^--vllm-quantization is not available: "):
+        check(config, 1)
+
+
+@pytest.mark.parametrize("reason", RESERVED)
+def test_reserved_options_are_refused_with_the_flag_to_use(reason: str) -> None:
+    for pattern in RESERVED[reason].split():
+        name = pattern.replace("*", "size")
+        with pytest.raises(UsageError, match=f"^{as_flag(name)} is not available: "):
+            engine_provider().check_options({"max_num_seqs": 2, name: 2})
+    for other in re.findall(r"use (--[a-z-]+)", reason):
+        assert other in build_parser(RLRunConfig, "x").format_help()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipeline_parallel_size", "data_parallel_size", "data_parallel_backend", "quantization",
+     "kv_cache_dtype", "speculative_config", "spec_model", "enable_lora", "max_lora_rank"],
+)  # fmt: skip
+def test_options_that_would_make_results_wrong_are_reserved(name: str) -> None:
+    assert reserved_for(name)
+
+
+def test_reserved_options_are_those_of_the_installed_vllm() -> None:
+    """Its source is read, not imported: that takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    (folder,) = spec.submodule_search_locations
+    nodes = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text()).body
+    (body,) = (n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
+    fields = [ast.unparse(n.target) for n in body if isinstance(n, ast.AnnAssign)]
+    assert len(fields) > 200
+    for pattern in " ".join(RESERVED.values()).split():
+        assert pattern == "chat_template" or fnmatch.filter(fields, pattern), pattern
+
+
+def test_every_option_that_the_engine_wrapper_sets_is_reserved() -> None:
+    tree = ast.parse(Path(engine.__file__).read_text())
+    literals = [
+        {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+    ]
+    (settings,) = [keys for keys in literals if "tensor_parallel_size" in keys]
+    assert all(reserved_for(str(name)) for name in settings - {"enforce_eager"})

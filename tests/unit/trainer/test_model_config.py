@@ -1,0 +1,108 @@
+"""What of megatron-core is in use by device and flag; work-arounds for gloo are on CPU alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.published import published_config
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.models.module_names import TRANSFORMER_ENGINE
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.cuda import CudaPlatform
+from mindspeed_rl.platforms.npu import NpuPlatform
+from mindspeed_rl.trainer.model_config import build_transformer_config
+from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+
+FUSIONS = {
+    "bias_activation_fusion": "--no-bias-swiglu-fusion",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+}
+PLATFORMS = {"cpu": CpuPlatform, "cuda": CudaPlatform, "npu": NpuPlatform}
+
+
+def parsed(*flags: str, platform: str = "cuda") -> Any:
+    return parse(RLRunConfig, ["--hf-checkpoint", "x", "--platform", platform, *flags], "x")
+
+
+def built(platform: str, *flags: str, model: str = "qwen2.5-7b", fused: bool = False) -> Any:
+    """megatron-core's configuration on a platform whose packages are all installed."""
+    spec = spec_from_hf_config(published_config(model))
+    grid = ParallelLayout.build(world=1, stages=even_stages(spec.num_layers))
+    layout = MegatronLayout(spec, grid)
+    if fused:
+        layout = replace(layout, modules=TRANSFORMER_ENGINE)
+    config = parsed(*flags, platform=platform).config
+    features = object.__new__(PLATFORMS[platform]).transformer_features()
+    kernels = config.kernels
+    return build_transformer_config(
+        layout, config.model, config.parallel, config.train, kernels, features
+    )
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_rl.platforms.cuda.find_spec", lambda name: name)
+    monkeypatch.setattr("megatron.core.transformer.transformer_config.is_te_min_version",
+                        lambda version, **_: True)  # fmt: skip
+    rope = "megatron.core.models.common.embeddings.rope_utils"
+    for kernel in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(f"{rope}.{kernel}", object())
+
+
+def fusions(config: Any) -> set[str]:
+    return {name for name in FUSIONS if getattr(config, name)}
+
+
+def test_a_cpu_has_no_fusion_and_frees_nothing_that_gloo_may_still_send() -> None:
+    asked = ("--overlap-grad-reduce", "--moe-token-dispatcher-type", "allgather")
+    config = built("cpu", *asked)
+    assert not fusions(config) and config.use_cpu_initialization
+    assert not config.deallocate_pipeline_outputs
+    assert config.moe_token_dispatcher_type == "alltoall"
+    assert not CpuPlatform().transformer_features().overlaps_reduction
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_work_arounds_for_gloo_are_not_those_of_devices(platform: str) -> None:
+    config = built(platform, "--moe-token-dispatcher-type", "allgather")
+    assert config.deallocate_pipeline_outputs and not config.use_cpu_initialization
+    assert config.moe_token_dispatcher_type == "allgather"
+    assert built(platform, "--moe-token-dispatcher-type=flex").moe_token_dispatcher_type == (
+        "alltoall"
+    )
+
+
+def test_fusions_are_on_where_there_are_kernels_and_each_flag_turns_one_off() -> None:
+    assert fusions(built("cuda")) == set(FUSIONS)
+    for name, flag in FUSIONS.items():
+        assert fusions(built("cuda", flag)) == set(FUSIONS) - {name}
+    assert fusions(built("cuda", model="deepseek-v3")) == set(FUSIONS) - {"apply_rope_fusion"}
+    assert fusions(built("npu")) == set()
+    assert fusions(built("npu", fused=True)) == {"bias_activation_fusion"}
+
+
+def test_kernels_of_packages_that_are_not_installed_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mindspeed_rl.platforms.cuda.find_spec", importlib.util.find_spec)
+    assert fusions(built("cuda")) == {"bias_activation_fusion", "bias_dropout_fusion"}
+
+
+def test_a_run_says_which_switches_do_nothing() -> None:
+    flags = (*FUSIONS.values(), "--overlap-grad-reduce", "--moe-token-dispatcher-type", "flex")
+    names, reason = parsed(*flags, platform="cpu").ignored[0].split(" (a CPU has neither")
+    assert set(names.split(", ")) == set(flags[:-1]) and reason
+    assert parsed(platform="cpu").ignored == ()
+    assert parsed(*flags, platform="cuda").ignored == (
+        "--moe-token-dispatcher-type flex (computed as alltoall)",
+    )
