@@ -1,4 +1,4 @@
-"""What is installed beside torch, without importing it."""
+"""What is installed and visible beside torch, without importing it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+
+VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+"""The variable that chooses devices of a platform."""
 
 
 def resolve_platform(name: str) -> str:

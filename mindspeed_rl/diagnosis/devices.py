@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mindspeed_rl.diagnosis.facts import VISIBLE_DEVICES, Facts, local_size
+from mindspeed_rl.core.installed import VISIBLE_DEVICES
+from mindspeed_rl.diagnosis.facts import Facts, local_size
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
 
 AREA = "devices"

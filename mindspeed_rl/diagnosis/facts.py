@@ -16,8 +16,6 @@ from packaging.utils import canonicalize_name
 
 from mindspeed_rl.core.installed import foreign_packages
 
-VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-"""The variable that chooses devices of a platform."""
 _ASCEND = Path("/usr/local/Ascend")
 _VERSION = r"^\s*version\s*=\s*\[?([^\s\]:]+)"
 _SMI_S = 5.0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogLimits
+from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogSettings
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def shared_part(store: TCPStore) -> PrefixStore:
     return PrefixStore(f"mindspeed_rl/{run}", store)
 
 
-def publish_usage_error(world: World, text: str, limits: WatchdogLimits) -> None:
+def publish_usage_error(world: World, text: str, settings: WatchdogSettings) -> None:
     """Let the other nodes know a mistake that this rank found before it could join them.
 
     Returns when they have had the time to read it.
@@ -110,10 +110,10 @@ def publish_usage_error(world: World, text: str, limits: WatchdogLimits) -> None
     me = this_member(world)
     failure = Failure("usage", me, "start", text, me)
     try:
-        FailureStore(connect(world.rank, limits.connect_s), me).publish(failure)
+        FailureStore(connect(world.rank, settings.connect_s), me).publish(failure)
     except RuntimeError:  # the first node has ended, and with it the job: nobody waits
         return
-    time.sleep(limits.exit_grace_s)
+    time.sleep(settings.exit_grace_s)
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T:

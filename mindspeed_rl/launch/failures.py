@@ -34,8 +34,8 @@ _LOST_CONNECTION = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class WatchdogLimits:
-    """How long the watchdog of a rank waits, in seconds.
+class WatchdogSettings:
+    """How long the watchdog of a rank waits, in seconds, and who prints.
 
     Attributes:
         interval_s: between two heartbeats while the phase stays the same.
@@ -46,6 +46,7 @@ class WatchdogLimits:
         exit_grace_s: how long the rank that reports a failure stays, so that others read it.
         exit_s: limit of the exit handlers of libraries.
         connect_s: how long the launcher of the first node may take to answer.
+        driver_reports: a driver of the ranks prints the failure that they publish.
     """
 
     interval_s: float = 1.0
@@ -55,6 +56,7 @@ class WatchdogLimits:
     exit_grace_s: float = 2.5
     exit_s: float = 60.0
     connect_s: float = 30.0
+    driver_reports: bool = False
 
     @property
     def end_s(self) -> float:

@@ -29,7 +29,7 @@ from mindspeed_rl.launch.failures import (
     Failure,
     Heartbeat,
     Member,
-    WatchdogLimits,
+    WatchdogSettings,
     is_lost_connection,
     is_usage_error,
     lost_failure,
@@ -125,7 +125,7 @@ class FakeClock:
         return self.now
 
 
-LIMITS = WatchdogLimits(interval_s=1.0, silence_s=5.0)
+LIMITS = WatchdogSettings(interval_s=1.0, silence_s=5.0)
 
 
 def heartbeats_of(
@@ -232,7 +232,7 @@ def test_a_launcher_that_is_gone_is_said_so() -> None:
     with pytest.raises(RuntimeError, match=r"the launcher of the first node does not answer at"):
         connect(1, 1.0)
     publish_usage_error(
-        World(1, 2, 0, 1), "a mistake", WatchdogLimits(connect_s=1.0)
+        World(1, 2, 0, 1), "a mistake", WatchdogSettings(connect_s=1.0)
     )  # and nobody waits
 
 
@@ -242,10 +242,10 @@ import time
 from pathlib import Path
 
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.launch.failures import WatchdogLimits
+from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.watchdog import Watchdog
 
-limits = WatchdogLimits(cause_timeout_s=0.2, exit_grace_s=0.1)
+limits = WatchdogSettings(cause_timeout_s=0.2, exit_grace_s=0.1)
 watchdog = Watchdog(World(0, 2, 0, 2), 600.0, "entry", limits)
 Path("ready").touch()
 deadline = time.monotonic() + 60.0
