@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TypeVar
@@ -122,18 +123,16 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
     Raises:
         DistError: it is gone, or does not answer in time.
     """
-    answers: list[T] = []
-    errors: list[BaseException] = []
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.append(ask())
+            answer.set_result(ask())
         except BaseException as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if answers:
-        return answers[0]
-    raise errors[0] if errors else dist.DistStoreError(f"no answer within {seconds:g} s")
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise dist.DistStoreError(f"no answer within {seconds:g} s") from None

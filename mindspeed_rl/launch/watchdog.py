@@ -22,11 +22,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -40,9 +41,7 @@ from mindspeed_rl.launch.failures import (
     Kind,
     WatchdogSettings,
     is_lost_connection,
-    is_usage_error,
     lost_failure,
-    report_usage_error,
     silent_failure,
     silent_ranks,
     whereabouts,
@@ -205,11 +204,9 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    @contextmanager
-    def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+    def phase(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Name what this rank is doing; see `PhaseClock.phase`."""
-        with self._phases.phase(name, timeout_s):
-            yield
+        return self._phases.phase(name, timeout_s)
 
     def leave(self) -> None:
         """End together: nobody closes its connections while a peer still needs them.
@@ -234,7 +231,7 @@ class Watchdog:
     def fail(self, error: BaseException) -> NoReturn:
         """Publish why this rank ends, print it unless a peer did, and leave at once."""
         self._claim_end()
-        usage, lost = is_usage_error(error), is_lost_connection(error)
+        usage, lost = isinstance(error, UsageError), is_lost_connection(error)
         text = str(error) if usage else f"{type(error).__name__}: {error}"
         mine = self._failure("usage" if usage else "error", text)
         stands: Failure | None = None
@@ -380,13 +377,8 @@ class Watchdog:
         os._exit(failure.exit_code)
 
     def _print(self, failure: Failure) -> None:
-        if self._settings.driver_reports:
-            return
-        line = f"{self._prog}: {failure}"
-        if failure.kind == "usage":
-            report_usage_error(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if not self._settings.driver_reports:
+            print(f"{self._prog}: {failure}", file=sys.stderr, flush=True)
 
 
 def _no_store(error: Exception) -> str:

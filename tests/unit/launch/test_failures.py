@@ -16,7 +16,6 @@ import torch.distributed as dist
 from support.jobs import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -31,7 +30,6 @@ from mindspeed_rl.launch.failures import (
     Member,
     WatchdogSettings,
     is_lost_connection,
-    is_usage_error,
     lost_failure,
     rank_ranges,
     report_usage_error,
@@ -90,7 +88,7 @@ def test_whereabouts_start_with_the_odd_one_out() -> None:
     late = replace(beat(3, phase="generate"), phase_s=30.4)
     beats = [late, *(beat(rank, phase="exchange") for rank in (0, 1, 2, 5))]
     assert whereabouts(beats) == "generate for 30 s: rank 3; exchange for 2 s: rank 0-2, 5"
-    assert rank_ranges([beat(7), beat(9), beat(8), beat(1)]) == "1, 7-9"
+    assert rank_ranges([7, 9, 8, 1]) == "1, 7-9"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +104,6 @@ def test_whereabouts_start_with_the_odd_one_out() -> None:
 )
 def test_lost_connections_are_told_from_failures(error: Exception, lost: bool) -> None:
     assert is_lost_connection(error) is lost
-
-
-def test_a_usage_error_is_the_users_mistake_and_others_are_bugs() -> None:
-    assert is_usage_error(UsageError("--lr x"))
-    assert not is_usage_error(RuntimeError("x")) and not is_usage_error(ValueError("x"))
 
 
 # -- when a rank beats, and what it sees in its peer -----------------------------------------------
