@@ -183,9 +183,9 @@ def rows_of_other_nodes(
         return []
     hosts: dict[tuple[str, str], list[str]] = {}
     keys = [f"rows/{r}" for r in range(world.local_size, world.size, world.local_size)]
-    for told in (json.loads(store.get(key)) for key in wait_for(store, keys, limit_s)):
-        for row in told["rows"].items():
-            hosts.setdefault(row, []).append(told["host"])
+    for account in (json.loads(store.get(key)) for key in wait_for(store, keys, limit_s)):
+        for row in account["rows"].items():
+            hosts.setdefault(row, []).append(account["host"])
     known = {row.what for row in local}
     return [
         red("other nodes", f"{', '.join(dict.fromkeys(where))}: {what}", fix)

@@ -59,8 +59,8 @@ def environment_rows(
         wrong += _port_rows(facts)
     yield from wrong or [green(AREA, "variables, interfaces and ports are as a run needs them")]
     if platform != "cpu":
-        for told in without_expandable_segments(dict(environ)):
-            yield note(AREA, told)
+        for text in without_expandable_segments(dict(environ)):
+            yield note(AREA, text)
     unset = [name for name in _INTERFACES[platform] if not environ.get(name)]
     if several_nodes and unset:
         yield note(AREA, f"{', '.join(unset)} not set: libraries choose an interface themselves",
