@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -291,44 +292,23 @@ def test_rollout_rows_hold_tokens_where_they_were_asked_for(tmp_path: Path) -> N
 # ---- progress
 
 
-class _Stream:
-    """A text stream that is, or is not, a terminal."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        self._is_terminal = is_terminal
-        self.text = ""
-
+class _Terminal(io.StringIO):
     def isatty(self) -> bool:
-        return self._is_terminal
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
+        return True
 
 
-def _run_progress(stream: _Stream, is_writer: bool = True) -> str:
+def _run_progress(stream: io.StringIO, is_writer: bool = True) -> str:
     now_s = 0.0
-    progress = RunProgress(
-        total=7,
-        start=2,
-        desc="GRPO",
-        is_writer=is_writer,
-        log_interval=2,
-        stream=stream,  # type: ignore[arg-type]
-        clock=lambda: now_s,
-    )
+    progress = RunProgress(7, 2, "GRPO", is_writer, 2, stream, clock=lambda: now_s)
     for step in range(3, 8):
         now_s += 10.0
         progress.update(step, {"reward": 0.5, "tokens/s": 1234.0})
     progress.close()
-    return stream.text
+    return stream.getvalue()
 
 
 def test_plain_lines_without_a_terminal() -> None:
-    assert _run_progress(_Stream(is_terminal=False)).splitlines() == [
+    assert _run_progress(io.StringIO()).splitlines() == [
         "GRPO 4/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:20 | left 0:00:30",
         "GRPO 6/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:40 | left 0:00:10",
         "GRPO 7/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:50 | left 0:00:00",
@@ -336,11 +316,11 @@ def test_plain_lines_without_a_terminal() -> None:
 
 
 def test_bar_on_a_terminal() -> None:
-    last = _run_progress(_Stream(is_terminal=True)).rstrip("\n").split("\r")[-1]
+    last = _run_progress(_Terminal()).rstrip("\n").split("\r")[-1]
     assert last.startswith("GRPO: 100%")
     assert "7/7" in last and "reward 0.5 | tokens/s 1234" in last
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_no_progress_from_other_ranks(is_terminal: bool) -> None:
-    assert _run_progress(_Stream(is_terminal), is_writer=False) == ""
+@pytest.mark.parametrize("stream", [_Terminal, io.StringIO])
+def test_no_progress_from_other_ranks(stream: type[io.StringIO]) -> None:
+    assert _run_progress(stream(), is_writer=False) == ""
