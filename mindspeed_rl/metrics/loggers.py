@@ -47,12 +47,12 @@ class RunLogger:
     Args:
         output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
         is_writer: whether this rank writes; on the others every call does nothing.
-        backends: any of ``"jsonl"``, ``"tensorboard"``.
+        backends: of ``"jsonl"`` and ``"tensorboard"``; both in a run.
         tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
         others: further places, of :func:`mindspeed_rl.metrics.trackers.make_trackers`.
 
     Raises:
-        UsageError: an unknown backend, or TensorBoard is asked for and not installed.
+        UsageError: TensorBoard is asked for and not installed.
     """
 
     def __init__(
@@ -63,17 +63,13 @@ class RunLogger:
         tensorboard_dir: str | os.PathLike[str] = "",
         others: Sequence[MetricBackend] = (),
     ) -> None:
-        unknown = [name for name in backends if name not in _BACKENDS]
-        if unknown:
-            raise RuntimeError(
-                f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}"
-            )
         output_dir = Path(output_dir)
         self._metrics_file = output_dir / METRICS_FILE
         folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
-        make = [(_BACKENDS[name], folders.get(name, output_dir)) for name in backends]
-        places = [backend(folder) for backend, folder in make] if is_writer else []
-        self._backends = [*places, *others] if is_writer else []
+        self._backends: list[MetricBackend] = []
+        if is_writer:
+            own = (_BACKENDS[name](folders.get(name, output_dir)) for name in backends)
+            self._backends = [*own, *others]
         # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
         self._last_step = self._last_step_on_disk() if is_writer else -math.inf
         self._last_evaluation = -math.inf

@@ -152,10 +152,10 @@ def _tensorboard(output_dir: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> None:
-    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as first:
+    with RunLogger(tmp_path, True) as first:
         for step in (1, 2, 3, 4):
             first.log(step, {"reward/mean": float(step)})
-    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as resumed:
+    with RunLogger(tmp_path, True) as resumed:
         resumed.truncate_after(2)
         for step in (3, 4, 5):
             resumed.log(step, {"reward/mean": 10.0 * step})
@@ -167,7 +167,7 @@ def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> Non
 
 def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     """Before the first step, beside a step, and again after a resume: each point once."""
-    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as first:
+    with RunLogger(tmp_path, True) as first:
         first.log_evaluation(0, {"eval/accuracy": 0.0})
         for step in (1, 2, 3):
             first.log(step, {"reward/mean": float(step)})
@@ -179,7 +179,7 @@ def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
     assert _tensorboard(tmp_path, "eval/accuracy") == expected
     # The checkpoint of step 2 was saved before the evaluation of step 2.
-    with RunLogger(tmp_path, True, ("jsonl", "tensorboard")) as resumed:
+    with RunLogger(tmp_path, True) as resumed:
         resumed.truncate_after(2)
         resumed.log_evaluation(2, {"eval/accuracy": 2.0})
         resumed.log(3, {"reward/mean": 3.0})
@@ -194,7 +194,7 @@ def test_a_fresh_run_hides_the_events_of_another_one(tmp_path: Path) -> None:
     """In a --tensorboard-dir of the user's; the other run's files stay."""
     events = tmp_path / "mine" / "tensorboard"
     for output, value in (("a", 1.0), ("b", 2.0)):
-        with RunLogger(tmp_path / output, True, ("jsonl", "tensorboard"), events) as logger:
+        with RunLogger(tmp_path / output, True, tensorboard_dir=events) as logger:
             logger.log(1, {"reward/mean": value})
     assert _tensorboard(tmp_path / "mine", "reward/mean") == [(1, 2.0)]
     assert len(list(events.glob("events.out.tfevents.*"))) == 2
@@ -232,11 +232,6 @@ def test_step_logged_twice_is_refused(tmp_path: Path, step: int) -> None:
         pytest.raises(RuntimeError, match="truncate_after"),
     ):
         logger.log(step, {})
-
-
-def test_unknown_backend_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"\['disk'\].*jsonl.*tensorboard"):
-        RunLogger(tmp_path, False, ("disk",))
 
 
 # ---- rollouts
