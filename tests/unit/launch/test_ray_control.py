@@ -17,13 +17,15 @@ from support.rl_run import make_run
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.failure_store import FailureStore
-from mindspeed_rl.launch.failures import Failure, Member
+from mindspeed_rl.launch.failures import Failure, Member, WatchdogSettings
 from mindspeed_rl.launch.ray import (
+    Command,
     RankActor,
     check_room,
     cluster_platform,
     forwarded,
     local_cpus,
+    open_store,
     rank_environments,
     wait_for_end,
 )
@@ -89,6 +91,23 @@ def test_a_process_that_is_gone_is_named_to_all_ranks(store: FailureStore, phase
 def test_what_was_published_before_a_process_is_gone_is_the_cause(store: FailureStore) -> None:
     mistake = store.publish(Failure("usage", RANK, "start", "node 1 cannot enter /data", RANK))
     assert wait_for_end(FakeRay(never=("hangs",)), ["hangs", Gone("it ended")], store) == mistake
+
+
+def test_a_mistake_that_one_node_sees_is_published(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others may already wait for it to join."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    port, published = open_store()
+    _, environment = rank_environments([("a", []), ("b", [])], 1, ("127.0.0.1", port))
+    for name in environment:  # which the rank sets
+        monkeypatch.setenv(name, "")
+    settings = WatchdogSettings(exit_grace_s=0.0)
+    command = Command("train_rl", (), str(tmp_path / "gone"), "nowhere:main", settings)
+    RankActor(1).run(command, environment)
+    failure = published.published()
+    assert failure is not None and failure.kind == "usage" and failure.failed.rank == 1
+    assert "node 1 cannot enter" in failure.text
 
 
 def test_ray_labels_the_lines_of_a_rank() -> None:
