@@ -81,7 +81,7 @@ def gather(platform: str, environ: Mapping[str, str]) -> Facts:
     """Look at this machine. Local; reads files and asks npu-smi where it is there."""
     npu = platform == "npu"
     # of several of one name the first on the path is imported, so it comes last here
-    packages = {
+    packages: dict[str, str] = {
         canonicalize_name(name): one.version
         for one in reversed(list(distributions()))
         if (name := one.metadata["Name"])

@@ -392,8 +392,12 @@ def actor_options(ray: Any, group: Any, node: int, platform: str) -> dict[str, A
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=node
     )
-    devices = {"cuda": {"num_gpus": 1}, "npu": {"resources": {"NPU": 1}}}.get(platform, {})
-    return {"num_cpus": 1, "scheduling_strategy": strategy, **devices}
+    options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy}
+    if platform == "cuda":
+        options["num_gpus"] = 1
+    elif platform in RESOURCES:
+        options["resources"] = {RESOURCES[platform]: 1}
+    return options
 
 
 def rank_environments(

@@ -240,7 +240,12 @@ def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
     if any(not one.is_empty for one in series):
         return False
     reason = "no finite value" if any(len(one.steps) for one in series) else "not logged"
-    centered = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": "gray"}
+    centered: dict[str, Any] = {
+        "transform": axes.transAxes,
+        "ha": "center",
+        "va": "center",
+        "color": "gray",
+    }
     axes.text(0.5, 0.5, f"{reason}\n({metrics})", **centered)
     axes.set_yticks([])
     return True

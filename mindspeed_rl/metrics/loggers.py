@@ -194,7 +194,8 @@ class _TensorBoardBackend:
             )
         # one event: a tenth of the time of one per scalar, in which the other ranks wait
         scalars = [self._make_summary.Value(tag=n, simple_value=v) for n, v in values.items()]
-        self._writer.file_writer.add_summary(self._make_summary(value=scalars), step)
+        events: Any = self._writer.file_writer
+        events.add_summary(self._make_summary(value=scalars), step)
 
     def truncate_after(self, step: int) -> None:
         self.close()
