@@ -20,13 +20,6 @@ _INTERFACES = {
     "cpu": ("GLOO_SOCKET_IFNAME",),
 }
 _MIN_SHM_BYTES = 256 * 2**20
-# The only value with which a run is right, and why; an unset variable has it.
-_DEVICE_VALUES = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "tensor parallelism relies on the order of one queue"),
-}
-_NPU_VALUES = {
-    "VLLM_ASCEND_ENABLE_NZ": ("0", "weight updates write the plain format, not NZ"),
-}
 # Whose environment must be loaded, the variables that tell of it, and the script that loads it.
 _SOURCED = (
     ("CANN", ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"), "ascend-toolkit/set_env.sh"),
@@ -51,10 +44,11 @@ def environment_rows(
         what = f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MiB; engines and reward workers share "
         fix = "start the container with --shm-size 16g"
         wrong.append(red(AREA, f"{what}memory through it", fix))
-    if platform != "cpu":
-        wrong += _value_rows(environ, _DEVICE_VALUES)
+    queues = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if platform != "cpu" and queues != "1":
+        what = f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: tensor parallelism relies on the order of "
+        wrong.append(red(AREA, f"{what}one queue", "export CUDA_DEVICE_MAX_CONNECTIONS=1"))
     if platform == "npu":
-        wrong += _value_rows(environ, _NPU_VALUES)
         wrong += [*_npu_rows(environ), *_timeout_rows(environ, longest_phase_s)]
         wrong += _port_rows(facts)
     yield from wrong or [green(AREA, "variables, interfaces and ports are as a run needs them")]
@@ -84,19 +78,14 @@ def _network_rows(facts: Facts, platform: str, several_nodes: bool) -> Iterator[
                   "nodes")  # fmt: skip
 
 
-def _value_rows(
-    environ: Mapping[str, str], values: Mapping[str, tuple[str, str]]
-) -> Iterator[DoctorRow]:
-    for name, (right, why) in values.items():
-        if environ.get(name, right) != right:
-            yield red(AREA, f"{name}={environ[name]}: {why}", f"export {name}={right}")
-
-
 def _npu_rows(environ: Mapping[str, str]) -> Iterator[DoctorRow]:
     for library, names, script in _SOURCED:
         if not any(environ.get(name) for name in names):
             yield red(AREA, f"{library}'s environment is not loaded ({names[0]} is not set)",
                       f"source /usr/local/Ascend/{script}")  # fmt: skip
+    if (given := environ.get("VLLM_ASCEND_ENABLE_NZ", "0")) != "0":
+        yield red(AREA, f"VLLM_ASCEND_ENABLE_NZ={given}: weight updates write the plain format, "
+                  "not NZ", "export VLLM_ASCEND_ENABLE_NZ=0")  # fmt: skip
     size = environ.get("HCCL_BUFFSIZE", "200")
     if _number(size) <= 0:
         yield red(AREA, f"HCCL_BUFFSIZE={size}: a whole number of MiB is needed",
