@@ -1,6 +1,5 @@
-"""JSON files of a run: its summary, and one record per line, each with its step.
+"""JSON files of a run: its summary, and records by line, each with its step, cut back at resume.
 
-Lines are cut back at resume.
 A record is complete when its newline is on disk; a tail without one (the process was killed while
 writing) is no record and disappears at the next write.
 """
