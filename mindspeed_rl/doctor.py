@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
-from mindspeed_rl.diagnosis.rows import DoctorRow, Status, as_json, lines, note, red, verdict
+from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.planning.run_groups import groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines(rows, colour=sys.stdout.isatty())))
     print(verdict(rows), flush=True)
     if own.json:
-        Path(own.json).write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
+        found = [asdict(row) | {"status": row.status.value} for row in rows]
+        Path(own.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(any(row.status is Status.RED for row in rows))
 
 
@@ -154,24 +156,18 @@ def collective_rows(
     found: list[DoctorRow] = []
     try:
         store = connect(world.rank, limit_s)
-        found = rows_of_other_nodes(store, world, local, limit_s)
+        found += rows_of_other_nodes(store, world, local, limit_s)
         platform = select_platform(platform_name)
         platform.set_device()
+        dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
     except UsageError as error:  # no device, which its own row says
         return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
-    except RuntimeError as error:
-        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
-    try:
-        dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
     except (RuntimeError, ValueError) as error:
-        return [*found, red("collectives", f"ranks do not meet: {_first_line(error)}", _MEETING)]
+        what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
+        return [*found, red("collectives", what, _MEETING)]
     found += Preflight(world, platform, store, axes_of(config, plan, world.size), limit_s).run()
     dist.destroy_process_group()
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def rows_of_other_nodes(
@@ -185,17 +181,16 @@ def rows_of_other_nodes(
         store.set(f"rows/{world.rank}", json.dumps({"host": os.uname().nodename, "rows": mine}))
     if world.rank != 0:
         return []
-    known = {row.what for row in local}
-    found: dict[tuple[str, str], list[str]] = {}
+    hosts: dict[tuple[str, str], list[str]] = {}
     keys = [f"rows/{r}" for r in range(world.local_size, world.size, world.local_size)]
-    for key in wait_for(store, keys, limit_s):
-        account = json.loads(store.get(key).decode())
-        for what, fix in account["rows"].items():
-            if what not in known:
-                found.setdefault((what, fix), []).append(account["host"])
+    for account in (json.loads(store.get(key)) for key in wait_for(store, keys, limit_s)):
+        for row in account["rows"].items():
+            hosts.setdefault(row, []).append(account["host"])
+    known = {row.what for row in local}
     return [
-        red("other nodes", f"{', '.join(dict.fromkeys(hosts))}: {what}", fix)
-        for (what, fix), hosts in found.items()
+        red("other nodes", f"{', '.join(dict.fromkeys(where))}: {what}", fix)
+        for (what, fix), where in hosts.items()
+        if what not in known
     ]
 
 

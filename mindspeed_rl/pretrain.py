@@ -56,11 +56,12 @@ def main(job: SftJob) -> None:
         )
     take_output_dir(logs, job.config.checkpoint.load, job.world.local_rank, loaded.step)
     writer = job.world.rank == 0
-    backends = ("jsonl", "tensorboard")
     others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))
     profiler = StepProfiler(job.config.profiler, job.platform, job.world.rank, logs.output_dir)
     timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
-    with RunLogger(logs.output_dir, writer, backends, logs.tensorboard_dir, others) as logger:
+    with RunLogger(
+        logs.output_dir, writer, tensorboard_dir=logs.tensorboard_dir, others=others
+    ) as logger:
         logger.truncate_after(loaded.step)
         progress = RunProgress(
             train.train_iters,

@@ -11,10 +11,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -52,6 +52,7 @@ EXAMPLE = """example:
 
 
 BF16_BYTES, MIB = 2, 2**20
+Figures: TypeAlias = dict[str, Any]
 CONFIGS = Path(__file__).resolve().parents[1] / "pretrain_scripts" / "models" / "configs"
 # Reference cases: config, --train, --rollout, --world
 CASES = {
@@ -191,58 +192,16 @@ class Problem:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """What one way of resharding costs the ranks that are looked at.
-
-    Attributes:
-        name: ``direct`` or ``relay``.
-        recv_bytes: from other ranks.
-        inter_node_bytes: the part of it from other nodes.
-        intra_node_bytes: the part of it from the same node.
-        send_bytes: to other ranks.
-        critical_bytes: sum over rounds of the largest max(sent, received) of a rank.
-        within_nodes: the part of ``critical_bytes`` within nodes.
-        between_nodes: the part of ``critical_bytes`` between nodes.
-        peak_staging_bytes: of the rank that needs most at one time.
-        messages_per_rank: received, mean.
-        rounds: collective calls that a rank takes part in.
-        plan_s: processor time of one rank that plans from nothing.
-    """
-
-    name: str
-    recv_bytes: TrafficSpread
-    inter_node_bytes: TrafficSpread
-    intra_node_bytes: TrafficSpread
-    send_bytes: TrafficSpread
-    critical_bytes: int
-    within_nodes: int
-    between_nodes: int
-    peak_staging_bytes: int
-    messages_per_rank: float
-    rounds: int
-    plan_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """All strategies of a problem, and the least that any could move.
-
-    Attributes:
-        floors: per rank that is looked at.
-        node_floors: per node, of all nodes.
-        whole: per rank that is looked at, what it receives where all whole tensors go to all ranks.
-        strategies: ``direct`` first.
-    """
-
-    floors: dict[int, int]
-    node_floors: dict[int, int]
-    whole: dict[int, int]
-    strategies: tuple[Strategy, ...]
-
-
-def inspect(problem: Problem) -> Findings:
+def inspect(problem: Problem, seconds: Callable[[int, int], float | None]) -> list[Figures]:
     """Plan the ranks that are looked at and count.
+
+    Args:
+        problem: what is asked.
+        seconds: of bytes within nodes and bytes between nodes on the wire.
+
+    Returns:
+        An object per strategy, ``direct`` first: sizes in bytes, times in seconds; spreads are over
+        the ranks that are looked at, those of floors per node over all nodes.
 
     Raises:
         ValueError: layouts that do not fit the model or the world.
@@ -250,25 +209,36 @@ def inspect(problem: Problem) -> Findings:
     source, target = problem.layouts()
     bytes_of = element_bytes_of(source, BF16_BYTES)
     everywhere = HfFileLayout.of(source, range(problem.world))
-    return Findings(
-        {rank: rank_floor(source, target, rank, bytes_of) for rank in problem.ranks},
-        node_floors(source, target, bytes_of, problem.ranks_per_node),
-        {rank: rank_floor(source, everywhere, rank, bytes_of) for rank in problem.ranks},
-        (_direct(problem), *([_direct(problem, relay=True)] if problem.relay else [])),
-    )
+    ranks = problem.ranks
+    floors: Figures = {
+        "floor_bytes": spread([rank_floor(source, target, r, bytes_of) for r in ranks]),
+        "node_floor_bytes": spread(
+            list(node_floors(source, target, bytes_of, problem.ranks_per_node).values())
+        ),
+        # what a rank receives where all whole tensors go to all ranks
+        "whole_tensor_bytes": spread([rank_floor(source, everywhere, r, bytes_of) for r in ranks]),
+    }
+    return [
+        floors | _strategy(problem, seconds, relay=relay)
+        for relay in ((False, True) if problem.relay else (False,))
+    ]
 
 
-def _direct(problem: Problem, relay: bool = False) -> Strategy:
+def spread(values: Sequence[int]) -> Figures:
+    """Smallest, mean and largest."""
+    return asdict(TrafficSpread.of(values))
+
+
+def _strategy(
+    problem: Problem, seconds: Callable[[int, int], float | None], *, relay: bool
+) -> Figures:
     """Count the plans of the ranks."""
     per_node = problem.ranks_per_node
-
-    def plan_one() -> object:
-        fresh = problem.layouts()
-        plan = plan_reshard(*fresh, problem.ranks[0], per_node, relay=relay)
-        return split_rounds(plan, _schedule(problem, *fresh, relay), fresh[0], 1 + relay)
-
+    name = "relay" if relay else "direct"
     start = time.process_time()  # planning is plain computation, and the machine may be busy
-    plan_one()
+    fresh = problem.layouts()
+    plan = plan_reshard(*fresh, problem.ranks[0], per_node, relay=relay)
+    split_rounds(plan, _schedule(problem, *fresh, relay), fresh[0], 1 + relay)
     plan_s = time.process_time() - start
     source, target = problem.layouts()
     bytes_of = element_bytes_of(source, BF16_BYTES)
@@ -276,7 +246,6 @@ def _direct(problem: Problem, relay: bool = False) -> Strategy:
     totals: list[RankTraffic] = []
     by_round: list[RoundTraffic] = []
     count = len(problem.ranks)
-    name = "relay" if relay else "direct"
     progress = RunProgress(count, 0, f"{name}: planning ranks", count > 1, max(1, count // 4))
     for number, rank in enumerate(problem.ranks, start=1):
         plan = plan_reshard(source, target, rank, per_node, relay=relay)
@@ -284,27 +253,30 @@ def _direct(problem: Problem, relay: bool = False) -> Strategy:
         by_round.append(round_traffic(plan, schedule, source, bytes_of))
         progress.update(number, {})
     progress.close()
+    # sum over rounds of the largest max(sent, received) of a rank
     critical = critical_bytes(by_round)
     # that of the rank that has most bytes between nodes
     busiest = max(totals, key=lambda t: (t.busiest_inter_node_bytes, t.busiest_bytes))
     between = min(busiest.busiest_inter_node_bytes, critical)
     in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
-    return Strategy(
-        name=name,
-        recv_bytes=TrafficSpread.of([t.receive_bytes for t in totals]),
-        inter_node_bytes=TrafficSpread.of([t.inter_node_receive_bytes for t in totals]),
-        intra_node_bytes=TrafficSpread.of(
-            [t.receive_bytes - t.inter_node_receive_bytes for t in totals]
+    inter_node = [t.inter_node_receive_bytes for t in totals]
+    return {
+        "strategy": name,
+        "recv_bytes": spread([t.receive_bytes for t in totals]),
+        "recv_inter_node_bytes": spread(inter_node),
+        "recv_intra_node_bytes": spread(
+            [t.receive_bytes - other for t, other in zip(totals, inter_node, strict=True)]
         ),
-        send_bytes=TrafficSpread.of([t.send_bytes for t in totals]),
-        critical_bytes=critical,
-        within_nodes=critical - between,
-        between_nodes=between,
-        peak_staging_bytes=in_flight * max(r.peak_bytes for r in by_round),
-        messages_per_rank=sum(r.num_messages for r in by_round) / count,
-        rounds=schedule.num_rounds,
-        plan_s=plan_s,
-    )
+        "send_bytes": spread([t.send_bytes for t in totals]),
+        "critical_bytes": critical,
+        "critical_within_nodes_bytes": critical - between,
+        "critical_between_nodes_bytes": between,
+        "peak_staging_bytes": in_flight * max(r.peak_bytes for r in by_round),
+        "messages_per_rank": sum(r.num_messages for r in by_round) / count,
+        "rounds": schedule.num_rounds,
+        "plan_s": plan_s,
+        "estimated_s": seconds(critical - between, between),
+    }
 
 
 def _schedule(
@@ -345,89 +317,65 @@ def problem_of(args: argparse.Namespace) -> Problem:
     )
 
 
-def _seconds(strategy: Strategy, args: argparse.Namespace) -> float | None:
-    if args.intra_node_gbs is None:
-        return None
-    within, between = strategy.within_nodes / 1e9, strategy.between_nodes / 1e9
-    return float(within / args.intra_node_gbs + between / args.inter_node_gbs)
+def wire_seconds(args: argparse.Namespace) -> Callable[[int, int], float | None]:
+    """How long bytes within and between nodes take at the speeds of the command line, if given."""
 
+    def seconds(within: int, between: int) -> float | None:
+        if args.intra_node_gbs is None:
+            return None
+        wire_s = within / 1e9 / args.intra_node_gbs + between / 1e9 / args.inter_node_gbs
+        return float(wire_s)
 
-def as_json(findings: Findings, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One object per strategy; sizes in bytes, times in seconds."""
-    floors = asdict(TrafficSpread.of(list(findings.floors.values())))
-    nodes = asdict(TrafficSpread.of(list(findings.node_floors.values())))
-    whole = asdict(TrafficSpread.of(list(findings.whole.values())))
-    return [
-        {
-            "strategy": s.name,
-            "recv_bytes": asdict(s.recv_bytes),
-            "recv_inter_node_bytes": asdict(s.inter_node_bytes),
-            "recv_intra_node_bytes": asdict(s.intra_node_bytes),
-            "floor_bytes": floors,
-            "node_floor_bytes": nodes,
-            "whole_tensor_bytes": whole,
-            "send_bytes": asdict(s.send_bytes),
-            "critical_bytes": s.critical_bytes,
-            "critical_within_nodes_bytes": s.within_nodes,
-            "critical_between_nodes_bytes": s.between_nodes,
-            "peak_staging_bytes": s.peak_staging_bytes,
-            "messages_per_rank": s.messages_per_rank,
-            "rounds": s.rounds,
-            "plan_s": s.plan_s,
-            "estimated_s": _seconds(s, args),
-        }
-        for s in findings.strategies
-    ]
+    return seconds
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.3f}"
 
 
-def _spread(spread: TrafficSpread) -> str:
-    return f"{_gb(spread.min)} / {_gb(spread.mean)} / {_gb(spread.max)}"
+def _gb_spread(figures: Figures) -> str:
+    return " / ".join(_gb(figures[key]) for key in ("min", "mean", "max"))
 
 
-def _rows(findings: Findings, strategy: Strategy, seconds: float | None) -> dict[str, str]:
+def _rows(figures: Figures) -> dict[str, str]:
     """The figures of one strategy by what they are, as text."""
-    floor = sum(findings.floors.values()) / len(findings.floors)
-    ratio = f"{strategy.recv_bytes.mean / floor:.2f}" if floor else "-"
+    floor, seconds = figures["floor_bytes"]["mean"], figures["estimated_s"]
     return {
-        "in per rank, GB (min / mean / max)": _spread(strategy.recv_bytes),
-        "  from other nodes": _spread(strategy.inter_node_bytes),
-        "  from its own node": _spread(strategy.intra_node_bytes),
-        "out per rank, GB": _spread(strategy.send_bytes),
-        "in / floor": ratio,
-        "critical path, GB": _gb(strategy.critical_bytes),
-        "  within nodes": _gb(strategy.within_nodes),
-        "  between nodes": _gb(strategy.between_nodes),
-        "peak staging, GB": _gb(strategy.peak_staging_bytes),
-        "messages per rank": f"{strategy.messages_per_rank:.0f}",
-        "rounds": str(strategy.rounds),
-        "planning one rank, s": f"{strategy.plan_s:.2f}",
+        "in per rank, GB (min / mean / max)": _gb_spread(figures["recv_bytes"]),
+        "  from other nodes": _gb_spread(figures["recv_inter_node_bytes"]),
+        "  from its own node": _gb_spread(figures["recv_intra_node_bytes"]),
+        "out per rank, GB": _gb_spread(figures["send_bytes"]),
+        "in / floor": f"{figures['recv_bytes']['mean'] / floor:.2f}" if floor else "-",
+        "critical path, GB": _gb(figures["critical_bytes"]),
+        "  within nodes": _gb(figures["critical_within_nodes_bytes"]),
+        "  between nodes": _gb(figures["critical_between_nodes_bytes"]),
+        "peak staging, GB": _gb(figures["peak_staging_bytes"]),
+        "messages per rank": f"{figures['messages_per_rank']:.0f}",
+        "rounds": str(figures["rounds"]),
+        "planning one rank, s": f"{figures['plan_s']:.2f}",
     } | ({} if seconds is None else {"on the wire, s": f"{seconds:.3f}"})
 
 
-def table(findings: Findings, args: argparse.Namespace) -> str:
+def table(strategies: Sequence[Figures], problem: Problem) -> str:
     """Floors, then one column per strategy."""
-    columns = {s.name: _rows(findings, s, _seconds(s, args)) for s in findings.strategies}
-    labels = list(columns["direct"])
-    wide = max(map(len, labels))
-    widths = {name: max(len(name), *map(len, rows.values())) for name, rows in columns.items()}
-    lines = ["  ".join([" " * wide, *(f"{name:>{widths[name]}}" for name in columns)])]
-    for label in labels:
-        cells = (f"{rows[label]:>{widths[name]}}" for name, rows in columns.items())
-        lines.append("  ".join([f"{label:<{wide}}", *cells]))
-    floors, nodes, whole = (
-        TrafficSpread.of(list(values.values()))
-        for values in (findings.floors, findings.node_floors, findings.whole)
-    )
+    first = strategies[0]
+    columns = [{"": figures["strategy"]} | _rows(figures) for figures in strategies]
+    wide = max(map(len, columns[0]))
+    widths = [max(map(len, rows.values())) for rows in columns]
+    lines = [
+        "  ".join(
+            [f"{label:<{wide}}"]
+            + [f"{rows[label]:>{width}}" for rows, width in zip(columns, widths, strict=True)]
+        )
+        for label in columns[0]
+    ]
     return "\n".join(
         [
-            f"{len(findings.floors)} of {args.world} ranks, {args.ranks_per_node} per node",
-            f"floor per rank, GB (min / mean / max): {_spread(floors)}",
-            f"floor per node, GB (min / mean / max): {_spread(nodes)}",
-            f"whole tensors to every rank, GB in (min / mean / max): {_spread(whole)}",
+            f"{len(problem.ranks)} of {problem.world} ranks, {problem.ranks_per_node} per node",
+            f"floor per rank, GB (min / mean / max): {_gb_spread(first['floor_bytes'])}",
+            f"floor per node, GB (min / mean / max): {_gb_spread(first['node_floor_bytes'])}",
+            "whole tensors to every rank, GB in (min / mean / max): "
+            + _gb_spread(first["whole_tensor_bytes"]),
             "",
             *lines,
         ]
@@ -439,12 +387,13 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     try:
-        findings = inspect(problem_of(args))
+        problem = problem_of(args)
+        strategies = inspect(problem, wire_seconds(args))
     except ValueError as error:
         parser.error(str(error))
-    print(table(findings, args))
+    print(table(strategies, problem))
     if args.json:
-        Path(args.json).write_text(json.dumps(as_json(findings, args), indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(strategies, indent=1) + "\n")
         print(f"wrote {args.json}")
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.data.rows import read_rows
+from mindspeed_rl.metrics.files import write_text_atomic
 
 SPLITS = ("train", "heldout")
 
@@ -86,51 +86,19 @@ def generate_task(
     return _rows(name, lambda: _TASKS[name](rng), num_rows, split)
 
 
-def write_jsonl(
-    path: str | Path,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    num_rows: int | None = None,
-    progress: bool = True,
-) -> int:
+def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Writes ``rows`` as one JSON object per line; the file appears complete or not at all.
 
     Args:
         path: the file; its folder is made, an older file is replaced.
-        rows: consumed once, so a generator of any length is fine.
-        num_rows: the expected number, for the progress bar only.
-        progress: show a bar on a terminal when writing takes more than a second.
+        rows: consumed once.
 
     Returns:
         The number of rows written.
     """
-    from tqdm import tqdm
-
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    count = 0
-    try:
-        with (
-            partial.open("w", encoding="utf-8") as file,
-            tqdm(
-                rows,
-                total=num_rows,
-                desc=target.name,
-                unit="row",
-                delay=1,
-                disable=None if progress else True,
-            ) as bar,
-        ):
-            for row in bar:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return count
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_text_atomic(path, "".join(lines))
+    return len(lines)
 
 
 def _rows(
@@ -292,7 +260,7 @@ def main() -> None:
         parser.error(f"--num-rows {args.num_rows}: must be at least 1")
     try:
         rows = make_rows(args)
-        count = write_jsonl(args.output, rows, num_rows=len(rows))
+        count = write_jsonl(args.output, rows)
     except (ValueError, OSError) as error:  # OSError: --output cannot be written
         parser.error(str(error))
     print(f"{args.output}: {count} rows of {args.task} ({args.split})")

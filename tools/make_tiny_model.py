@@ -9,9 +9,9 @@ each rank, and latent attention with the real 512 + 64 cached channels.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,69 +83,78 @@ class TinySizes:
             )
 
 
-def _qwen2(**common: Any) -> PretrainedConfig:
-    from transformers import Qwen2Config
+@dataclass(frozen=True, slots=True)
+class TinyFamily:
+    """What a family has beside the sizes.
 
-    return Qwen2Config(**common, architectures=["Qwen2ForCausalLM"])
+    Attributes:
+        architecture: class of transformers.
+        experts: its field for the number of experts; empty in a dense family.
+        latent: heads share latent keys and values, and ``head_dim`` is that of the rotary part.
+        usual: further fields.
+    """
 
-
-def _llama(**common: Any) -> PretrainedConfig:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**common, architectures=["LlamaForCausalLM"])
-
-
-def _qwen3(**common: Any) -> PretrainedConfig:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"])
-
-
-def _qwen3_moe(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedConfig:
-    from transformers import Qwen3MoeConfig
-
-    usual = {"num_experts_per_tok": 2, "norm_topk_prob": True}
-    return Qwen3MoeConfig(
-        **usual | common,
-        num_experts=num_experts,
-        moe_intermediate_size=expert_ffn,
-        architectures=["Qwen3MoeForCausalLM"],
-    )
+    architecture: str
+    experts: str = ""
+    latent: bool = False
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _deepseek_v3(num_experts: int, expert_ffn: int, **common: Any) -> PretrainedConfig:
-    from transformers import DeepseekV3Config
+TINY_FAMILIES: Mapping[str, TinyFamily] = {
+    "qwen2": TinyFamily("Qwen2ForCausalLM"),
+    "llama": TinyFamily("LlamaForCausalLM"),
+    "qwen3": TinyFamily("Qwen3ForCausalLM"),
+    "qwen3_moe": TinyFamily(
+        "Qwen3MoeForCausalLM",
+        experts="num_experts",
+        usual={"num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "deepseek_v3": TinyFamily(
+        "DeepseekV3ForCausalLM",
+        experts="n_routed_experts",
+        latent=True,
+        usual={
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "num_nextn_predict_layers": 0,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+    ),
+}
 
-    usual = {
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "num_nextn_predict_layers": 0,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
-    fields = usual | common
-    del fields["head_dim"]  # of the rotary part, there
-    return DeepseekV3Config(
-        **fields | {"num_key_value_heads": common["num_attention_heads"]},
-        n_routed_experts=num_experts,
-        moe_intermediate_size=expert_ffn,
-        architectures=["DeepseekV3ForCausalLM"],
-    )
 
+def family_config(
+    name: str, num_experts: int = 0, expert_ffn: int = 0, **fields: Any
+) -> PretrainedConfig:
+    """The config of one of :data:`TINY_FAMILIES`, with the fields that all families share.
 
-_DENSE = {"qwen2": _qwen2, "llama": _llama, "qwen3": _qwen3}
-_WITH_EXPERTS = {"qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}
-TINY_FAMILIES: dict[str, Callable[..., PretrainedConfig]] = _DENSE | _WITH_EXPERTS
+    Args:
+        name: of the family.
+        num_experts: routed experts of a layer; not read in a dense family.
+        expert_ffn: width of one of them.
+        **fields: in place of the family's usual ones.
+    """
+    from transformers import AutoConfig
+
+    family = TINY_FAMILIES[name]
+    fields = {**family.usual, **fields, "architectures": [family.architecture]}
+    if family.experts:
+        fields |= {family.experts: num_experts, "moe_intermediate_size": expert_ffn}
+    if family.latent:
+        del fields["head_dim"]
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    return AutoConfig.for_model(name, **fields)
 
 
 def tiny_config(family: str, sizes: TinySizes, **more: Any) -> PretrainedConfig:
@@ -156,23 +165,23 @@ def tiny_config(family: str, sizes: TinySizes, **more: Any) -> PretrainedConfig:
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"--family {family}: allowed are {', '.join(TINY_FAMILIES)}")
-    common = {
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.ffn,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.hidden_size // sizes.num_heads,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
+    return family_config(
+        family,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        head_dim=sizes.hidden_size // sizes.num_heads,
+        max_position_embeddings=sizes.max_position_embeddings,
+        num_experts=sizes.num_experts,
+        expert_ffn=sizes.expert_ffn,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
         **more,
-    }
-    if family in _WITH_EXPERTS:
-        common |= {"num_experts": sizes.num_experts, "expert_ffn": sizes.expert_ffn}
-    return TINY_FAMILIES[family](**common)
+    )
 
 
 def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -321,30 +330,21 @@ def main() -> None:
     )
     parser.add_argument("--output", required=True, help="Directory to write.")
     parser.add_argument("--family", choices=tuple(TINY_FAMILIES), default="qwen2")
-    parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--num-attention-heads", type=int, default=2)
-    parser.add_argument("--num-query-groups", type=int, default=2)
-    parser.add_argument("--ffn-hidden-size", type=int, default=128)
-    parser.add_argument("--num-experts", type=int, default=4, help="In families with experts.")
-    parser.add_argument("--moe-ffn-hidden-size", type=int, default=64, help="Of one expert.")
-    parser.add_argument("--vocab-size", type=int, default=307, help="Odd: TP does not divide it.")
+    for flag, size, help_text in (
+        ("--hidden-size", "hidden_size", None),
+        ("--num-layers", "num_layers", None),
+        ("--num-attention-heads", "num_heads", None),
+        ("--num-query-groups", "num_kv_heads", None),
+        ("--ffn-hidden-size", "ffn", None),
+        ("--num-experts", "num_experts", "In families with experts."),
+        ("--moe-ffn-hidden-size", "expert_ffn", "Of one expert."),
+        ("--vocab-size", "vocab_size", "Odd: TP does not divide it."),
+    ):
+        usual = getattr(TinySizes(), size)
+        parser.add_argument(flag, dest=size, type=int, default=usual, help=help_text)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    path = write_tiny_model(
-        args.output,
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        num_layers=args.num_layers,
-        num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_query_groups,
-        ffn=args.ffn_hidden_size,
-        num_experts=args.num_experts,
-        expert_ffn=args.moe_ffn_hidden_size,
-        family=args.family,
-        seed=args.seed,
-    )
-    print(f"model: {path}")
+    args = vars(parser.parse_args())
+    print(f"model: {write_tiny_model(args.pop('output'), **args)}")
 
 
 if __name__ == "__main__":

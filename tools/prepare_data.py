@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from make_task_data import write_jsonl
+
 from mindspeed_rl.data.rows import DataRow, read_rows
-from mindspeed_rl.metrics.files import write_text_atomic
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Asks for what the reward ``math`` looks for first."""
@@ -171,20 +171,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 2
-    write(given.output / "train.jsonl", prepared.train)
+    write_jsonl(given.output / "train.jsonl", prepared.train)
     if given.heldout:
-        write(given.output / "heldout.jsonl", prepared.heldout)
+        write_jsonl(given.output / "heldout.jsonl", prepared.heldout)
     print(
         f"{given.input}: {prepared.num_read} rows, {prepared.num_repeated} repeated, "
         f"{prepared.num_contradicting} questions with several answers left out; "
         f"{len(prepared.train)} to train on, {len(prepared.heldout)} held out in {given.output}"
     )
     return 0
-
-
-def write(target: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
-    write_text_atomic(target, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

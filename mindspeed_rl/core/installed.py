@@ -1,8 +1,14 @@
-"""What is installed beside torch, without importing it."""
+"""What is installed and visible beside torch, without importing it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+
+VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+"""The variable that chooses devices of a platform."""
 
 
 def resolve_platform(name: str) -> str:
@@ -24,3 +30,12 @@ def has_transformer_engine(platform: str) -> bool:
     if platform == "npu":
         return has_mindspeed()
     return platform != "cpu" and find_spec("transformer_engine") is not None
+
+
+def foreign_packages() -> Iterator[str]:
+    """Folders of other packages that are named ``mindspeed_rl``, in the order of the path."""
+    here = Path(__file__).resolve().parents[1]
+    for entry in dict.fromkeys(sys.path):
+        other = (Path(entry or ".") / "mindspeed_rl").resolve()
+        if other != here and (other / "__init__.py").is_file():
+            yield str(other)

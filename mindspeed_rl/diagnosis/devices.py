@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mindspeed_rl.diagnosis.facts import Facts, local_size, visible_devices
+from mindspeed_rl.core.installed import VISIBLE_DEVICES
+from mindspeed_rl.diagnosis.facts import Facts, local_size
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
 
 AREA = "devices"
@@ -36,24 +37,19 @@ def device_rows(
 
 
 def _visible_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
-    name, there = visible_devices(platform), len(facts.devices)
+    name, there = VISIBLE_DEVICES[platform], len(facts.devices)
     given = facts.environ.get(name)
-    usable = there
-    if given is not None:
-        parts = [part.strip() for part in given.split(",") if part.strip()]
-        numbers = [int(part) for part in parts if part.isdecimal()]
-        named = len(numbers) < len(parts)  # UUIDs of GPUs
-        if (named and platform == "npu") or len(set(parts)) < len(parts):
-            yield red(AREA, f"{name}={given}: device numbers are needed, each once",
-                      f"export {name}={','.join(map(str, range(there)))}")  # fmt: skip
-            return
-        # In a container only the passed devices are there, with the numbers of the host.
-        if len(parts) > there:
-            yield red(AREA, f"{name}={given} names {len(parts)} devices; there are {there}",
-                      f"unset {name}, or name only those of this machine")  # fmt: skip
-            return
-        usable = len(parts)
-    if (ranks := local_size(facts.environ)) > usable:
+    parts = [part for part in (given or "").replace(" ", "").split(",") if part]
+    usable = there if given is None else len(parts)
+    named = not all(part.isdecimal() for part in parts)  # UUIDs of GPUs
+    if (named and platform == "npu") or len(set(parts)) < len(parts):
+        yield red(AREA, f"{name}={given}: device numbers are needed, each once",
+                  f"export {name}={','.join(map(str, range(there)))}")  # fmt: skip
+    # In a container only the passed devices are there, with the numbers of the host.
+    elif len(parts) > there:
+        yield red(AREA, f"{name}={given} names {len(parts)} devices; there are {there}",
+                  f"unset {name}, or name only those of this machine")  # fmt: skip
+    elif (ranks := local_size(facts.environ)) > usable:
         yield red(AREA, f"{ranks} ranks on this node and {usable} devices",
                   f"start torchrun with --nproc-per-node {usable}"
                   + (f", or change {name}" if given is not None else ""))  # fmt: skip

@@ -12,7 +12,12 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
+from mindspeed_rl.core.installed import foreign_packages
+
 _ASCEND = Path("/usr/local/Ascend")
+_VERSION = r"^\s*version\s*=\s*\[?([^\s\]:]+)"
 _SMI_S = 5.0
 _LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
@@ -56,18 +61,13 @@ class Facts:
     shm_bytes: int | None = None
 
 
-def normalised(name: str) -> str:
-    """A distribution's name as package indices compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def device_nodes(platform: str) -> tuple[str, ...]:
     """Device nodes of a platform, in the order of their numbers."""
-    stem = {"npu": "davinci", "cuda": "nvidia"}.get(platform)
+    stem = {"npu": "/dev/davinci", "cuda": "/dev/nvidia"}.get(platform)
     if stem is None:
         return ()
-    numbers = [p.name.removeprefix(stem) for p in Path("/dev").glob(f"{stem}*")]
-    return tuple(f"/dev/{stem}{n}" for n in sorted(int(n) for n in numbers if n.isdecimal()))
+    numbers = [str(p).removeprefix(stem) for p in Path("/dev").glob(f"{Path(stem).name}*")]
+    return tuple(f"{stem}{n}" for n in sorted(int(n) for n in numbers if n.isdecimal()))
 
 
 def guess_platform() -> str:
@@ -80,35 +80,32 @@ def guess_platform() -> str:
 def gather(platform: str, environ: Mapping[str, str]) -> Facts:
     """Look at this machine. Local; reads files and asks npu-smi where it is there."""
     npu = platform == "npu"
-    packages = _packages()
+    # of several of one name the first on the path is imported, so it comes last here
+    packages: dict[str, str] = {
+        canonicalize_name(name): one.version
+        for one in reversed(list(distributions()))
+        if (name := one.metadata["Name"])
+    }
     places = dict(_places("torch", "megatron.core", "mindspeed", "vllm_ascend"))
     branch, version = checkout(places.get("mindspeed", ""))
+    engine = Path(places.get("vllm_ascend", "/")).parent / "_build_info.py"
     return Facts(
         python=sys.version_info[:2],
         packages=packages,
         places=places,
-        foreign=tuple(_foreign()),
+        foreign=tuple(foreign_packages()),
         environ=dict(environ),
         interfaces=frozenset(p.name for p in Path("/sys/class/net").glob("*")),
         ports=frozenset(_listening()),
         devices=device_nodes(platform),
-        driver=_version_in(_ASCEND / "driver/version.info") if npu else "",
+        driver=_said(_ASCEND / "driver/version.info", _VERSION) if npu else "",
         cann=_cann(environ) if npu else "",
         soc=_soc() if npu else "",
-        engine_soc=_engine_soc() if npu else "",
+        engine_soc=_said(engine, r"__device_type__\s*=\s*[\"'](\w+)") if npu else "",
         mindspeed_branch=branch,
         mindspeed_version=version or packages.get("mindspeed", ""),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
     )
-
-
-def _packages() -> dict[str, str]:
-    """Of several of one name the first on the path, which is the one that is imported."""
-    found: dict[str, str] = {}
-    for distribution in distributions():
-        if name := distribution.metadata["Name"]:
-            found.setdefault(normalised(name), distribution.version)
-    return found
 
 
 def _places(*modules: str) -> Iterator[tuple[str, str]]:
@@ -118,8 +115,7 @@ def _places(*modules: str) -> Iterator[tuple[str, str]]:
         except (ImportError, ValueError):  # the parent package is not there, or is broken
             continue
         if spec is not None:
-            folders = list(spec.submodule_search_locations or ())
-            yield name, spec.origin or (folders[0] if folders else "")
+            yield name, spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
 def checkout(package: str) -> tuple[str, str]:
@@ -146,82 +142,44 @@ def _said(file: Path, pattern: str) -> str:
     return found[1] if found else ""
 
 
-def _foreign() -> Iterator[str]:
-    here = Path(__file__).resolve().parents[1]
-    for entry in dict.fromkeys(sys.path):
-        other = (Path(entry or ".") / "mindspeed_rl").resolve()
-        if other != here and (other / "__init__.py").is_file():
-            yield str(other)
-
-
 def _listening() -> Iterator[int]:
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        if not table.is_file():
-            continue
+    for table in filter(Path.is_file, (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))):
         for line in table.read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == _LISTEN:
-                yield int(words[1].rpartition(":")[2], 16)
-
-
-def _version_in(file: Path) -> str:
-    """The first ``version=...`` of a file, whatever its case; empty when there is none."""
-    return _said(file, r"^\s*version\s*=\s*\[?([^\s\]:]+)")
+            _, address, _, state, *_ = line.split()
+            if state == _LISTEN:
+                yield int(address.rpartition(":")[2], 16)
 
 
 def _cann(environ: Mapping[str, str]) -> str:
     """Version of the toolkit whose set_env.sh was sourced, else of the usual place."""
     home = environ.get("ASCEND_TOOLKIT_HOME") or environ.get("ASCEND_HOME_PATH")
-    for folder in (Path(home) if home else None, _ASCEND / "ascend-toolkit/latest"):
-        if folder is None:
-            continue
-        files = [*folder.glob("*/ascend_toolkit_install.info"), folder / "version.cfg"]
-        if found := next(filter(None, map(_version_in, files)), ""):
-            return found
-    return ""
+    folders = [Path(home)] if home else []
+    files: list[Path] = []
+    for folder in (*folders, _ASCEND / "ascend-toolkit/latest"):
+        files += [*folder.glob("*/ascend_toolkit_install.info"), folder / "version.cfg"]
+    return next(filter(None, (_said(file, _VERSION) for file in files)), "")
 
 
 def _soc() -> str:
-    """A2 boards name their chip (910B2), those of A3 do not."""
-    if shutil.which("npu-smi") is None:
-        return ""
     try:
         done = subprocess.run(
             ["npu-smi", "info"], capture_output=True, text=True, timeout=_SMI_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):  # it is not installed, or hangs with the driver
         return ""
     return soc_of(done.stdout)
 
 
 def soc_of(table: str) -> str:
-    """``a2`` or ``a3`` from what ``npu-smi info`` prints; empty when it says neither."""
+    """``a2`` or ``a3`` from what ``npu-smi info`` prints; empty when it says neither.
+
+    A2 boards name their chip (910B2), those of A3 do not.
+    """
     if re.search(r"\b910B", table):
         return "a2"
     return "a3" if re.search(r"\b(Ascend910|910_93|910C)", table) else ""
 
 
-def _engine_soc() -> str:
-    """``__device_type__`` of vllm-ascend's build, read without importing it."""
-    spec = find_spec("vllm_ascend")
-    if spec is None or not spec.origin:
-        return ""
-    info = Path(spec.origin).with_name("_build_info.py")
-    return _said(info, r"__device_type__\s*=\s*[\"'](\w+)")
-
-
-def visible_devices(platform: str) -> str:
-    """The variable that chooses devices of a platform; empty: there is none."""
-    return {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}.get(platform, "")
-
-
 def local_size(environ: Mapping[str, str]) -> int:
     """Ranks of this node, as torchrun says; 1 without it."""
-    given = environ.get("LOCAL_WORLD_SIZE", "1")
-    return int(given) if given.isdecimal() else 1
-
-
-__all__ = [
-    "Facts", "checkout", "device_nodes", "gather", "guess_platform", "local_size", "normalised",
-    "soc_of", "visible_devices",
-]  # fmt: skip
+    return int(environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.utils import canonicalize_name
 
-from mindspeed_rl.diagnosis.facts import Facts, normalised
+from mindspeed_rl.diagnosis.facts import Facts
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
 
 AREA = "packages"
 _SET_UP = "bash pretrain_scripts/setup_env.sh, then source .venv/bin/activate"
+_TORCH_URL = "https://download.pytorch.org/whl"
 _MINDSPEED_URL = "https://gitcode.com/Ascend/MindSpeed"
 
 
@@ -51,26 +52,18 @@ def _matrix_rows(
     for section in ("core", platform, f"{platform}.no-deps"):
         alone = section.endswith(".no-deps")
         rows |= {name: (spec, alone) for name, spec in matrix.get(section, {}).items()}
-    right = 0
+    wrong = []
     for name, (specifier, alone) in rows.items():
-        installed = facts.packages.get(normalised(name))
-        if installed is not None and _fits(installed, specifier):
-            right += 1
+        installed = facts.packages.get(canonicalize_name(name))
+        # a local build, 0.23.0+empty, is its version
+        if installed and SpecifierSet(specifier).contains(installed, prereleases=True):
             continue
-        found = "is not installed" if installed is None else installed
-        wanted = f", {specifier.strip()} is needed" if specifier else ""
-        yield red(AREA, f"{name} {found}{wanted}", _fix(name, specifier, platform, alone))
-    if right:
-        yield green(AREA, f"{right} of {len(rows)} as versions.cfg says for {platform}")
-
-
-def _fits(installed: str, specifier: str) -> bool:
-    try:
-        version = Version(installed)
-    except InvalidVersion:
-        return False
-    # a local build, 0.23.0+empty, is its version
-    return SpecifierSet(specifier).contains(version, prereleases=True)
+        what = f"{name} {installed or 'is not installed'}"
+        what += f", {specifier.strip()} is needed" if specifier else ""
+        wrong.append(red(AREA, what, _fix(name, specifier, platform, alone)))
+    yield from wrong
+    yield green(AREA, f"{len(rows) - len(wrong)} of {len(rows)} as versions.cfg says for "
+                f"{platform}")  # fmt: skip
 
 
 def _fix(name: str, specifier: str, platform: str, alone: bool) -> str:
@@ -85,16 +78,16 @@ def _fix(name: str, specifier: str, platform: str, alone: bool) -> str:
 
 
 def _torch_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
-    torch = facts.packages.get("torch", "")
-    local = torch.partition("+")[2]
+    version, _, local = facts.packages.get("torch", "").partition("+")
     if platform == "npu" and local.startswith("cu"):
-        yield red(AREA, f"torch {torch} is a CUDA build: torch_npu refuses to load beside it",
-                  f"pip install --force-reinstall --no-deps 'torch=={torch.partition('+')[0]}' "
-                  "--index-url https://download.pytorch.org/whl/cpu")  # fmt: skip
-    if platform == "cuda" and local == "cpu":
-        yield red(AREA, f"torch {torch} is a CPU build and sees no GPU",
-                  f"pip install --force-reinstall --no-deps 'torch=={torch.partition('+')[0]}' "
-                  "from the default index")  # fmt: skip
+        what, source = "a CUDA build: torch_npu refuses to load beside it", "/cpu"
+    elif platform == "cuda" and local == "cpu":
+        what, source = "a CPU build and sees no GPU", ""
+    else:
+        return
+    index = f"--index-url {_TORCH_URL}{source}" if source else "from the default index"
+    yield red(AREA, f"torch {version}+{local} is {what}",
+              f"pip install --force-reinstall --no-deps 'torch=={version}' {index}")  # fmt: skip
 
 
 def _place_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:

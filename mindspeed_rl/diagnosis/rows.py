@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 
 class Status(Enum):
@@ -14,6 +13,9 @@ class Status(Enum):
     GREEN = "ok"
     RED = "RED"
     NOTE = "note"
+
+
+_COLOURS = {Status.GREEN: "32", Status.RED: "31;1", Status.NOTE: "33"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,6 @@ class DoctorRow:
     what: str
     fix: str = ""
 
-    def __post_init__(self) -> None:
-        assert self.fix or self.status is not Status.RED, f"{self.what}: a red row needs a fix"
-
 
 def green(area: str, what: str) -> DoctorRow:
     """As it should be."""
@@ -51,31 +50,21 @@ def note(area: str, what: str, fix: str = "") -> DoctorRow:
     return DoctorRow(Status.NOTE, area, what, fix)
 
 
-def lines(rows: Iterable[DoctorRow], *, colour: bool = False) -> Iterator[str]:
+def lines(rows: Sequence[DoctorRow], *, colour: bool = False) -> Iterator[str]:
     """The rows for a terminal, by area in the order in which areas appear."""
-    by_area: dict[str, list[DoctorRow]] = {}
-    for row in rows:
-        by_area.setdefault(row.area, []).append(row)
-    paint = {Status.GREEN: "32", Status.RED: "31;1", Status.NOTE: "33"}
-    for area, inside in by_area.items():
+    for area in dict.fromkeys(row.area for row in rows):
         yield f"{area}:"
-        for row in inside:
+        for row in (row for row in rows if row.area == area):
             word = f"{row.status.value:4}"
             if colour:
-                word = f"\x1b[{paint[row.status]}m{word}\x1b[0m"
+                word = f"\x1b[{_COLOURS[row.status]}m{word}\x1b[0m"
             yield f"  {word}  {row.what}"
             if row.fix:
                 yield f"        fix: {row.fix}"
 
 
-def verdict(rows: Sequence[DoctorRow]) -> str:
+def verdict(rows: Iterable[DoctorRow]) -> str:
     """The last line."""
-    reds = sum(row.status is Status.RED for row in rows)
-    notes = sum(row.status is Status.NOTE for row in rows)
-    greens = len(rows) - reds - notes
+    found = [row.status for row in rows]
+    greens, notes, reds = (found.count(s) for s in (Status.GREEN, Status.NOTE, Status.RED))
     return f"{greens} ok, {notes} to know, {reds} red" + (": mend the red ones first" * bool(reds))
-
-
-def as_json(rows: Iterable[DoctorRow]) -> list[dict[str, Any]]:
-    """The rows as JSON objects."""
-    return [asdict(row) | {"status": row.status.value} for row in rows]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.installed import resolve_platform
+from mindspeed_rl.core.installed import foreign_packages, resolve_platform
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
 from mindspeed_rl.rollout.registry import engine_provider
 
@@ -139,14 +139,11 @@ def refuse_foreign_package() -> None:
     Raises:
         UsageError: in one line, with both places.
     """
-    here = Path(__file__).resolve().parents[1]
-    for entry in sys.path:
-        other = (Path(entry or ".") / "mindspeed_rl").resolve()
-        if other != here and (other / "__init__.py").is_file():
-            raise UsageError(
-                f"another package named mindspeed_rl is on the path: {other} (this one: {here}); "
-                "uninstall it or remove it from PYTHONPATH"
-            )
+    for other in foreign_packages():
+        raise UsageError(
+            f"another package named mindspeed_rl is on the path: {other} (this one: "
+            f"{Path(__file__).resolve().parents[1]}); uninstall it or remove it from PYTHONPATH"
+        )
 
 
 def start(

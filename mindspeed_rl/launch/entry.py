@@ -18,7 +18,7 @@ from mindspeed_rl.config.arguments import ParsedArguments, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogLimits, report_usage_error
+from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
 from mindspeed_rl.launch.job import Job, Plan_co, Run, check_run, check_script, run_job
 
 # How long the other ranks of a node let the first one tell a mistake that all of them see; with
@@ -33,7 +33,7 @@ def run_entry(
     check: Callable[[Run, int], Plan_co],
     main: Callable[[Job[Run, Plan_co]], None],
     argv: Sequence[str] | None = None,
-    limits: WatchdogLimits | None = None,
+    settings: WatchdogSettings | None = None,
 ) -> None:
     """Run ``main`` under torchrun, or start ranks in Ray. Never returns normally on failure.
 
@@ -43,7 +43,7 @@ def run_entry(
         check: configuration and world size -> plan; raises `UsageError`.
         main: the work.
         argv: command line; default ``sys.argv[1:]``.
-        limits: of the watchdog's waiting.
+        settings: of the watchdog.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     world = bootstrap.World.from_environment()
@@ -66,12 +66,12 @@ def run_entry(
             bootstrap.require_launcher(prog, os.environ)
         checked = check_run(parsed, check, num_ranks)
     except UsageError as error:
-        _usage_error(prog, error, world, limits or WatchdogLimits())
+        _usage_error(prog, error, world, settings or WatchdogSettings())
     if in_ray:
         from mindspeed_rl.launch.ray import drive
 
         sys.exit(drive(prog, cast(Any, checked), arguments))
-    run_job(prog, checked, world, main, limits)
+    run_job(prog, checked, world, main, settings)
 
 
 def _dry_run(
@@ -103,7 +103,7 @@ def _check_world_size(
 
 
 def _usage_error(
-    prog: str, error: UsageError, world: bootstrap.World, limits: WatchdogLimits
+    prog: str, error: UsageError, world: bootstrap.World, settings: WatchdogSettings
 ) -> NoReturn:
     """Tell a mistake once per node: its first rank prints; others print only what it does not see.
 
@@ -119,5 +119,5 @@ def _usage_error(
         bootstrap.quiet_libraries()
         from mindspeed_rl.launch.failure_store import publish_usage_error
 
-        publish_usage_error(world, str(error), limits)
+        publish_usage_error(world, str(error), settings)
     sys.exit(USAGE_ERROR)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TypeVar
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogLimits
+from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogSettings
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ def shared_part(store: TCPStore) -> PrefixStore:
     return PrefixStore(f"mindspeed_rl/{run}", store)
 
 
-def publish_usage_error(world: World, text: str, limits: WatchdogLimits) -> None:
+def publish_usage_error(world: World, text: str, settings: WatchdogSettings) -> None:
     """Let the other nodes know a mistake that this rank found before it could join them.
 
     Returns when they have had the time to read it.
@@ -110,10 +111,10 @@ def publish_usage_error(world: World, text: str, limits: WatchdogLimits) -> None
     me = this_member(world)
     failure = Failure("usage", me, "start", text, me)
     try:
-        FailureStore(connect(world.rank, limits.connect_s), me).publish(failure)
+        FailureStore(connect(world.rank, settings.connect_s), me).publish(failure)
     except RuntimeError:  # the first node has ended, and with it the job: nobody waits
         return
-    time.sleep(limits.exit_grace_s)
+    time.sleep(settings.exit_grace_s)
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T:
@@ -122,18 +123,16 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
     Raises:
         DistError: it is gone, or does not answer in time.
     """
-    answers: list[T] = []
-    errors: list[BaseException] = []
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.append(ask())
+            answer.set_result(ask())
         except BaseException as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if answers:
-        return answers[0]
-    raise errors[0] if errors else dist.DistStoreError(f"no answer within {seconds:g} s")
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise dist.DistStoreError(f"no answer within {seconds:g} s") from None

@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
-
-from mindspeed_rl.core.errors import UsageError
 
 USAGE_ERROR = 2  # exit code of a user's mistake, as argparse has it
 JOIN = "join"
@@ -34,8 +33,8 @@ _LOST_CONNECTION = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class WatchdogLimits:
-    """How long the watchdog of a rank waits, in seconds.
+class WatchdogSettings:
+    """How long the watchdog of a rank waits, in seconds, and who prints.
 
     Attributes:
         interval_s: between two heartbeats while the phase stays the same.
@@ -46,6 +45,7 @@ class WatchdogLimits:
         exit_grace_s: how long the rank that reports a failure stays, so that others read it.
         exit_s: limit of the exit handlers of libraries.
         connect_s: how long the launcher of the first node may take to answer.
+        driver_reports: a driver of the ranks prints the failure that they publish.
     """
 
     interval_s: float = 1.0
@@ -55,6 +55,7 @@ class WatchdogLimits:
     exit_grace_s: float = 2.5
     exit_s: float = 60.0
     connect_s: float = 30.0
+    driver_reports: bool = False
 
     @property
     def end_s(self) -> float:
@@ -156,20 +157,18 @@ def whereabouts(beats: Iterable[Heartbeat]) -> str:
     for beat in beats:
         phases.setdefault(beat.phase, []).append(beat)
     return "; ".join(
-        f"{phase} for {max(b.phase_s for b in found):.0f} s: rank {rank_ranges(found)}"
+        f"{phase} for {max(b.phase_s for b in found):.0f} s: rank "
+        f"{rank_ranges(b.member.rank for b in found)}"
         for phase, found in sorted(phases.items(), key=lambda item: len(item[1]))
     )
 
 
-def rank_ranges(beats: Iterable[Heartbeat]) -> str:
+def rank_ranges(ranks: Iterable[int]) -> str:
     """Ranks in short: ``0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in sorted(beat.member.rank for beat in beats):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
+    # neighbours have the same distance to their place in the order
+    runs = groupby(enumerate(sorted(ranks)), key=lambda placed: placed[1] - placed[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    return ", ".join("-".join(map(str, dict.fromkeys((s[0], s[-1])))) for s in spans)
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -178,11 +177,6 @@ def is_lost_connection(error: BaseException) -> bool:
     if {"ConnectionError", "DistNetworkError"} & names:  # of Python and of torch.distributed
         return True
     return isinstance(error, RuntimeError) and bool(_LOST_CONNECTION.search(str(error)))
-
-
-def is_usage_error(error: BaseException) -> bool:
-    """Whether an exception is the user's mistake, told without a traceback."""
-    return isinstance(error, UsageError)
 
 
 def report_usage_error(line: str) -> None:

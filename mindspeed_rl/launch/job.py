@@ -16,7 +16,7 @@ from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.failures import JOIN, WatchdogLimits
+from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.rollout.registry import engine_provider
@@ -77,13 +77,11 @@ def start_job(
     prog: str,
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
-    limits: WatchdogLimits | None = None,
-    *,
-    driver_reports: bool = False,
+    settings: WatchdogSettings | None = None,
 ) -> Job[Run, Plan_co]:
     """Import torch, meet the other ranks and set the seeds; ends the process when that fails.
 
-    Collective: the world. With ``driver_reports`` failures are printed by the driver, not here.
+    Collective: the world.
     """
     config = checked.parsed.config
     parallel = config.parallel
@@ -92,9 +90,7 @@ def start_job(
         parallel.platform, os.environ, deterministic=deterministic
     )
     bootstrap.quiet_libraries()
-    watchdog = _start_watchdog(
-        prog, world, config.logging.phase_timeout_s, limits, driver_reports=driver_reports
-    )
+    watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, settings)
     try:
         # from here on a rank that fails is known to others, also to those that wait for it to join
         minutes = parallel.distributed_timeout_minutes
@@ -122,12 +118,10 @@ def run_job(
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
     main: Callable[[Job[Run, Plan_co]], None],
-    limits: WatchdogLimits | None = None,
-    *,
-    driver_reports: bool = False,
+    settings: WatchdogSettings | None = None,
 ) -> None:
     """Start, run and end a rank; ends the process when that fails. Collective: the world."""
-    job = start_job(prog, checked, world, limits, driver_reports=driver_reports)
+    job = start_job(prog, checked, world, settings)
     try:
         main(job)
         end_job(job)
@@ -158,17 +152,12 @@ def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> Non
 
 
 def _start_watchdog(
-    prog: str,
-    world: bootstrap.World,
-    phase_timeout_s: float,
-    limits: WatchdogLimits | None,
-    *,
-    driver_reports: bool,
+    prog: str, world: bootstrap.World, phase_timeout_s: float, settings: WatchdogSettings | None
 ) -> Watchdog:
     from mindspeed_rl.launch.watchdog import Watchdog
 
     try:
-        watchdog = Watchdog(world, phase_timeout_s, prog, limits, driver_reports=driver_reports)
+        watchdog = Watchdog(world, phase_timeout_s, prog, settings)
     except RuntimeError as error:
         if world.local_rank == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.diagnosis.rows import DoctorRow, green, red
+from mindspeed_rl.diagnosis.rows import DoctorRow, green, lines, red
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.run_groups import all_groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
@@ -42,10 +42,6 @@ class Axis:
     name: str
     groups: tuple[tuple[int, ...], ...]
 
-    def group_of(self, rank: int) -> tuple[int, ...]:
-        """The group of a rank; empty where it is in none."""
-        return next((group for group in self.groups if rank in group), ())
-
 
 @dataclass(slots=True)
 class Visit:
@@ -54,7 +50,6 @@ class Visit:
     ``num_bytes`` is what became of the device's free memory (of the process on a CPU).
     """
 
-    axis: str
     seconds: float
     num_bytes: int
     error: str = ""
@@ -62,22 +57,16 @@ class Visit:
 
 @dataclass(slots=True)
 class Account:
-    """What one rank tells rank 0."""
+    """What one rank tells rank 0: its host and its visits by axis; one that failed is the last."""
 
-    rank: int
-    host: str = ""
-    visits: list[Visit] = field(default_factory=list)
-
-    @property
-    def error(self) -> Visit | None:
-        """The visit that failed; it is the last one."""
-        return self.visits[-1] if self.visits and self.visits[-1].error else None
+    host: str
+    visits: dict[str, Visit] = field(default_factory=dict)
 
 
 def axes_of(config: RLRunConfig, plan: RLPlan | None, world: int) -> list[Axis]:
     """Every kind of group that a run of this plan uses on its devices; the world without a plan."""
     if plan is None:
-        return [Axis("world", (tuple(range(world)),))] if world > 1 else []
+        return [Axis("world", (tuple(range(world)),))]
     assert plan.parallel.world == world
     return [Axis(name, groups) for name, groups in all_groups_of_run(config, plan).items()]
 
@@ -137,24 +126,21 @@ class Preflight:
         self._axes = (Axis(MEETING, (self._everyone,)), *axes)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._limit_s, self._check, self._grace_s = limit_s, check, grace_s
-        self._account = Account(world.rank, os.uname().nodename)
+        self._account = Account(os.uname().nodename)
 
     def run(self) -> list[DoctorRow]:
         """Visit every group; the rows on rank 0, nothing elsewhere. Collective: the world.
 
         A rank that gets no answer in ``limit_s`` ends its process, after rank 0 has reported.
         """
-        for axis in self._axes:
-            ranks = axis.group_of(self._world.rank)
-            if not ranks:
-                continue
-            self._store.set(f"in/{self._world.rank}", axis.name)
+        rank = self._world.rank
+        for axis, ranks in ((a, group) for a in self._axes for group in a.groups if rank in group):
+            self._store.set(f"in/{rank}", axis.name)
             guard = threading.Timer(self._limit_s, self._give_up, (axis.name,))
             guard.daemon = True
             guard.start()
-            visit = self._visit(axis, ranks)
+            visit = self._account.visits[axis.name] = self._visit(axis, ranks)
             guard.cancel()
-            self._account.visits.append(visit)
             if visit.error:
                 break
         return self._tell()
@@ -163,10 +149,8 @@ class Preflight:
         # the guard is quicker, whatever a backend does when its own limit is over
         limit = timedelta(seconds=4 * self._limit_s)
         for ranks in dict.fromkeys(group for axis in self._axes[1:] for group in axis.groups):
-            if ranks == self._everyone:
-                group = dist.group.WORLD
-            else:
-                group = dist.new_group(list(ranks), timeout=limit)
+            whole = ranks == self._everyone
+            group = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout=limit)
             assert group is not None
             self._groups[ranks] = group
 
@@ -180,7 +164,7 @@ class Preflight:
                 self._platform.synchronize()
         except (RuntimeError, ValueError) as failure:
             error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-        return Visit(axis.name, time.monotonic() - start, self._held_bytes() - before, error)
+        return Visit(time.monotonic() - start, self._held_bytes() - before, error)
 
     def _held_bytes(self) -> int:
         memory = self._platform.memory()
@@ -188,30 +172,24 @@ class Preflight:
 
     def _give_up(self, axis: str) -> None:
         """On a thread of its own: the main one is stuck in a collective."""
-        error = f"no answer in {self._limit_s:g} s"
-        self._account.visits.append(Visit(axis, self._limit_s, 0, error))
-        rows = self._tell()
-        for row in rows:
-            print(f"RED   {row.what}\n      fix: {row.fix}", file=sys.stderr, flush=True)
+        self._account.visits[axis] = Visit(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
+        print("\n".join(lines(self._tell())), file=sys.stderr, flush=True)
         os._exit(1)
 
     def _tell(self) -> list[DoctorRow]:
         """Hand in the account; rank 0 waits for all and makes rows, the others wait for that."""
-        rank, size = self._world.rank, self._world.size
-        self._store.set(f"account/{rank}", json.dumps(asdict(self._account)))
+        rank, store = self._world.rank, self._store
+        store.set(f"account/{rank}", json.dumps(asdict(self._account)))
         patience = self._limit_s + self._grace_s
         if rank != 0:
             # the launcher ends all ranks with the first one, so nobody may go before rank 0
-            wait_for(self._store, ["reported"], patience + self._grace_s)
+            wait_for(store, ["reported"], patience + self._grace_s)
             return []
-        present = wait_for(self._store, [f"account/{r}" for r in range(size)], patience)
-        accounts = [_account(self._store.get(key).decode()) for key in present]
-        last = {
-            r: self._store.get(f"in/{r}").decode() if self._store.check([f"in/{r}"]) else "none"
-            for r in range(size)
-        }
+        present = wait_for(store, [f"account/{r}" for r in self._everyone], patience)
+        accounts = {int(key.partition("/")[2]): _account(store.get(key)) for key in present}
+        last = {r: store.get(k).decode() for r in self._everyone if store.check([k := f"in/{r}"])}
         rows = list(preflight_rows(self._axes, accounts, last, self._limit_s))
-        self._store.set("reported", "1")
+        store.set("reported", "1")
         return rows
 
 
@@ -226,70 +204,60 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 
 
 def preflight_rows(
-    axes: Sequence[Axis], accounts: Sequence[Account], last: dict[int, str], limit_s: float
+    axes: Sequence[Axis], accounts: Mapping[int, Account], last: Mapping[int, str], limit_s: float
 ) -> Iterator[DoctorRow]:
     """What the accounts of all ranks say. Pure.
 
     Args:
-        axes: in the order in which they were visited.
-        accounts: of the ranks that handed one in.
-        last: axis that each rank entered last.
+        axes: in the order in which they were visited; the first one has all ranks.
+        accounts: by rank, of the ranks that handed one in.
+        last: by rank, the axis that it entered last.
         limit_s: of one group.
     """
-    visits = {(a.rank, v.axis): v for a in accounts for v in a.visits}
-    hosts = {a.rank: a.host for a in accounts}
-    reported = {a.rank for a in accounts}
     for axis in axes:
-        inside = [visits[r, axis.name] for g in axis.groups for r in g if (r, axis.name) in visits]
-        failed = [g for g in axis.groups if _errors(g, axis.name, visits)]
+        visits = {r: a.visits[axis.name] for r, a in accounts.items() if axis.name in a.visits}
+        failed = [group for group in axis.groups if any(visits[r].error for r in group
+                                                        if r in visits)]  # fmt: skip
         for group in failed:
-            yield _failed_row(axis.name, group, visits, last, hosts)
+            yield _failed_row(axis.name, group, accounts, last)
         if failed:
             return  # what comes later was not visited by all
-        if len(inside) < sum(map(len, axis.groups)):
+        if len(visits) < sum(map(len, axis.groups)):
             continue  # a rank is missing, which is told of below, or by a later axis
         if axis.name == MEETING:
-            yield green(AREA, f"{len(inside)} ranks on {len(set(hosts.values()))} hosts meet")
+            num_hosts = len({account.host for account in accounts.values()})
+            yield green(AREA, f"{len(visits)} ranks on {num_hosts} hosts meet")
             continue
-        slowest = max(inside, key=lambda v: v.seconds)
-        held = max(v.num_bytes for v in inside) / _MIB
+        seconds = max(visit.seconds for visit in visits.values())
+        held = max(visit.num_bytes for visit in visits.values()) / _MIB
         yield green(
             AREA,
             f"{axis.name}: {len(axis.groups)} x {len(axis.groups[0])} ranks; all-reduce and "
-            f"all-to-all-v right, slowest {slowest.seconds:.2f} s, {max(held, 0.0):.0f} MiB taken",
+            f"all-to-all-v right, slowest {seconds:.2f} s, {max(held, 0.0):.0f} MiB taken",
         )
-    for rank, name in last.items():
-        if rank not in reported:
-            yield red(AREA, f"rank {rank} said nothing in {limit_s:g} s; the last group that it "
-                      f"entered: {name}", "look at its output; is its process alive?")  # fmt: skip
-
-
-def _errors(group: Sequence[int], axis: str, visits: dict[tuple[int, str], Visit]) -> list[str]:
-    found = [visits[r, axis].error for r in group if (r, axis) in visits]
-    return list(dict.fromkeys(error for error in found if error))
+    for rank in sorted({r for group in axes[0].groups for r in group} - accounts.keys()):
+        yield red(AREA, f"rank {rank} said nothing in {limit_s:g} s; the last group that it "
+                  f"entered: {last.get(rank, 'none')}",
+                  "look at its output; is its process alive?")  # fmt: skip
 
 
 def _failed_row(
-    axis: str,
-    group: Sequence[int],
-    visits: dict[tuple[int, str], Visit],
-    last: dict[int, str],
-    hosts: dict[int, str],
+    axis: str, group: Sequence[int], accounts: Mapping[int, Account], last: Mapping[int, str]
 ) -> DoctorRow:
-    here = [r for r in group if (r, axis) in visits or last.get(r) == axis]
-    missing = [r for r in group if r not in here]
+    inside = {r: a.visits[axis] for r, a in accounts.items() if r in group and axis in a.visits}
+    errors = dict.fromkeys(visit.error for visit in inside.values() if visit.error)
+    hosts = {r: accounts[r].host for r in group if r in accounts}
+    missing = [r for r in group if r not in inside and last.get(r) != axis]
     where = "; ".join(f"rank {r} on {hosts.get(r, 'an unknown host')}" for r in missing[:4])
     lost = f"; not in it: {where}" if missing else "; all of its ranks are in it"
-    nodes = sorted({hosts[r] for r in group if r in hosts})
     return red(
         AREA,
-        f"{axis} of ranks {', '.join(map(str, group))}: {'; '.join(_errors(group, axis, visits))}"
-        f"{lost}",
-        f"links between {', '.join(nodes) or 'its nodes'}: interface variables, firewall, "
-        "hccn_tool (NPU) or nccl-tests (CUDA); then rows above",
+        f"{axis} of ranks {', '.join(map(str, group))}: {'; '.join(errors)}{lost}",
+        f"links between {', '.join(sorted(set(hosts.values()))) or 'its nodes'}: interface "
+        "variables, firewall, hccn_tool (NPU) or nccl-tests (CUDA); then rows above",
     )
 
 
-def _account(text: str) -> Account:
+def _account(text: bytes) -> Account:
     raw = json.loads(text)
-    return Account(raw["rank"], raw["host"], [Visit(**visit) for visit in raw["visits"]])
+    return Account(raw["host"], {axis: Visit(**visit) for axis, visit in raw["visits"].items()})

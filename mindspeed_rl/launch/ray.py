@@ -11,27 +11,27 @@ on its node and takes that of its ``LOCAL_RANK``, because neighbours map each ot
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.installed import resolve_platform
+from mindspeed_rl.core.installed import VISIBLE_DEVICES, resolve_platform
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import (
     USAGE_ERROR,
     Failure,
     Member,
-    WatchdogLimits,
+    WatchdogSettings,
     lost_failure,
 )
 from mindspeed_rl.launch.job import Checked, check_run, run_job
@@ -48,12 +48,8 @@ EXIT_S = 10.0  # of the exit handlers of the ranks
 LOGS_S = 1.0  # for the last lines of the ranks to arrive
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; ranks send each other nothing by it
 
-# Resource of a device in Ray, and the variable that says which of them a process sees.
-DEVICES: Mapping[str, tuple[str, str]] = {
-    "npu": ("NPU", "ASCEND_RT_VISIBLE_DEVICES"),
-    "cuda": ("GPU", "CUDA_VISIBLE_DEVICES"),
-}
-_VISIBLE = frozenset(variable for _, variable in DEVICES.values())
+RESOURCES = {"npu": "NPU", "cuda": "GPU"}
+"""What Ray calls the devices of a platform."""
 # What libraries read of the environment goes along: the nodes of a cluster have their own.
 _FORWARDED = (
     "ASCEND_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "HF_", "LCCL_", "MINDSPEED_", "NCCL_",
@@ -67,45 +63,26 @@ _RAY_SETTINGS = {
 }
 
 
-class RunFailed(Exception):
-    """A rank has failed."""
-
-    def __init__(self, failure: Failure, *, published: bool) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
-        self.published = published  # other ranks know of it and end by themselves
-
-
 # -- a rank ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ActorPlace:
-    """Where an actor runs: Ray's name of the node, and the ids of its devices, one or none."""
-
-    node: str
-    devices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a rank runs.
+class Command:
+    """What every rank runs.
 
     Attributes:
         prog: of messages.
-        arguments: the command line.
-        environment: what makes this process a rank.
+        arguments: the command line, as typed.
         folder: of relative paths.
         main: ``module:function`` of the work.
-        limits: of the watchdog's waiting.
+        settings: of the watchdogs of the ranks.
     """
 
     prog: str
     arguments: tuple[str, ...]
-    environment: Mapping[str, str]
     folder: str
     main: str
-    limits: WatchdogLimits
+    settings: WatchdogSettings
 
 
 class RankActor:
@@ -117,33 +94,35 @@ class RankActor:
     def __repr__(self) -> str:
         return f"rank {self._rank}"  # Ray labels lines of output with it
 
-    def place(self) -> ActorPlace:
-        """Its node and devices."""
+    def place(self) -> tuple[str, list[str]]:
+        """Ray's name of its node, and the ids of its devices, one or none."""
         import ray
 
         context = ray.get_runtime_context()
-        devices = tuple(i for ids in context.get_accelerator_ids().values() for i in ids)
-        return ActorPlace(context.get_node_id(), devices)
+        ids = context.get_accelerator_ids().values()
+        return context.get_node_id(), [device for several in ids for device in several]
 
-    def run(self, order: Order) -> str:
-        """Be a rank until the end of the run; ends the process when that fails.
+    def run(self, command: Command, environment: Mapping[str, str]) -> None:
+        """Be a rank until the end of the run; publishes a failure and ends the process with it.
 
-        Returns:
-            A mistake of the user that was found before ranks meet; else nothing. Collective: the
-            world.
+        Collective: the world.
+
+        Args:
+            command: what to run.
+            environment: what makes this process a rank.
         """
-        os.environ.update(order.environment)
+        os.environ.update(environment)
+        world = bootstrap.World.from_environment()
         try:
-            _enter(order.folder)
-            parsed = parse(RLRunConfig, list(order.arguments), order.prog)
-            world = bootstrap.World.from_environment()
+            _enter(command.folder)
+            parsed = parse(RLRunConfig, list(command.arguments), command.prog)
             checked = check_run(parsed, check_rl, world.size)
         except UsageError as error:
-            return str(error)
-        module, _, function = order.main.partition(":")
-        main = getattr(importlib.import_module(module), function)
-        run_job(order.prog, checked, world, main, order.limits, driver_reports=True)
-        return ""
+            from mindspeed_rl.launch.failure_store import publish_usage_error
+
+            publish_usage_error(world, str(error), command.settings)
+            return
+        run_job(command.prog, checked, world, pkgutil.resolve_name(command.main), command.settings)
 
 
 def _enter(folder: str) -> None:
@@ -163,7 +142,7 @@ def drive(
     prog: str,
     checked: Checked[RLRunConfig, RLPlan],
     arguments: Sequence[str],
-    limits: WatchdogLimits | None = None,
+    settings: WatchdogSettings | None = None,
     main: str = MAIN,
 ) -> int:
     """Run a command line in Ray; the exit code.
@@ -172,53 +151,44 @@ def drive(
         prog: of messages.
         checked: the command line.
         arguments: the command line, as typed.
-        limits: of the waiting of the ranks' watchdogs.
+        settings: of the watchdogs of the ranks.
         main: ``module:function`` of the work.
     """
     config = checked.parsed.config
+    settings = replace(settings or WatchdogSettings(), driver_reports=True)
+    command = Command(prog, tuple(arguments), os.getcwd(), main, settings)
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
             try:
-                run_ranks(ray, prog, config, arguments, limits or WatchdogLimits(), main)
+                failure = run_ranks(ray, config, command)
             finally:
                 time.sleep(LOGS_S)
-    except RunFailed as ended:
-        print(f"{prog}: {ended}", file=sys.stderr, flush=True)
-        return ended.failure.exit_code
     except UsageError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-        return USAGE_ERROR
+        end, code = f"error: {error}", USAGE_ERROR
     except KeyboardInterrupt:
-        print(f"{prog}: stopped by SIGINT", file=sys.stderr, flush=True)
-        return 1
-    return 0
+        end, code = "stopped by SIGINT", 1
+    else:
+        end, code = (str(failure), failure.exit_code) if failure else ("", 0)
+    if code:
+        print(f"{prog}: {end}", file=sys.stderr, flush=True)
+    return code
 
 
-def run_ranks(
-    ray: Any,
-    prog: str,
-    config: RLRunConfig,
-    arguments: Sequence[str],
-    limits: WatchdogLimits,
-    main: str,
-) -> None:
-    """Start all ranks and wait for their end.
+def run_ranks(ray: Any, config: RLRunConfig, command: Command) -> Failure | None:
+    """Start all ranks and wait for their end; none is left. What failed, if anything did.
 
     Raises:
-        RunFailed: one of them failed; none is left.
-        UsageError: the cluster has no room, or one node sees a mistake.
+        UsageError: the cluster has no room.
     """
     launch = config.launch
-    device = device_of(config.parallel.platform, ray.cluster_resources())
-    group = reserve(ray, launch, device)
+    platform = cluster_platform(config.parallel.platform, ray.cluster_resources())
+    group = reserve(ray, launch, platform)
     kind = ray.remote(RankActor)
     actors = [
-        kind.options(**actor_options(ray, group, rank // launch.ray_ranks_per_node, device)).remote(
-            rank
-        )
+        kind.options(**actor_options(ray, group, rank // launch.ray_ranks_per_node, platform))
+        .remote(rank)
         for rank in range(launch.num_ranks)
-    ]
-    calls: list[Any] = []
+    ]  # fmt: skip
     try:
         places = [actor.place.remote() for actor in actors]
         port, store = open_store()  # imports torch while they start
@@ -226,65 +196,53 @@ def run_ranks(
             ray.get(places),
             launch.ray_ranks_per_node,
             (ray.util.get_node_ip_address(), port),
-            device[1] if device else "",
+            VISIBLE_DEVICES.get(platform, ""),
         )
-        for actor, environment in zip(actors, environments, strict=True):
-            order = Order(prog, tuple(arguments), environment, os.getcwd(), main, limits)
-            calls.append(actor.run.remote(order))
-        wait_for_end(ray, calls, store)
-        ended = [actor.__ray_terminate__.remote() for actor in actors]
-        ray.wait(ended, num_returns=len(ended), timeout=EXIT_S)
-    except RunFailed as failed:
-        if failed.published:  # let ranks print their traceback or dump their stacks
-            ray.wait(calls, num_returns=len(calls), timeout=limits.end_s)
-        raise
+        pairs = zip(actors, environments, strict=True)
+        calls = [actor.run.remote(command, environment) for actor, environment in pairs]
+        failure = wait_for_end(ray, calls, store)
+        if failure:  # ranks print a traceback or dump their stacks, and end
+            ray.wait(calls, num_returns=len(calls), timeout=command.settings.end_s)
+        else:
+            ended = [actor.__ray_terminate__.remote() for actor in actors]
+            ray.wait(ended, num_returns=len(ended), timeout=EXIT_S)
+        return failure
     finally:
         for actor in actors:
             ray.kill(actor)
         ray.util.remove_placement_group(group)
 
 
-def wait_for_end(ray: Any, calls: Sequence[Any], store: FailureStore) -> None:
+def wait_for_end(ray: Any, calls: Sequence[Any], store: FailureStore) -> Failure | None:
     """Wait until all ranks have ended, or one has failed.
 
     Args:
         ray: the module, connected.
         calls: of `RankActor.run`, by rank.
-        store: in which ranks publish failures.
+        store: in which ranks publish failures; here it is told of processes that are gone.
 
-    Raises:
-        RunFailed: the failure that was published, or a process that is gone.
-        UsageError: a mistake that one node sees, for which others would wait.
+    Returns:
+        The first failure, which all ranks read as well.
     """
     pending = list(calls)
     while pending:
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
-        _raise_published(store)
         for call in ready:
             try:
-                mistake = ray.get(call)
+                ray.get(call)
             except ray.exceptions.RayError as error:
-                _raise_published(store)
-                rank = calls.index(call)
-                failure = _gone(rank, store, str(error))
-                raise RunFailed(failure, published=False) from error
-            if mistake:
-                raise UsageError(mistake)
+                store.publish(_gone(calls.index(call), store, str(error)))
+        if failure := store.published():
+            return failure
+    return None
 
 
 def _gone(rank: int, store: FailureStore, evidence: str) -> Failure:
     driver = Member(-1, -1, os.getpid())
-    beat = store.beats([rank]).get(rank)
-    if beat is not None:
+    if beat := store.beats([rank]).get(rank):
         return lost_failure([beat], evidence, driver)
     text = f"its process ended before it met the others ({evidence})"
     return Failure("lost", Member(rank, -1, -1), "start", text, driver)
-
-
-def _raise_published(store: FailureStore) -> None:
-    failure = store.published()
-    if failure is not None:
-        raise RunFailed(failure, published=True)
 
 
 def open_store() -> tuple[int, FailureStore]:
@@ -302,24 +260,6 @@ def open_store() -> tuple[int, FailureStore]:
 # -- the cluster -----------------------------------------------------------------------------------
 
 
-def import_ray() -> Any:
-    """The package, told what it reads when it is imported.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    for name, value in _RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "--orchestrator ray needs the package ray: install the extra, "
-            "pip install 'mindspeed-rl-megatron[ray]', or start the ranks with torchrun"
-        ) from error
-    return ray
-
-
 @contextmanager
 def cluster(launch: LaunchConfig, num_cpus: int) -> Iterator[Any]:
     """Join ``--ray-address``, or start a Ray of one node with ``num_cpus`` and stop it at the end.
@@ -328,30 +268,39 @@ def cluster(launch: LaunchConfig, num_cpus: int) -> Iterator[Any]:
         The module ray, connected.
 
     Raises:
-        UsageError: there is no cluster at the address.
+        UsageError: ray is not installed, or there is no cluster at the address.
     """
-    ray = import_ray()
+    for name, value in _RAY_SETTINGS.items():  # which it reads when it is imported
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "--orchestrator ray needs the package ray: install the extra, "
+            "pip install 'mindspeed-rl-megatron[ray]', or start the ranks with torchrun"
+        ) from error
     address = launch.ray_address or os.environ.get("RAY_ADDRESS", "")
     variables = forwarded(os.environ)
-    variables |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in sorted(_VISIBLE)}
-    common = {
-        "runtime_env": {"env_vars": variables},
-        "logging_level": logging.WARNING,
-        "log_to_driver": True,
-    }
+    for name in VISIBLE_DEVICES.values():
+        variables[f"RAY_EXPERIMENTAL_NOSET_{name}"] = "1"
+    options: dict[str, Any] = {"address": address}
     if not address:
+        options = {
+            "address": "local",
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    try:
         ray.init(
-            address="local", num_cpus=num_cpus, include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES, _node_ip_address="127.0.0.1", **common,
+            runtime_env={"env_vars": variables}, logging_level=logging.WARNING, **options,
         )  # fmt: skip
-    else:
-        try:
-            ray.init(address=address, **common)
-        except (ConnectionError, TimeoutError) as error:
-            raise UsageError(
-                f"--ray-address {address}: no Ray cluster answers there ({error}); start one with "
-                "ray start --head, or leave the address out for a local Ray"
-            ) from error
+    except (ConnectionError, TimeoutError) as error:
+        raise UsageError(
+            f"--ray-address {address}: no Ray cluster answers there ({error}); start one with "
+            "ray start --head, or leave the address out for a local Ray"
+        ) from error
     try:
         yield ray
     finally:
@@ -364,7 +313,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name.startswith(_FORWARDED)
-        and name not in _VISIBLE
+        and name not in VISIBLE_DEVICES.values()
         and not name.upper().endswith(_SECRET)
     }
     found["PYTHONPATH"] = worker_environment(environ)["PYTHONPATH"]
@@ -383,25 +332,25 @@ def local_cpus(config: RLRunConfig, plan: RLPlan) -> int:
     return config.launch.num_ranks + plan.engine.num_groups * per_engine
 
 
-def device_of(platform: str, resources: Mapping[str, float]) -> tuple[str, str] | None:
-    """Ray's resource and the variable of a platform's devices; ``None`` on CPUs.
+def cluster_platform(platform: str, resources: Mapping[str, float]) -> str:
+    """``--platform`` for the cluster, whose resources decide for ``auto``: this node may have none.
 
-    ``resources``: of the cluster; they decide for ``auto``, since this node may have no device.
+    ``resources``: of the cluster.
     """
     platform = resolve_platform(platform)
     if platform == "auto":
-        platform = next((p for p, (name, _) in DEVICES.items() if resources.get(name)), "cpu")
-    return DEVICES.get(platform)
+        return next((p for p, name in RESOURCES.items() if resources.get(name)), "cpu")
+    return platform
 
 
-def reserve(ray: Any, launch: LaunchConfig, device: tuple[str, str] | None) -> Any:
+def reserve(ray: Any, launch: LaunchConfig, platform: str) -> Any:
     """A placement group of one bundle per node, which holds all its ranks.
 
     Raises:
         UsageError: the cluster has no room, or none became free.
     """
-    count = float(launch.ray_ranks_per_node)
-    wanted = {"CPU": count} | ({device[0]: count} if device else {})
+    kinds = ["CPU", *([RESOURCES[platform]] if platform in RESOURCES else [])]
+    wanted = dict.fromkeys(kinds, float(launch.ray_ranks_per_node))
     check_room(launch, wanted, [n["Resources"] for n in ray.nodes() if n["Alive"]])
     group = ray.util.placement_group([wanted] * launch.ray_num_nodes, strategy="STRICT_SPREAD")
     if not group.wait(START_LIMIT_S):
@@ -428,40 +377,39 @@ def check_room(
         UsageError: there will never be room.
     """
     fit = sum(all(node.get(k, 0.0) >= v for k, v in wanted.items()) for node in nodes)
-    if fit >= launch.ray_num_nodes:
-        return
-    has = "; ".join(
-        ", ".join(f"{node.get(name, 0.0):g} {name}" for name in wanted) for node in nodes
-    )
-    needs = ", ".join(f"{value:g} {name}" for name, value in wanted.items())
-    raise UsageError(
-        f"--ray-num-nodes {launch.ray_num_nodes} --ray-ranks-per-node {launch.ray_ranks_per_node} "
-        f"needs {needs} on each of {launch.ray_num_nodes} nodes; the cluster has {has}"
-    )
+    if fit < launch.ray_num_nodes:
+        has = "; ".join(", ".join(f"{node.get(k, 0.0):g} {k}" for k in wanted) for node in nodes)
+        needs = ", ".join(f"{value:g} {name}" for name, value in wanted.items())
+        raise UsageError(
+            f"--ray-num-nodes {launch.ray_num_nodes} --ray-ranks-per-node "
+            f"{launch.ray_ranks_per_node} needs {needs} on each of {launch.ray_num_nodes} nodes; "
+            f"the cluster has {has}"
+        )
 
 
-def actor_options(
-    ray: Any, group: Any, node: int, device: tuple[str, str] | None
-) -> dict[str, Any]:
+def actor_options(ray: Any, group: Any, node: int, platform: str) -> dict[str, Any]:
     """Options of a rank's actor in the bundle of a node."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=node
     )
-    options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
-    if device and device[0] == "GPU":
+    options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy}
+    if platform == "cuda":
         options["num_gpus"] = 1
-    elif device:
-        options["resources"] = {device[0]: 1}
-    return options | {"scheduling_strategy": strategy}
+    elif platform in RESOURCES:
+        options["resources"] = {RESOURCES[platform]: 1}
+    return options
 
 
 def rank_environments(
-    places: Sequence[ActorPlace], ranks_per_node: int, endpoint: tuple[str, int], variable: str = ""
+    places: Sequence[tuple[str, Sequence[str]]],
+    ranks_per_node: int,
+    endpoint: tuple[str, int],
+    variable: str = "",
 ) -> list[dict[str, str]]:
     """What torchrun would have set for each rank.
 
     Args:
-        places: of the actor of each rank.
+        places: of the actor of each rank: its node, and the ids of its devices.
         ranks_per_node: of every node.
         endpoint: host and port of the store, which the driver holds.
         variable: which devices a process sees; empty on CPUs.
@@ -470,7 +418,7 @@ def rank_environments(
     for rank in range(len(places)):
         node, local = divmod(rank, ranks_per_node)
         here = places[node * ranks_per_node : (node + 1) * ranks_per_node]
-        assert len({place.node for place in here}) == 1, f"node {node} is several: {here}"
+        assert len({name for name, _ in here}) == 1, f"node {node} is several: {here}"
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(places)),
@@ -484,11 +432,7 @@ def rank_environments(
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         if variable:
-            devices = sorted((d for place in here for d in place.devices), key=_device_order)
-            environment[variable] = ",".join(devices)
+            devices = [device for _, ids in here for device in ids]
+            environment[variable] = ",".join(sorted(devices, key=lambda d: (len(d), d)))
         result.append(environment)
     return result
-
-
-def _device_order(device: str) -> tuple[int, str]:
-    return (int(device), "") if device.isdecimal() else (1 << 30, device)

@@ -22,11 +22,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -38,11 +39,9 @@ from mindspeed_rl.launch.failures import (
     JOIN,
     Failure,
     Kind,
-    WatchdogLimits,
+    WatchdogSettings,
     is_lost_connection,
-    is_usage_error,
     lost_failure,
-    report_usage_error,
     silent_failure,
     silent_ranks,
     whereabouts,
@@ -112,7 +111,7 @@ class Heartbeats:
         store: of all ranks.
         world: this process among its peers.
         phases: of this rank.
-        limits: when a heartbeat is due, and how long a peer may be silent.
+        settings: when a heartbeat is due, and how long a peer may be silent.
         clock: seconds of a steady clock.
     """
 
@@ -121,11 +120,11 @@ class Heartbeats:
         store: FailureStore,
         world: World,
         phases: PhaseClock,
-        limits: WatchdogLimits,
+        settings: WatchdogSettings,
         clock: Clock = time.monotonic,
     ) -> None:
         self._store, self._world, self._phases = store, world, phases
-        self._limits, self._clock = limits, clock
+        self._settings, self._clock = settings, clock
         self._peer = (world.rank + 1) % world.size
         self._peer_count, self._peer_seen_at = 0, clock()
         self._told: tuple[str, float, float] | None = None  # the phase of the last heartbeat
@@ -141,7 +140,7 @@ class Heartbeats:
             DistError: the store is gone.
         """
         phase, now = self._phases.current, self._clock()
-        if phase is self._told and now - self._told_at < self._limits.interval_s:
+        if phase is self._told and now - self._told_at < self._settings.interval_s:
             return None
         self._told, self._told_at = phase, now
         self._store.beat(self._phases.name, self._phases.seconds, leaving=leaving)
@@ -150,7 +149,7 @@ class Heartbeats:
         beat = self._store.beats([self._peer]).get(self._peer)
         if beat is None or beat.count != self._peer_count or beat.leaving:
             self._peer_count, self._peer_seen_at = beat.count if beat else 0, now
-        elif now - self._peer_seen_at > self._limits.silence_s:
+        elif now - self._peer_seen_at > self._settings.silence_s:
             return silent_failure(beat, now - self._peer_seen_at, this_member(self._world))
         return None
 
@@ -162,8 +161,7 @@ class Watchdog:
         world: this process among its peers.
         phase_timeout_s: deadline of a phase, in seconds.
         prog: name of the entry, for messages.
-        limits: of waiting.
-        driver_reports: a driver of the ranks prints the failure that they publish.
+        settings: how long it waits, and who prints.
     """
 
     def __init__(
@@ -171,15 +169,12 @@ class Watchdog:
         world: World,
         phase_timeout_s: float,
         prog: str,
-        limits: WatchdogLimits | None = None,
-        *,
-        driver_reports: bool = False,
+        settings: WatchdogSettings | None = None,
     ) -> None:
         self._world = world
         self._everyone = range(world.size)
-        self._driver_reports = driver_reports
         self._prog = prog
-        self._limits = limits or WatchdogLimits()
+        self._settings = settings or WatchdogSettings()
         self._me = this_member(world)
         self._launcher = os.getppid()
         self._phases = PhaseClock(phase_timeout_s)
@@ -192,8 +187,8 @@ class Watchdog:
             for name, target in (("heartbeat", self._heartbeat), ("guard", self._guard))
         ]
         self._signals, self._wakeup = socket.socketpair()
-        self._store = FailureStore(connect(world.rank, self._limits.connect_s), self._me)
-        self._heartbeats = Heartbeats(self._store, world, self._phases, self._limits)
+        self._store = FailureStore(connect(world.rank, self._settings.connect_s), self._me)
+        self._heartbeats = Heartbeats(self._store, world, self._phases, self._settings)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -209,11 +204,9 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    @contextmanager
-    def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+    def phase(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Name what this rank is doing; see `PhaseClock.phase`."""
-        with self._phases.phase(name, timeout_s):
-            yield
+        return self._phases.phase(name, timeout_s)
 
     def leave(self) -> None:
         """End together: nobody closes its connections while a peer still needs them.
@@ -226,7 +219,7 @@ class Watchdog:
             # before the barrier: after it the store may go away with the first node's launcher
             self._store.beat("exit", 0.0, leaving=True)
             dist.barrier()
-        faulthandler.dump_traceback_later(self._limits.exit_s, exit=True)
+        faulthandler.dump_traceback_later(self._settings.exit_s, exit=True)
         self._left.set()
         # A thread that the interpreter's end finds inside the store's C++ aborts the process.
         for thread in self._threads:
@@ -238,7 +231,7 @@ class Watchdog:
     def fail(self, error: BaseException) -> NoReturn:
         """Publish why this rank ends, print it unless a peer did, and leave at once."""
         self._claim_end()
-        usage, lost = is_usage_error(error), is_lost_connection(error)
+        usage, lost = isinstance(error, UsageError), is_lost_connection(error)
         text = str(error) if usage else f"{type(error).__name__}: {error}"
         mine = self._failure("usage" if usage else "error", text)
         stands: Failure | None = None
@@ -257,10 +250,10 @@ class Watchdog:
     # -- the two threads -------------------------------------------------------------------------
 
     def _heartbeat(self) -> None:
-        while not self._left.wait(self._limits.poll_interval_s):
+        while not self._left.wait(self._settings.poll_interval_s):
             try:
                 failure = answer_within(
-                    self._limits.silence_s, lambda: self._heartbeats.tick(leaving=self._leaving)
+                    self._settings.silence_s, lambda: self._heartbeats.tick(leaving=self._leaving)
                 )
             except dist.DistError as error:
                 if self._leaving:  # the first node was faster
@@ -275,7 +268,7 @@ class Watchdog:
 
     def _guard(self) -> None:
         while not self._left.is_set():
-            if select.select([self._signals], [], [], self._limits.interval_s / 2)[0]:
+            if select.select([self._signals], [], [], self._settings.interval_s / 2)[0]:
                 self._end_on_signal(self._signals.recv(1)[0])
             if text := self._phases.overdue():
                 phase = self._phases.name
@@ -306,14 +299,14 @@ class Watchdog:
 
     def _find_cause(self, ranks: range, evidence: str) -> Failure | None:
         """The failure of which this rank sees only a consequence: published, or a silent peer."""
-        deadline = time.monotonic() + self._limits.cause_timeout_s
+        deadline = time.monotonic() + self._settings.cause_timeout_s
         try:
             before = answer_within(_ANSWER_S, lambda: self._store.beats(ranks))
             while time.monotonic() < deadline:
                 published = answer_within(_ANSWER_S, self._store.published)
                 if published is not None:
                     return published
-                time.sleep(self._limits.poll_interval_s)
+                time.sleep(self._settings.poll_interval_s)
             after = answer_within(_ANSWER_S, lambda: self._store.beats(ranks))
         except dist.DistError:  # the store went with the first node: there is no more to learn
             return None
@@ -364,7 +357,7 @@ class Watchdog:
         failed = failure.failed
         if failure.kind == "silent" and failed.node == here.node and failed != here:
             _abort(failed.pid)
-        self._exit(failure, self._limits.exit_grace_s)
+        self._exit(failure, self._settings.exit_grace_s)
 
     def _exit(self, failure: Failure, grace_s: float) -> NoReturn:
         """Leave without exit handlers, which may be collective.
@@ -384,13 +377,8 @@ class Watchdog:
         os._exit(failure.exit_code)
 
     def _print(self, failure: Failure) -> None:
-        if self._driver_reports:
-            return
-        line = f"{self._prog}: {failure}"
-        if failure.kind == "usage":
-            report_usage_error(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if not self._settings.driver_reports:
+            print(f"{self._prog}: {failure}", file=sys.stderr, flush=True)
 
 
 def _no_store(error: Exception) -> str:

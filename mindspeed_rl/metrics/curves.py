@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import matplotlib
 import numpy as np
@@ -56,13 +56,17 @@ class Series:
         """Whether there is no finite value to draw."""
         return not np.isfinite(self.values).any()
 
+    def at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The values at each of ``steps``; 0 where there is none, or none that is finite."""
+        dense = np.zeros(len(steps))
+        dense[np.searchsorted(steps, self.steps)] = np.nan_to_num(self.values)
+        return dense
+
     def smoothed(self, window: int) -> Series:
         """The mean of the last ``window`` finite values at each point; fewer at the start."""
-        finite = np.isfinite(self.values)
-        totals = np.cumsum(np.where(finite, self.values, 0.0))
-        counts = np.cumsum(finite)
-        totals[window:] -= totals[:-window].copy()
-        counts[window:] -= counts[:-window].copy()
+        finite, ones = np.isfinite(self.values), np.ones(window)
+        totals = np.convolve(np.where(finite, self.values, 0.0), ones)[: len(finite)]
+        counts = np.convolve(finite, ones)[: len(finite)].round()
         with np.errstate(invalid="ignore"):
             return Series(self.steps, totals / counts)
 
@@ -95,16 +99,11 @@ def draw_run(records: Sequence[Record], title: str) -> Figure:
     steps = sorted({record["step"] for record in records})
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps logged"
     figure.suptitle(f"{title}: {span}", fontsize=15)
-    panels: list[Callable[[Axes, Sequence[Record]], None]] = [
-        _draw_reward,
-        _draw_accuracy,
-        _draw_length,
-        _draw_mismatch,
-        _draw_speed,
-        _draw_phases,
-    ]
-    for axes, draw in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        draw(axes, records)
+    for axes, panel in zip(figure.subplots(2, 3).flat, _PANELS, strict=True):
+        axes.set_title(panel.title, fontsize=12, fontweight="bold")
+        axes.set_ylabel(panel.unit)
+        axes.grid(visible=True, alpha=0.25)
+        panel.draw(axes, records)
         axes.set_xlabel("training step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
@@ -115,49 +114,53 @@ def draw_run(records: Sequence[Record], title: str) -> Figure:
 
 
 def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
-    _label(axes, "Reward", "mean reward per sample")
     reward = Series.of(records, names.REWARD)
     held_out = Series.of(records, names.EVAL_REWARD)
     if _says_missing(axes, names.REWARD, reward, held_out):
         return
-    if not held_out.is_empty:
-        _line(axes, held_out, "C2", "held out, greedy", linestyle="--")
+    _line(axes, held_out, color="C2", label="held out, greedy", linestyle="--")
     window = max(5, len(reward.steps) // 20)
-    _line(axes, reward, "C0", "each step", alpha=0.4)
+    _line(axes, reward, color="C0", label="each step", alpha=0.4)
     smoothed = reward.smoothed(window)
     axes.plot(smoothed.steps, smoothed.values, color="C0", lw=2.2, label=f"mean of {window} steps")
     axes.legend(frameon=False, loc="best")
 
 
 def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
-    _label(axes, "Held-out accuracy", "correct answers")
     strict = Series.of(records, names.ACCURACY)
     lenient = Series.of(records, names.ACCURACY_LENIENT)
     axes.set_ylim(0, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if _says_missing(axes, names.ACCURACY, strict, lenient):
         return
-    if not lenient.is_empty:
-        _line(axes, lenient, "C1", "lenient", linestyle="--")
-    if not strict.is_empty:
-        _line(axes, strict, "C2", "strict")
+    _line(axes, lenient, color="C1", label="lenient", linestyle="--")
+    _line(axes, strict, color="C2", label="strict")
     axes.legend(frameon=False, loc="best")
 
 
 def _draw_length(axes: Axes, records: Sequence[Record]) -> None:
-    _label(axes, "Response length", "mean tokens per response")
-    length = Series.of(records, names.RESPONSE_LENGTH)
-    if not _says_missing(axes, names.RESPONSE_LENGTH, length):
-        _line(axes, length, "C3")
-        axes.set_ylim(bottom=0)
+    _draw_from_zero(axes, records, names.RESPONSE_LENGTH, "C3")
+
+
+def _draw_speed(axes: Axes, records: Sequence[Record]) -> None:
+    if _draw_from_zero(axes, records, names.TOKENS_PER_S, "C5"):
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _draw_from_zero(axes: Axes, records: Sequence[Record], name: str, color: str) -> bool:
+    series = Series.of(records, name)
+    if _says_missing(axes, name, series):
+        return False
+    _line(axes, series, color=color)
+    axes.set_ylim(bottom=0)
+    return True
 
 
 def _draw_mismatch(axes: Axes, records: Sequence[Record]) -> None:
-    _label(axes, "Train/rollout mismatch", "max |log-prob difference| (nats)")
     mismatch = Series.of(records, names.MISMATCH_MAX)
     if _says_missing(axes, names.MISMATCH_MAX, mismatch):
         return
-    _line(axes, mismatch, "C4")
+    _line(axes, mismatch, color="C4")
     # Bit-equal engines differ by 0, which a logarithmic axis cannot show.
     if (mismatch.values > 0).any():
         axes.set_yscale("log", nonpositive="mask")
@@ -165,22 +168,12 @@ def _draw_mismatch(axes: Axes, records: Sequence[Record]) -> None:
         axes.set_ylim(0, 1)
 
 
-def _draw_speed(axes: Axes, records: Sequence[Record]) -> None:
-    _label(axes, "Throughput", "tokens per second")
-    speed = Series.of(records, names.TOKENS_PER_S)
-    if not _says_missing(axes, names.TOKENS_PER_S, speed):
-        _line(axes, speed, "C5")
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-
-
 def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
-    _label(axes, "Time per step, by phase", "seconds")
     phases = _phase_seconds(records)
-    if _says_missing(axes, "time/<phase>_s", *(Series.of(records, name) for name in phases)):
+    if _says_missing(axes, "time/<phase>_s", *phases.values()):
         return
-    steps = np.array(sorted({r["step"] for r in records if any(n in r for n in phases)}))
-    stacked = _largest_phases({name: _dense(records, name, steps) for name in phases})
+    steps = np.array(sorted({step for series in phases.values() for step in series.steps}))
+    stacked = _largest_phases({name: series.at(steps) for name, series in phases.items()})
     colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     if len(steps) == 1:  # an area over one step has no width
         bottom = 0.0
@@ -189,66 +182,57 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
             bottom += float(seconds[0])
     else:
         axes.stackplot(steps, list(stacked.values()), labels=list(stacked), colors=colors)
-    top = float(np.sum(list(stacked.values()), axis=0).max())
-    whole = Series.of(records, names.STEP_TIME)
-    if not whole.is_empty:
-        _line(axes, whole, "black", "whole step", linestyle=":")
-        top = max(top, float(np.nanmax(whole.values)))
-    axes.set_ylim(0, _LEGEND_ROOM * top or 1.0)
+    _line(
+        axes, Series.of(records, names.STEP_TIME), color="black", label="whole step", linestyle=":"
+    )
+    axes.autoscale_view()
+    axes.set_ylim(0, _LEGEND_ROOM * axes.dataLim.ymax or 1.0)
     axes.legend(frameon=False, loc="upper left", ncol=3, fontsize=8, columnspacing=1.0)
 
 
-def _phase_seconds(records: Sequence[Record]) -> list[str]:
-    """Names of the metrics ``time/<phase>_s`` in the order in which they first appear."""
-    seen = dict.fromkeys(name for record in records for name in record)
-    seen.pop(names.STEP_TIME, None)
-    return [name for name in seen if name.startswith("time/") and name.endswith("_s")]
+class Panel(NamedTuple):
+    """One of the six panels: its heading, its unit, and what draws into it."""
+
+    title: str
+    unit: str
+    draw: Callable[[Axes, Sequence[Record]], None]
 
 
-def _dense(records: Sequence[Record], name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Values of a metric at each of ``steps``; 0 where it was not logged or not finite."""
-    series = Series.of(records, name)
-    dense = np.zeros(len(steps))
-    dense[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
-    return dense
+_PANELS = (
+    Panel("Reward", "mean reward per sample", _draw_reward),
+    Panel("Held-out accuracy", "correct answers", _draw_accuracy),
+    Panel("Response length", "mean tokens per response", _draw_length),
+    Panel("Train/rollout mismatch", "max |log-prob difference| (nats)", _draw_mismatch),
+    Panel("Throughput", "tokens per second", _draw_speed),
+    Panel("Time per step, by phase", "seconds", _draw_phases),
+)
+
+
+def _phase_seconds(records: Sequence[Record]) -> dict[str, Series]:
+    """The metrics ``time/<phase>_s`` by phase, in the order in which they first appear."""
+    seen = dict.fromkeys(name for record in records for name in record if name != names.STEP_TIME)
+    return {
+        name.removeprefix("time/").removesuffix("_s"): Series.of(records, name)
+        for name in seen
+        if name.startswith("time/") and name.endswith("_s")
+    }
 
 
 def _largest_phases(seconds: dict[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """The phases by short name, largest first, so many as can be told apart and a rest."""
+    """The phases, largest first, so many as can be told apart and a rest."""
     order = sorted(seconds, key=lambda name: -float(seconds[name].sum()))
-    shown, rest = order[:_MAX_PHASES], order[_MAX_PHASES:]
-    result = {name.removeprefix("time/").removesuffix("_s"): seconds[name] for name in shown}
-    if rest:
+    result = {name: seconds[name] for name in order[:_MAX_PHASES]}
+    if rest := order[_MAX_PHASES:]:
         result[_OTHER_PHASES] = np.sum([seconds[name] for name in rest], axis=0)
     return result
 
 
-def _label(axes: Axes, title: str, unit: str) -> None:
-    axes.set_title(title, fontsize=12, fontweight="bold")
-    axes.set_ylabel(unit)
-    axes.grid(visible=True, alpha=0.25)
-
-
-def _line(
-    axes: Axes,
-    series: Series,
-    color: str,
-    label: str | None = None,
-    linestyle: str = "-",
-    alpha: float = 1.0,
-) -> None:
-    marker = "o" if len(series.steps) <= _MAX_STEPS_WITH_MARKERS else None
-    axes.plot(
-        series.steps,
-        series.values,
-        color=color,
-        label=label,
-        linestyle=linestyle,
-        alpha=alpha,
-        marker=marker,
-        markersize=3.5,
-        linewidth=1.6,
-    )
+def _line(axes: Axes, series: Series, **options: Any) -> None:
+    """Draw a metric; nothing where it has no finite value."""
+    if not series.is_empty:
+        marker = "o" if len(series.steps) <= _MAX_STEPS_WITH_MARKERS else None
+        options = {"marker": marker, "markersize": 3.5, "linewidth": 1.6} | options
+        axes.plot(series.steps, series.values, **options)
 
 
 def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
@@ -256,14 +240,12 @@ def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
     if any(not one.is_empty for one in series):
         return False
     reason = "no finite value" if any(len(one.steps) for one in series) else "not logged"
-    axes.text(
-        0.5,
-        0.5,
-        f"{reason}\n({metrics})",
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        color="gray",
-    )
+    centered: dict[str, Any] = {
+        "transform": axes.transAxes,
+        "ha": "center",
+        "va": "center",
+        "color": "gray",
+    }
+    axes.text(0.5, 0.5, f"{reason}\n({metrics})", **centered)
     axes.set_yticks([])
     return True

@@ -1,4 +1,4 @@
-"""JSON-lines files of a run: one record per line, each with its step, cut back at resume.
+"""JSON files of a run: its summary, and records by line, each with its step, cut back at resume.
 
 A record is complete when its newline is on disk; a tail without one (the process was killed while
 writing) is no record and disappears at the next write.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.metrics.files import atomic_path
+from mindspeed_rl.metrics.files import atomic_path, write_text_atomic
 
 _TAIL_CHUNK_BYTES = 1 << 16
 
@@ -56,6 +56,14 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
         case Sequence() if not isinstance(value, bytes | bytearray):
             return [_plain(v, f"{name}.{i}", nonfinite) for i, v in enumerate(value)]
     raise TypeError(f"{name or 'the record'} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+    """Replaces ``path`` by the result of a run as indented JSON; a reader never sees a part of it.
+
+    NaN and infinity become null and are listed under ``"nonfinite"`` (see ``encode_json``).
+    """
+    write_text_atomic(path, encode_json(summary, indent=2) + "\n")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from mindspeed_rl.metrics.jsonl import JsonlWriter, read_jsonl
 from mindspeed_rl.metrics.names import is_evaluation
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import FileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_S = 5  # TensorBoard lags this much behind; a flush every step costs more than a small step
 
@@ -47,12 +47,12 @@ class RunLogger:
     Args:
         output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
         is_writer: whether this rank writes; on the others every call does nothing.
-        backends: any of ``"jsonl"``, ``"tensorboard"``.
+        backends: of ``"jsonl"`` and ``"tensorboard"``; both in a run.
         tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
         others: further places, of :func:`mindspeed_rl.metrics.trackers.make_trackers`.
 
     Raises:
-        UsageError: an unknown backend, or TensorBoard is asked for and not installed.
+        UsageError: TensorBoard is asked for and not installed.
     """
 
     def __init__(
@@ -63,17 +63,13 @@ class RunLogger:
         tensorboard_dir: str | os.PathLike[str] = "",
         others: Sequence[MetricBackend] = (),
     ) -> None:
-        unknown = [name for name in backends if name not in _BACKENDS]
-        if unknown:
-            raise RuntimeError(
-                f"log backends {unknown} are unknown; choose from {sorted(_BACKENDS)}"
-            )
         output_dir = Path(output_dir)
         self._metrics_file = output_dir / METRICS_FILE
         folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
-        make = [(_BACKENDS[name], folders.get(name, output_dir)) for name in backends]
-        places = [backend(folder) for backend, folder in make] if is_writer else []
-        self._backends = [*places, *others] if is_writer else []
+        self._backends: list[MetricBackend] = []
+        if is_writer:
+            own = (_BACKENDS[name](folders.get(name, output_dir)) for name in backends)
+            self._backends = [*own, *others]
         # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
         self._last_step = self._last_step_on_disk() if is_writer else -math.inf
         self._last_evaluation = -math.inf
@@ -177,36 +173,29 @@ class _TensorBoardBackend:
     def __init__(self, log_dir: Path) -> None:
         try:
             # Imported here: it takes seconds, and only the writer rank needs it.
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from torch.utils.tensorboard import FileWriter
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
                 f'log backend "tensorboard" needs the package tensorboard ({error}); '
                 "install it, or leave the backend out"
             ) from error
-        self._writer_class, self._events, self._summaries = FileWriter, event_pb2, summary_pb2
+        self._make_writer, self._make_summary = SummaryWriter, Summary
         self._log_dir = log_dir
         self._purge_step: int | None = None
-        self._writer: FileWriter | None = None
+        self._writer: SummaryWriter | None = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
             if self._purge_step is None and any(self._log_dir.glob(EVENT_FILES)):
                 self._purge_step = 0
-            self._writer = self._writer_class(str(self._log_dir), flush_secs=FLUSH_S)
-            if self._purge_step is not None:
-                self._hide_from(self._writer, self._purge_step)
+            self._writer = self._make_writer(
+                str(self._log_dir), purge_step=self._purge_step, flush_secs=FLUSH_S
+            )
         # one event: a tenth of the time of one per scalar, in which the other ranks wait
-        scalars = self._summaries.Summary()
-        for name, value in values.items():
-            scalars.value.add(tag=name, simple_value=value)
-        self._writer.add_summary(scalars, step)
-
-    def _hide_from(self, writer: FileWriter, step: int) -> None:
-        """Readers drop what earlier files hold of this step and later ones."""
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        writer.add_event(self._events.Event(step=step, file_version="brain.Event:2"))
-        writer.add_event(self._events.Event(step=step, session_log=start))
+        scalars = [self._make_summary.Value(tag=n, simple_value=v) for n, v in values.items()]
+        events: Any = self._writer.file_writer
+        events.add_summary(self._make_summary(value=scalars), step)
 
     def truncate_after(self, step: int) -> None:
         self.close()

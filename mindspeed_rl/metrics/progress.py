@@ -27,9 +27,6 @@ class RunProgress:
         log_interval: steps per line without a terminal.
         stream: where to write; the standard error stream unless given.
         clock: monotonic seconds.
-
-    Raises:
-        UsageError: ``start`` or ``log_interval`` is out of range.
     """
 
     def __init__(
@@ -42,10 +39,7 @@ class RunProgress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 <= start <= total:
-            raise RuntimeError(f"start is {start}; a run of {total} steps starts at 0 to {total}")
-        if log_interval < 1:
-            raise RuntimeError(f"log_interval is {log_interval}; give 1 or more steps per line")
+        assert 0 <= start <= total and log_interval > 0
         self._total, self._start, self._desc = total, start, desc
         self._is_writer, self._log_interval = is_writer, log_interval
         self._stream = sys.stderr if stream is None else stream
@@ -53,12 +47,7 @@ class RunProgress:
         self._began_s = clock()
         self._bar = (
             tqdm(
-                total=total,
-                initial=start,
-                desc=desc,
-                unit="step",
-                file=self._stream,
-                dynamic_ncols=True,
+                total=total, initial=start, desc=desc, unit="step", file=stream, dynamic_ncols=True
             )
             if is_writer and self._stream.isatty()
             else None

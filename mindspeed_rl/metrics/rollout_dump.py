@@ -49,16 +49,9 @@ class RolloutDump:
         num_per_step: rows kept of each step, spread evenly over the sample ids so that they come
             from different prompts; 0 keeps none.
         is_writer: whether this rank writes; on the others every call does nothing.
-
-    Raises:
-        RuntimeError: ``num_per_step`` is negative.
     """
 
     def __init__(self, path: str | os.PathLike[str], num_per_step: int, is_writer: bool) -> None:
-        if num_per_step < 0:
-            raise RuntimeError(
-                f"num_per_step is {num_per_step}; give 0 (none) or more rows per step"
-            )
         self._num_per_step = num_per_step
         self._writer = JsonlWriter(path) if is_writer else None
 

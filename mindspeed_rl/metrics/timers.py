@@ -51,25 +51,6 @@ class StepTimes:
     step_s: float
     phases: dict[str, PhaseUse]
 
-    @property
-    def sum_of_phases_s(self) -> float:
-        """Seconds that some phase accounts for."""
-        return sum(use.seconds for use in self.phases.values())
-
-    def check_phases_cover_step(self, tolerance: float = 0.05) -> None:
-        """Checks that the phases sum to the step within ``tolerance`` (a fraction of the step).
-
-        Raises:
-            RuntimeError: they do not; the message lists the phases.
-        """
-        missing = self.step_s - self.sum_of_phases_s
-        if abs(missing) > tolerance * self.step_s:
-            listed = ", ".join(f"{name} {use.seconds:.3f}" for name, use in self.phases.items())
-            raise RuntimeError(
-                f"{missing:.3f} s of a step of {self.step_s:.3f} s belong to no phase, more "
-                f"than {tolerance:.0%}; put the code in a phase (seconds per phase: {listed})"
-            )
-
     def metrics(self) -> MetricSet:
         """The numbers of this rank, ready to be reduced over ranks.
 
@@ -150,10 +131,6 @@ class PhaseTimer:
     def restart(self) -> None:
         """Begin a step now: what happened since the last one belongs to none."""
         self.finish_step()
-
-    def step_seconds(self) -> float:
-        """Seconds since the step began."""
-        return self._clock() - self._step_start - self._excluded_s
 
     def finish_step(self) -> StepTimes:
         """Returns what the step took and begins the next one. Call it outside all phases."""

@@ -234,8 +234,9 @@ def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
     """Where metrics go; on rank 0."""
     logs = config.logging
     others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
-    places = ("jsonl", "tensorboard")
-    return RunLogger(logs.output_dir, rank == 0, places, logs.tensorboard_dir, others)
+    return RunLogger(
+        logs.output_dir, rank == 0, tensorboard_dir=logs.tensorboard_dir, others=others
+    )
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:

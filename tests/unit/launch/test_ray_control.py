@@ -17,15 +17,15 @@ from support.rl_run import make_run
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.failure_store import FailureStore
-from mindspeed_rl.launch.failures import Failure, Member
+from mindspeed_rl.launch.failures import Failure, Member, WatchdogSettings
 from mindspeed_rl.launch.ray import (
-    ActorPlace,
+    Command,
     RankActor,
-    RunFailed,
     check_room,
-    device_of,
+    cluster_platform,
     forwarded,
     local_cpus,
+    open_store,
     rank_environments,
     wait_for_end,
 )
@@ -70,34 +70,44 @@ def store() -> FailureStore:
 
 
 def test_a_run_ends_when_all_ranks_have(store: FailureStore) -> None:
-    wait_for_end(FakeRay(), ["", ""], store)
+    assert wait_for_end(FakeRay(), [None, None], store) is None
 
 
 def test_a_failure_is_read_from_the_store_while_all_ranks_hang(store: FailureStore) -> None:
     failure = Failure("error", RANK, "train", "RuntimeError: it broke", RANK)
     ray = FakeRay(never=("a", "b"), on_wait=lambda: store.publish(failure))
-    with pytest.raises(RunFailed) as failed:
-        wait_for_end(ray, ["a", "b"], store)
-    assert failed.value.failure == failure and failed.value.published
+    assert wait_for_end(ray, ["a", "b"], store) == failure
 
 
-def test_a_process_that_is_gone_is_named_with_its_phase(store: FailureStore) -> None:
-    calls = ["hangs", Gone("killed by SIGKILL")]
-    with pytest.raises(RunFailed) as failed:
-        wait_for_end(FakeRay(never=("hangs",)), calls, store)
-    assert failed.value.failure.phase == "start" and not failed.value.published
-    store.beat("train", 3.0)
-    with pytest.raises(RunFailed) as failed:
-        wait_for_end(FakeRay(never=("hangs",)), calls, store)
-    failure = failed.value.failure
-    assert failure.failed == RANK and failure.phase == "train"
-    assert "killed by SIGKILL" in failure.text
+@pytest.mark.parametrize("phase", ["", "train"])
+def test_a_process_that_is_gone_is_named_to_all_ranks(store: FailureStore, phase: str) -> None:
+    if phase:
+        store.beat(phase, 3.0)
+    failure = wait_for_end(FakeRay(never=("hangs",)), ["hangs", Gone("killed by SIGKILL")], store)
+    assert failure is not None and failure == store.published() and failure.failed.rank == 1
+    assert failure.phase == (phase or "start") and "killed by SIGKILL" in failure.text
 
 
-def test_a_mistake_that_one_node_sees_does_not_wait_for_the_others(store: FailureStore) -> None:
-    ray = FakeRay(never=("hangs",))
-    with pytest.raises(UsageError, match="node 1 cannot enter /data"):
-        wait_for_end(ray, ["hangs", "node 1 cannot enter /data"], store)
+def test_what_was_published_before_a_process_is_gone_is_the_cause(store: FailureStore) -> None:
+    mistake = store.publish(Failure("usage", RANK, "start", "node 1 cannot enter /data", RANK))
+    assert wait_for_end(FakeRay(never=("hangs",)), ["hangs", Gone("it ended")], store) == mistake
+
+
+def test_a_mistake_that_one_node_sees_is_published(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others may already wait for it to join."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    port, published = open_store()
+    _, environment = rank_environments([("a", []), ("b", [])], 1, ("127.0.0.1", port))
+    for name in environment:  # which the rank sets
+        monkeypatch.setenv(name, "")
+    settings = WatchdogSettings(exit_grace_s=0.0)
+    command = Command("train_rl", (), str(tmp_path / "gone"), "nowhere:main", settings)
+    RankActor(1).run(command, environment)
+    failure = published.published()
+    assert failure is not None and failure.kind == "usage" and failure.failed.rank == 1
+    assert "node 1 cannot enter" in failure.text
 
 
 def test_ray_labels_the_lines_of_a_rank() -> None:
@@ -121,8 +131,7 @@ def test_without_ray_a_pool_in_it_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_gets_what_torchrun_would_set() -> None:
-    found = [ActorPlace("a", ("10",)), ActorPlace("a", ("4",)), ActorPlace("b", ("0",))]
-    found.append(ActorPlace("b", ("1",)))
+    found = [("a", ["10"]), ("a", ["4"]), ("b", ["0"]), ("b", ["1"])]
     ranks = rank_environments(found, 2, ("10.0.0.1", 29500), "ASCEND_RT_VISIBLE_DEVICES")
     assert [r["RANK"] for r in ranks] == ["0", "1", "2", "3"]
     assert [r["LOCAL_RANK"] for r in ranks] == ["0", "1", "0", "1"]
@@ -134,32 +143,26 @@ def test_a_rank_gets_what_torchrun_would_set() -> None:
     assert {r["TORCHELASTIC_USE_AGENT_STORE"] for r in ranks} == {"True"}, "the driver holds it"
     visible = [r["ASCEND_RT_VISIBLE_DEVICES"] for r in ranks]
     assert visible == ["4,10", "4,10", "0,1", "0,1"], "neighbours see each other's devices"
-
-
-def test_on_cpus_no_device_is_hidden() -> None:
-    (rank,) = rank_environments([ActorPlace("a")], 1, ("127.0.0.1", 1))
-    assert not {"ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(rank)
-
-
-def test_ranks_of_a_node_must_be_on_it() -> None:
+    (on_cpu,) = rank_environments([("a", [])], 1, ("127.0.0.1", 1))
+    assert not {"ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(on_cpu)
     with pytest.raises(AssertionError, match="node 0 is several"):
-        rank_environments([ActorPlace("a"), ActorPlace("b")], 2, ("127.0.0.1", 1))
+        rank_environments([("a", []), ("b", [])], 2, ("127.0.0.1", 1))
 
 
 @pytest.mark.parametrize(
-    ("platform", "resources", "device"),
+    ("platform", "resources", "found"),
     [
-        ("cpu", {"GPU": 8.0}, None),
-        ("npu", {}, ("NPU", "ASCEND_RT_VISIBLE_DEVICES")),
-        ("auto", {"CPU": 4.0, "NPU": 16.0}, ("NPU", "ASCEND_RT_VISIBLE_DEVICES")),
-        ("auto", {"CPU": 4.0, "GPU": 8.0}, ("GPU", "CUDA_VISIBLE_DEVICES")),
-        ("auto", {"CPU": 4.0}, None),
+        ("cpu", {"GPU": 8.0}, "cpu"),
+        ("npu", {}, "npu"),
+        ("auto", {"CPU": 4.0, "NPU": 16.0}, "npu"),
+        ("auto", {"CPU": 4.0, "GPU": 8.0}, "cuda"),
+        ("auto", {"CPU": 4.0}, "cpu"),
     ],
 )
 def test_devices_are_those_of_the_cluster(
-    platform: str, resources: dict[str, float], device: object
+    platform: str, resources: dict[str, float], found: str
 ) -> None:
-    assert device_of(platform, resources) == device
+    assert cluster_platform(platform, resources) == found
 
 
 def test_a_cluster_without_room_is_told_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,6 @@ def test_nested_phases_are_not_counted_twice() -> None:
             clock.now_s += 8
     with timer("update"):
         clock.now_s += 16
-    assert timer.step_seconds() == 31.5
     times = timer.finish_step()
     assert times.step_s == 31.5
     assert {name: use.seconds for name, use in times.phases.items()} == {
@@ -63,7 +61,6 @@ def test_nested_phases_are_not_counted_twice() -> None:
         "reward": 30,
         "update": 10,
     }
-    assert times.sum_of_phases_s == 31
 
 
 def test_a_step_begins_where_the_last_one_ended() -> None:
@@ -86,10 +83,8 @@ def test_an_excluded_block_belongs_to_no_step() -> None:
         clock.now_s += 50
     with timer("generate"):
         clock.now_s += 2
-    assert timer.step_seconds() == 3
     times = timer.finish_step()
-    assert times.step_s == 3
-    times.check_phases_cover_step(tolerance=0.0)
+    assert times.step_s == 3 == sum(use.seconds for use in times.phases.values())
     clock.now_s += 4
     assert timer.finish_step().step_s == 4, "only the step of the block is shortened"
 
@@ -115,31 +110,6 @@ def test_a_phase_that_raises_is_closed() -> None:
     clock.now_s += 5
     times = timer.finish_step()
     assert {name: use.seconds for name, use in times.phases.items()} == {"outer": 0, "inner": 2}
-
-
-def test_time_that_no_phase_accounts_for_is_an_error() -> None:
-    clock = _Clock()
-    timer = PhaseTimer(clock=clock)
-    with timer("update"):
-        clock.now_s += 94
-    clock.now_s += 6
-    times = timer.finish_step()
-    times.check_phases_cover_step(tolerance=0.06)
-    with pytest.raises(RuntimeError, match=r"6\.000 s of a step of 100\.000 s.*update 94\.000"):
-        times.check_phases_cover_step()
-
-
-def test_real_phases_sum_to_the_step() -> None:
-    timer = PhaseTimer()
-    with timer("generate"):
-        time.sleep(0.1)
-        with timer("reward"):
-            time.sleep(0.05)
-    with timer("update"):
-        time.sleep(0.1)
-    times = timer.finish_step()
-    assert times.sum_of_phases_s <= times.step_s
-    assert times.phases["reward"].seconds >= 0.05
 
 
 def test_device_work_is_waited_for_at_every_border() -> None:

@@ -85,19 +85,6 @@ def test_every_metric_reaches_both_once_also_after_a_resume(
     assert runs["swanlab"][0].arguments["log_dir"] == str(output / "swanlog")
 
 
-def test_trackers_begin_anew_when_told_to_forget(
-    runs: dict[str, list[Run]], tmp_path: Path
-) -> None:
-    """Within one process: a step that both would have seen before goes to a second run."""
-    for tracker in make_trackers(BOTH, tmp_path, {}):
-        tracker.log(5, {"loss": 1.0})
-        tracker.truncate_after(3)
-        tracker.log(4, {"loss": 2.0})
-        tracker.close()
-    for several in runs.values():
-        assert [run.logged for run in several] == [[(5, {"loss": 1.0})], [(4, {"loss": 2.0})]]
-
-
 def test_a_run_that_logs_nothing_makes_no_run(runs: dict[str, list[Run]], tmp_path: Path) -> None:
     others = make_trackers(replace(BOTH, wandb_exp_name="mine"), tmp_path, {})
     with RunLogger(tmp_path / "a", True, ("jsonl",), others=others):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults import run
-from faults.planting import Fault, FaultError, gives, plant, plant_when_imported, takes
+from faults.planting import Fault, gives, plant_when_imported, takes
 from faults.table import FAULTS
 
 _HERE = "tests/unit/repository/test_faults.py::"
@@ -84,15 +84,6 @@ def test_the_runner_tells_what_became_of_each_fault(
         assert f"{verdict}  {name}\n" in printed
     assert "1 of 5 faults killed" in printed
     assert "renamed does not exist" in printed
-
-
-def test_a_target_that_does_not_exist_names_the_row() -> None:
-    import mindspeed_rl.algorithms.overlong as module
-
-    lines: list[str] = []
-    with pytest.raises(FaultError, match=r"'gone'.*overlong:renamed does not exist"):
-        plant(_row("gone", "mindspeed_rl.algorithms.overlong:renamed"), module, lines.append)
-    assert lines == ["broken: mindspeed_rl.algorithms.overlong:renamed does not exist"]
 
 
 def test_planting_comes_before_anybody_imports_the_name(

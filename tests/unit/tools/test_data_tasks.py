@@ -26,7 +26,10 @@ def test_digit_sort_sorts_digits():
 
 
 def test_word_problem_solution_follows_from_its_numbers():
-    for row in generate_task("word_problem", 900, seed=1):
+    rows = list(generate_task("word_problem", 900, seed=1))
+    assert {row["metadata"]["difficulty"] for row in rows} == {1, 2, 3}
+    assert set("+-*/") <= set("".join(row["solution"] for row in rows))
+    for row in rows:
         *steps, last = row["solution"].split("\n")
         assert last == f"#### {row['answer']}"
         assert row["metadata"]["difficulty"] == len(steps)
@@ -44,12 +47,6 @@ def test_word_problem_solution_follows_from_its_numbers():
             assert exact == int(result) > 0
             value = int(result)
         assert str(value) == row["answer"]
-
-
-def test_word_problem_mixes_steps_and_operations():
-    rows = list(generate_task("word_problem", 300, seed=0))
-    assert {row["metadata"]["difficulty"] for row in rows} == {1, 2, 3}
-    assert set("+-*/") <= set("".join(row["solution"] for row in rows))
 
 
 @given(
@@ -115,20 +112,6 @@ def test_write_jsonl_round_trip(tmp_path):
     assert write_jsonl(path, iter(rows)) == 21
     assert [json.loads(line) for line in path.read_bytes().splitlines()] == rows
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_write_jsonl_failure_leaves_the_old_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    write_jsonl(path, [{"old": 1}])
-
-    def broken():
-        yield {"new": 1}
-        raise RuntimeError("generator broke")
-
-    with pytest.raises(RuntimeError, match="generator broke"):
-        write_jsonl(path, broken())
-    assert json.loads(path.read_text()) == {"old": 1}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_importing_the_package_is_light():

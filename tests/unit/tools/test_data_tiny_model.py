@@ -2,7 +2,6 @@
 
 import json
 import unicodedata
-from functools import cache
 
 import pytest
 import torch
@@ -44,32 +43,6 @@ def test_digit_sort_costs_eight_plus_seven_tokens(tokenizer):
         assert len(whole) - 8 == 7
 
 
-def test_special_tokens(tokenizer):
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer.bos_token_id is None
-    assert tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>"]) == [2, 3, 4]
-    assert len(tokenizer) == 307
-    assert tokenizer.decode([2, 25, 1], skip_special_tokens=True) == tokenizer.decode([25])
-
-
-def test_no_token_joins_digits(tokenizer):
-    assert sorted(t for t in tokenizer.get_vocab() if any(c.isdigit() for c in t)) == [
-        *"0123456789",
-        *DIGIT_LIKE_BYTES,
-    ]
-    tokens = tokenizer.tokenize(" 1207 and 45")
-    assert [t for t in tokens if t.isdigit()] == list("120745")
-
-
-# Bytes whose printable stand-ins in byte-level BPE happen to be superscript digits.
-DIGIT_LIKE_BYTES = "\u00b2\u00b3\u00b9"
-
-
-def test_merges_shorten_the_corpus(tokenizer):
-    text = "How many stickers does Dana have now?"
-    assert len(tokenizer.encode(text)) < 0.75 * len(text)
-
-
 plain_texts = st.text(st.characters(codec="utf-8"), max_size=40).filter(lambda t: "<|" not in t)
 
 
@@ -83,32 +56,14 @@ def test_plain_text_is_reversible(tokenizer, text):
     assert tokenizer.encode(decoded, add_special_tokens=False) == ids
 
 
-@given(plain_texts)
-@example("e\u0301 It's 12 (apples)\n\n 3")
-@settings(max_examples=200, deadline=None)
-def test_every_loader_gives_the_same_ids(tokenizer, model_dir, text):
+def test_every_loader_gives_the_same_ids(tokenizer, model_dir):
     # transformers rebuilds the tokenizer of a "qwen2" folder from its own rules in AutoTokenizer,
     # and reads tokenizer.json as it is in the generic class and in other programs.
-    generic = generic_tokenizer(model_dir)
+    generic = PreTrainedTokenizerFast.from_pretrained(model_dir)
     assert len(generic) == len(tokenizer) == 307
-    assert generic.encode(text) == tokenizer.encode(text)
-
-
-@cache
-def generic_tokenizer(model_dir):
-    return PreTrainedTokenizerFast.from_pretrained(model_dir)
-
-
-def test_every_loader_gives_the_same_ids_on_the_corpus(tokenizer, model_dir):
-    generic = generic_tokenizer(model_dir)
     for row in generate_task("word_problem", 100, seed=5):
-        for text in (row["prompt"][0]["content"], row["solution"]):
+        for text in (row["prompt"][0]["content"], row["solution"], "e\u0301 It's 12\n\n 3"):
             assert generic.encode(text) == tokenizer.encode(text)
-
-
-def test_template_refuses_unknown_roles(tokenizer):
-    with pytest.raises(Exception, match="unknown role tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
 
 
 @pytest.mark.parametrize(("vocab_size", "message"), [(260, "at least 261"), (5000, "gives only")])
@@ -173,12 +128,6 @@ def test_folder_is_deterministic_in_the_seed_and_spares_the_global_generator(mod
         assert (again / name).read_bytes() == (model_dir / name).read_bytes(), name
     weights = "model.safetensors"
     assert (other / weights).read_bytes() != (model_dir / weights).read_bytes()
-
-
-def test_grouped_query_heads(tmp_path):
-    folder = write_tiny_model(tmp_path, hidden_size=128, num_heads=4, num_kv_heads=1, num_layers=1)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.model.layers[0].self_attn.k_proj.weight.shape == (32, 128)
 
 
 @pytest.mark.parametrize(
