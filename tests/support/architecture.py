@@ -120,7 +120,7 @@ DEVICE_CODE = ("platforms",)
 # Names that a library keeps to itself break with every release: each lives where it is checked.
 PRIVATE_ACCESS = (
     "convert.torch_files",  # tensors without data, and their places in a file
-    "convert.distributed_target",  # entries of a distributed checkpoint's index
+    "convert.torch_dist",  # entries of a distributed checkpoint's index
     "rollout.vllm",
     "rollout.vllm_ascend",
     "trainer.patches",

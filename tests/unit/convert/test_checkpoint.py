@@ -22,7 +22,7 @@ from support.conversions import (
     write_model,
 )
 
-from mindspeed_rl.convert import source, stored, target
+from mindspeed_rl.convert import source, target
 
 EIGHT = {"num_hidden_layers": 8}
 LAYOUTS = {
@@ -222,7 +222,6 @@ def test_the_size_of_blocks_changes_no_byte(
     quantise(model, tmp_path / "fp8")
     hf_to_mg(tmp_path / "fp8", tmp_path / "whole", flags)
     monkeypatch.setattr(source, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(stored, "_ROWS_BYTES", 100)
     largest: list[int] = []
     fill = target.OutputTensor.fill
 

@@ -26,7 +26,8 @@ from support.conversions import (
 )
 from support.full_disk import largest_file
 
-from mindspeed_rl.convert import command, stored
+from mindspeed_rl.convert import command
+from mindspeed_rl.convert import source as sources
 from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.convert.target import Target
@@ -87,7 +88,7 @@ def test_a_source_that_fails_while_it_is_read_is_named(
         return real(*args)
 
     with (
-        mock.patch.object(stored.os, "preadv", preadv),
+        mock.patch.object(sources.os, "preadv", preadv),
         pytest.raises(
             ValueError, match=r"model\.safetensors: cannot be read: Input/output error"
         ) as caught,
