@@ -11,6 +11,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> 
     copies = _copies(layout.spec) if layout.names.mtp else {}
     shapes: dict[str, Shape] = {**names, **{name: names[main] for name, main in copies.items()}}
 
+    @cache
     def parts_of(name: str) -> tuple[TensorPart, ...]:
         shards = layout.shards(copies.get(name, name))
         return tuple(

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,19 +147,11 @@ class TensorPart:
         if self.scales is not None:
             target.copy_(_dequantised(self.stored, self.scales, inside))
             return
-        stored_box = in_storage(inside, self.view)
+        stored_box = self.view.stored_box(inside)
         shown = target.swapaxes(-1, -2) if self.view.transposed else target
         for _ in self.view.index:
             shown = shown.unsqueeze(0)
         read_box(shown, self.stored, stored_box)
-
-
-def in_storage(box: Box, view: ParamView) -> Box:
-    """A rectangle of what a view shows, as a rectangle of the stored parameter."""
-    lo, size = box.lo, box.size
-    if view.transposed:
-        lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
-    return Box((*view.index, *lo), (*(1 for _ in view.index), *size))
 
 
 def _dequantised(stored: StoredTensor, scales: Scales, box: Box) -> torch.Tensor:
@@ -192,7 +183,8 @@ class Source:
         place: the directory, for messages.
         kind: what it is, in words.
         shapes: whole shape of every HF tensor.
-        parts_of: where the rectangles of one lie; together they hold each element once.
+        parts_of: where the rectangles of one lie; together they hold each element once. Asked for
+            every block.
         files: all that is read.
         iteration: training steps it is after; 1 where it does not say.
     """
@@ -206,24 +198,14 @@ class Source:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Element type of a tensor as it is read."""
-        kinds = {part.dtype for part in self._parts(name)}
+        kinds = {part.dtype for part in self.parts_of(name)}
         if len(kinds) > 1:
             raise UsageError(f"{self.place}: {name} has parts of types {sorted(map(str, kinds))}")
         return kinds.pop()
 
-    @cached_property
-    def _known(self) -> dict[str, tuple[TensorPart, ...]]:
-        return {}
-
-    def _parts(self, name: str) -> tuple[TensorPart, ...]:
-        parts = self._known.get(name)
-        if parts is None:
-            parts = self._known[name] = self.parts_of(name)
-        return parts
-
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Copy a rectangle of an HF tensor into ``target`` [box.size], cast to its type."""
-        whole = len(parts := self._parts(name)) == 1 and parts[0].hf_box == box
+        whole = len(parts := self.parts_of(name)) == 1 and parts[0].hf_box == box
         for part in parts:
             common = box if whole else part.hf_box.intersect(box)
             if common is not None:

@@ -123,6 +123,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
             (box, _stored(folder / info.relative_path, key, box, info)) for box, info in places[key]
         )
 
+    @cache
     def parts_of(name: str) -> tuple[TensorPart, ...]:
         found: list[TensorPart] = []
         for shard in shards_of_names[name]:

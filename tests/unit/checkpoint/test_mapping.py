@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.mapping import (
     check_layout,
     check_tensors,
     representatives,
-    safetensors_header,
+    safetensors_entries,
     tensor_shapes,
 )
 from mindspeed_rl.core.boxes import Box
@@ -61,7 +61,8 @@ def test_every_key_of_every_family_is_in_its_table(case: str, checkpoints: dict[
 
 def test_headers_are_those_of_safetensors(checkpoints: dict[str, Path]) -> None:
     file = checkpoints["deepseek"] / "model.safetensors"
-    assert safetensors_header(file) == {n: tuple(t.shape) for n, t in load_file(file).items()}
+    found = {name: entry.shape for name, entry in safetensors_entries(file).items()}
+    assert found == {name: tuple(t.shape) for name, t in load_file(file).items()}
 
 
 def test_wrong_keys_name_their_rows(checkpoints: dict[str, Path]) -> None:
@@ -333,7 +334,7 @@ def test_headers_that_are_none(tmp_path: Path, header: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(ValueError, match=r"model\.safetensors: (unreadable|its header is not)"):
-        safetensors_header(file)
+        safetensors_entries(file)
 
 
 @pytest.mark.parametrize(
