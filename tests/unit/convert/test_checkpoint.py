@@ -82,15 +82,21 @@ def test_files_with_old_names_are_read(tmp_path: Path) -> None:
     assert_equal(hf_tensors(tmp_path / "back"), hf)
 
 
-def test_a_vocabulary_is_padded_with_zeros_and_cut_again(tmp_path: Path) -> None:
-    model = write_model("qwen3", tmp_path / "model", vocab_size=67)
-    flags = ["--target-tensor-parallel-size", "2", "--make-vocab-size-divisible-by", "8"]
-    hf_to_mg(model, tmp_path / "mg", flags)
-    states = states_of(tmp_path / "mg")
-    second = states["mp_rank_01", "model"]["embedding.word_embeddings.weight"]
-    hf = hf_tensors(model)
-    assert second.shape[0] == 40 and not second[27:].any()
-    assert torch.equal(second[:27], hf["model.embed_tokens.weight"][40:])
+@pytest.mark.parametrize(
+    ("ids", "tp", "multiple", "own"),
+    [(67, 2, 8, 27), (68, 4, 40, 0)],  # of 2 x 40 and of 4 x 40 rows: the last rank may have none
+)
+def test_a_vocabulary_is_padded_with_zeros_and_cut_again(
+    ids: int, tp: int, multiple: int, own: int, tmp_path: Path
+) -> None:
+    model = write_model("qwen3", tmp_path / "model", vocab_size=ids, num_key_value_heads=4)
+    flags = ["--target-tensor-parallel-size", f"{tp}"]
+    hf_to_mg(model, tmp_path / "mg", [*flags, "--make-vocab-size-divisible-by", f"{multiple}"])
+    last, hf = states_of(tmp_path / "mg")[f"mp_rank_0{tp - 1}", "model"], hf_tensors(model)
+    for name, whole in (("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+                        ("output_layer.weight", "lm_head.weight")):  # fmt: skip
+        assert last[name].shape[0] == 40 and not last[name][own:].any()
+        assert torch.equal(last[name][:own], hf[whole][ids - own :])
     mg_to_hf(tmp_path / "mg", model, tmp_path / "back")
     assert_equal(hf_tensors(tmp_path / "back"), hf)
 
@@ -199,17 +205,6 @@ class _Runs:
 
     def __reduce__(self) -> tuple[object, tuple[str, str]]:
         return open, (self.path, "w")
-
-
-def test_one_rank_of_a_stage_holds_padding_only(tmp_path: Path) -> None:
-    """68 ids padded to 4 x 40 rows: the last rank has none of them."""
-    model = write_model("qwen3", tmp_path / "model", num_key_value_heads=4)
-    flags = ["--target-tensor-parallel-size", "4", "--make-vocab-size-divisible-by", "40"]
-    hf_to_mg(model, tmp_path / "mg", flags)
-    last = states_of(tmp_path / "mg")["mp_rank_03", "model"]
-    assert not last["output_layer.weight"].any() and last["output_layer.weight"].shape[0] == 40
-    mg_to_hf(tmp_path / "mg", model, tmp_path / "back")
-    assert_equal(hf_tensors(tmp_path / "back"), hf_tensors(model))
 
 
 @pytest.mark.parametrize("flags", [Classic(tp=2, ep=2, pp=2, grouped=True, split=True).flags(),
