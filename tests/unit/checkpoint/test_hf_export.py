@@ -15,17 +15,7 @@ from support.conversions import convert, write_model
 from support.full_disk import largest_file
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
-from mindspeed_rl.config import (
-    CheckpointConfig,
-    IndexedDataConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    PretrainRunConfig,
-    SftConfig,
-    TrainConfig,
-)
-from mindspeed_rl.config.outputs import check_paths
+from mindspeed_rl.config import ModelConfig
 from mindspeed_rl.models.hf_code import code_files
 
 
@@ -56,14 +46,12 @@ def test_an_export_is_replaced_and_says_its_step(tmp_path: Path, source: Path) -
     assert [p.name for p in target.parent.iterdir()] == ["hf"], "no leftovers"
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_files_of_others_survive(tmp_path: Path, source: Path, ours: bool) -> None:
+def test_files_of_others_survive(tmp_path: Path, source: Path) -> None:
+    """What may be replaced is tested with the paths of a run; the writer asks the same."""
     target = tmp_path / "precious"
-    if ours:
-        export(target, source, 1.0, 1)
-    target.mkdir(exist_ok=True)
+    export(target, source, 1.0, 1)
     (target / "data.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"--export-hf .*precious (exists and was not|holds more)"):
+    with pytest.raises(ValueError, match=r"--export-hf .*precious holds more"):
         export(target, source, 2.0, 2)
     assert (target / "data.txt").read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["precious", "source"]
@@ -208,18 +196,10 @@ def test_code_that_auto_map_names_and_no_other_is_exported(tmp_path: Path, with_
 
 
 @pytest.mark.parametrize("missing", ["modeling_mine.py", "kernels.py", "tokens_mine.py"])
-def test_code_that_is_missing_is_told_before_the_run(
-    tmp_path: Path, with_code: Path, missing: str
-) -> None:
+def test_code_that_is_missing_is_told(with_code: Path, missing: str) -> None:
     (with_code / missing).unlink()
-    run = PretrainRunConfig(
-        model=ModelConfig(hf_checkpoint=str(with_code)), parallel=ParallelConfig(),
-        train=TrainConfig(), checkpoint=CheckpointConfig(export_hf=str(tmp_path / "hf")),
-        logging=LoggingConfig(output_dir=str(tmp_path / "out")), sft=SftConfig(),
-        indexed=IndexedDataConfig(),
-    )  # fmt: skip
     with pytest.raises(ValueError, match=rf"{missing} is missing, which .* names: .*; copy it"):
-        check_paths(run)
+        code_files(with_code, with_code)
 
 
 def test_a_conversion_brings_the_code_or_writes_nothing(tmp_path: Path) -> None:

@@ -64,6 +64,15 @@ def test_good_paths_pass_and_nothing_is_made(run: PretrainRunConfig, tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(DIRECTORIES)
 
 
+def test_code_that_an_export_needs_is_there_before_the_run(
+    run: PretrainRunConfig, tmp_path: Path
+) -> None:
+    names = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Model"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(names))
+    with pytest.raises(ValueError, match=r"modeling_mine\.py is missing, which .* names: .*; copy"):
+        check_paths(with_checkpoint(run, export_hf=str(tmp_path / "hf")))
+
+
 def test_an_export_replaces_only_an_export(run: PretrainRunConfig, tmp_path: Path) -> None:
     target = tmp_path / "thesis"
     check = with_checkpoint(run, export_hf=str(target))
