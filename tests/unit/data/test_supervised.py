@@ -30,15 +30,14 @@ def load(path, tokenizer) -> Callable:
 
     def load_rows(rows, tokenizer=tokenizer, **options):
         write_jsonl(path, rows)
-        return load_supervised(
-            path, tokenizer, **{"vocab_size": VOCAB_SIZE, "max_length": 9, **options}
-        )
+        options = {"vocab_size": VOCAB_SIZE, "max_length": 9, **options}
+        return load_supervised(path, tokenizer, **options)
 
     return load_rows
 
 
 def test_digit_sort_examples_are_prompt_then_answer_then_end(load, path, tokenizer):
-    examples = load(generate_task("digit_sort", 1500, seed=0), max_length=15)
+    examples = load(generate_task("digit_sort", 1500, seed=0), max_length=15).examples
     prompts = load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8)
     assert len(examples) == len(prompts) == 1500
     for example, prompt in zip(examples, prompts, strict=True):
@@ -50,7 +49,7 @@ def test_digit_sort_examples_are_prompt_then_answer_then_end(load, path, tokeniz
 
 def test_conversation_template_gives_the_same_sequence(load, tokenizer):
     (row,) = generate_task("word_problem", 1, seed=0)
-    (example,) = load([row], max_length=500)
+    (example,) = load([row], max_length=500).examples
     whole = [*row["prompt"], {"role": "assistant", "content": row["solution"]}]
     expected = tokenizer.apply_chat_template(whole, return_dict=False)
     assert example.token_ids == tuple(expected)
@@ -62,13 +61,13 @@ def test_solution_is_preferred_and_answer_is_the_fallback(load, tokenizer):
         {"prompt": "1", "answer": 3},
         {"prompt": "1", "solution": None, "answer": "3"},
     ]
-    examples = load(rows, max_length=50)
+    examples = load(rows, max_length=50).examples
     responses = [tokenizer.decode(e.token_ids[e.num_prompt_tokens :]) for e in examples]
     assert responses == ["2 so 3<|end|>", "3<|end|>", "3<|end|>"]
 
 
 def test_plain_text_prompts(load, tokenizer):
-    (example,) = load([{"prompt": "12", "answer": "3"}], apply_chat_template=False)
+    (example,) = load([{"prompt": "12", "answer": "3"}], apply_chat_template=False).examples
     ids = tokenizer.convert_tokens_to_ids(["1", "2", "3", "<|end|>"])
     assert example == SupervisedExample(token_ids=tuple(ids), num_prompt_tokens=2)
 
@@ -76,9 +75,9 @@ def test_plain_text_prompts(load, tokenizer):
 def test_long_sequences_are_left_out_and_counted(load, path):
     # 2 roles + prompt + response + end token: 6, 7 and 8 tokens.
     rows = [{"prompt": "1" * n, "answer": "22"} for n in (1, 2, 3)]
-    examples = load(rows, max_length=7)
-    assert [len(example.token_ids) for example in examples] == [6, 7]
-    assert examples.report() == (
+    found = load(rows, max_length=7)
+    assert [len(example.token_ids) for example in found.examples] == [6, 7]
+    assert found.report() == (
         f"{path}: 2 of 3 examples; 1 left out, longer than --seq-length 7 tokens"
     )
     with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 are longer.*--seq-length 5"):
@@ -89,7 +88,7 @@ def test_bad_rows_are_named(load, tokenizer):
     good = {"prompt": "1", "answer": "1"}
     (seven,) = tokenizer.convert_tokens_to_ids(["7"])
     of_another_model = partial(load, vocab_size=seven)
-    assert len(load([good, good | {"answer": "7"}], vocab_size=seven + 1)) == 2
+    assert len(load([good, good | {"answer": "7"}], vocab_size=seven + 1).examples) == 2
     # an example without a prompt token would have its end token alone, and nothing to train on
     silent = copy.deepcopy(tokenizer)
     silent.chat_template = "{{ '' }}"
