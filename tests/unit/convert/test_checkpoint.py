@@ -10,6 +10,7 @@ import torch
 from support.classic_writer import Classic, write_classic
 from support.conversions import (
     add_mtp,
+    assert_as_written,
     assert_equal,
     config_of,
     convert,
@@ -59,14 +60,8 @@ def test_classic_files_are_those_of_an_independent_writer(case: str, tmp_path: P
     if layout.mtp:
         add_mtp(model)
     hf = hf_tensors(model)
-    write_classic(layout, hf, config_of(model), tmp_path / "theirs")
-
     hf_to_mg(model, tmp_path / "ours", layout.flags())
-    ours, theirs = states_of(tmp_path / "ours"), states_of(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    for key, state in theirs.items():
-        assert_equal(ours[key], state)
-
+    assert_as_written(layout, model, hf, tmp_path / "ours")
     flags = ("--mtp-num-layers", str(layout.mtp))
     mg_to_hf(tmp_path / "theirs", model, tmp_path / "back", "--verify", *flags)
     assert_equal(hf_tensors(tmp_path / "back"), hf)
@@ -124,10 +119,7 @@ def test_quantised_blocks_become_bfloat16(tmp_path: Path) -> None:
     assert "quantization_config" not in config_of(tmp_path / "bf16")
     layout = Classic(tp=2, pp=2, ep=2, extend=True, grouped=True)
     hf_to_mg(tmp_path / "fp8", tmp_path / "mg", layout.flags())
-    write_classic(layout, meant, config_of(tmp_path / "fp8"), tmp_path / "theirs")
-    ours, theirs = states_of(tmp_path / "mg"), states_of(tmp_path / "theirs")
-    for key, state in theirs.items():
-        assert_equal(ours[key], state)
+    assert_as_written(layout, tmp_path / "fp8", meant, tmp_path / "mg")
 
 
 def test_mtp_is_dropped_or_kept(tmp_path: Path) -> None:
