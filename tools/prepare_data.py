@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.data.rows import DataRow, read_rows
-from mindspeed_rl.metrics.files import write_text_atomic
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Asks for what the reward ``math`` looks for first."""

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
+from mindspeed_rl.core.files import sync_path
 from mindspeed_rl.models.hf_code import code_files
 from mindspeed_rl.models.hf_files import INDEX, VOCABULARY_FILES, index_text, shard_names
 

@@ -24,6 +24,7 @@ from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, sto
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import StageLayout
 from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, told_from
+from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
 from mindspeed_rl.weights.layouts.megatron import chunk_prefix
@@ -350,7 +351,7 @@ def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[
         "mla_mm_split": names.split_up,
         "mtp_num_layers": spec.num_mtp_layers if names.mtp else 0,
         "make_vocab_size_divisible_by": layout.vocab_divisor,
-        "padded_vocab_size": -(-spec.vocab_size // layout.vocab_multiple) * layout.vocab_multiple,
+        "padded_vocab_size": round_up(spec.vocab_size, layout.vocab_multiple),
     }
     return fields | _architecture(spec)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.metrics.files import write_text_atomic
+from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.metrics.jsonl import encode_json
 
 

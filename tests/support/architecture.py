@@ -56,7 +56,7 @@ ROOMS: Mapping[str, Room] = {
     "rewards": Room(("core", "config", "data"), TORCH),
     "environments": Room(("core", "config", "rewards"), TORCH),
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
-    "checkpoint": Room(("core", "config", "metrics", "models", "weights"), TORCH_DISTRIBUTED),
+    "checkpoint": Room(("core", "config", "models", "weights"), TORCH),
     "convert": Room(("core", "config", "models", "weights", "checkpoint"), TORCH_DISTRIBUTED),
     "trainer": Room(
         (
@@ -110,7 +110,6 @@ LIGHT = (
     "rollout.vllm_ascend.arguments",
     "platforms.allocator_settings",
     "launch.failures",
-    "metrics.files",
     "metrics.jsonl",
     "metrics.names",
     "metrics.summary",
