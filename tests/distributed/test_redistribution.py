@@ -60,8 +60,8 @@ def exchange_world(world: World) -> tuple[int, int]:
         parts.append((case, part))
         held.append(
             {
-                (i, c.name): cache.read(c, p.key, p.version)
-                for i, p in enumerate(case.samples)
+                (i, c.name): cache.read(c, s.key, s.weights_version)
+                for i, s in enumerate(case.samples)
                 for c in COLUMNS
                 if case.holds(world.rank, i)
             }
