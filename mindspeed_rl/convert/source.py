@@ -145,7 +145,7 @@ class TensorPart:
         """Copy a rectangle of this part, in coordinates of the HF tensor, into ``target``."""
         inside = box.moved(self.hf_box, self.param_box)
         if self.scales is not None:
-            target.copy_(_dequantised(self.stored, self.scales, inside))
+            _dequantise(target, self.stored, self.scales, inside)
             return
         stored_box = self.view.stored_box(inside)
         shown = target.swapaxes(-1, -2) if self.view.transposed else target
@@ -154,13 +154,16 @@ class TensorPart:
         read_box(shown, self.stored, stored_box)
 
 
-def _dequantised(stored: StoredTensor, scales: Scales, box: Box) -> torch.Tensor:
-    """[box.size] bfloat16: numbers times the factor of their block, multiplied in fp32.
+def _dequantise(target: torch.Tensor, stored: StoredTensor, scales: Scales, box: Box) -> None:
+    """Numbers times the factor of their block, multiplied in fp32 and rounded to bfloat16.
+
+    One row of blocks at a time, so that little more than the stored numbers is in memory.
 
     Source: ``weight_dequant`` of DeepSeek-V3's ``inference/kernel.py``.
     """
     numbers = torch.empty(box.size, dtype=stored.dtype)
     read_box(numbers, stored, box)
+    rows, columns = scales.block
     first = tuple(lo // block for lo, block in zip(box.lo, scales.block, strict=True))
     last = tuple(
         -(-(lo + size) // block)
@@ -169,10 +172,12 @@ def _dequantised(stored: StoredTensor, scales: Scales, box: Box) -> torch.Tensor
     needed = Box(first, tuple(b - a for a, b in zip(first, last, strict=True)))
     factors = torch.empty(needed.size, dtype=torch.float32)
     read_box(factors, scales.stored, needed)
-    for dim, (lo, block) in enumerate(zip(box.lo, scales.block, strict=True)):
-        factors = factors.repeat_interleave(block, dim)
-        factors = factors.narrow(dim, lo % block, box.size[dim])
-    return (numbers.float() * factors).to(torch.bfloat16)
+    factors = factors.repeat_interleave(columns, 1).narrow(1, box.lo[1] % columns, box.size[1])
+    start = 0
+    for factor in factors:
+        end = min(start + rows - (box.lo[0] + start) % rows, box.size[0])
+        target[start:end] = numbers[start:end].float().mul_(factor).to(torch.bfloat16)
+        start = end
 
 
 @dataclass(frozen=True)
