@@ -11,11 +11,13 @@ import pytest
 import torch
 from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
+from support.checked_runs import configured
 from support.conversions import convert, write_model
 from support.full_disk import largest_file
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
-from mindspeed_rl.config import ModelConfig
+from mindspeed_rl.config import ModelConfig, PretrainRunConfig
+from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.models.hf_code import code_files
 
 
@@ -196,10 +198,13 @@ def test_code_that_auto_map_names_and_no_other_is_exported(tmp_path: Path, with_
 
 
 @pytest.mark.parametrize("missing", ["modeling_mine.py", "kernels.py", "tokens_mine.py"])
-def test_code_that_is_missing_is_told(with_code: Path, missing: str) -> None:
+def test_code_that_is_missing_is_told_before_the_run(
+    tmp_path: Path, with_code: Path, missing: str
+) -> None:
     (with_code / missing).unlink()
+    flags = f"--hf-checkpoint {with_code} --export-hf {tmp_path}/hf --output-dir {tmp_path}/out"
     with pytest.raises(ValueError, match=rf"{missing} is missing, which .* names: .*; copy it"):
-        code_files(with_code, with_code)
+        check_paths(configured(PretrainRunConfig, flags))
 
 
 def test_a_conversion_brings_the_code_or_writes_nothing(tmp_path: Path) -> None:
