@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.core.files import write_text_atomic
+
 from mindspeed_rl.data.rows import read_rows
-from mindspeed_rl.metrics.files import write_text_atomic
 
 SPLITS = ("train", "heldout")
 

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mindspeed_rl.checkpoint.resume import sync_path
 from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
+from mindspeed_rl.core.files import sync_path
 from mindspeed_rl.models.hf_code import code_files
-from mindspeed_rl.models.hf_files import INDEX, SINGLE, VOCABULARY_FILES
+from mindspeed_rl.models.hf_files import INDEX, VOCABULARY_FILES, index_text, shard_names
 
 # Files of a checkpoint directory that describe the model rather than hold weights.
 _CONFIG_FILES = ("config.json", "generation_config.json")
@@ -141,16 +141,13 @@ class HfWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def _name_files(self) -> None:
-        """Names as transformers expects them: one file, or numbered shards with an index."""
-        count = len(self._files)
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._files):
-            name = SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        """One file, or numbered shards with an index: their number is known at the end."""
+        file_of: dict[str, str] = {}
+        for i, name in enumerate(shard_names(len(self._files))):
             os.rename(self._work / f"part-{i:05d}.safetensors", self._work / name)
-            weight_map |= dict.fromkeys(names, name)
-        if count > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._work / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+            file_of |= dict.fromkeys(self._files[i], name)
+        if len(self._files) > 1:
+            (self._work / INDEX).write_text(index_text(file_of, self._total_bytes))
 
     def _write_record(self) -> None:
         record = export_record(self._step, [file.name for file in self._work.iterdir()])

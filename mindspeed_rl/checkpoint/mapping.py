@@ -49,7 +49,7 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
     if not shapes and not files:
         raise UsageError(f"--hf-checkpoint {root}: neither {INDEX} nor safetensors files are there")
     for file in files:
-        shapes |= safetensors_header(file)
+        shapes |= {name: entry.shape for name, entry in safetensors_entries(file).items()}
     if (root / INDEX).is_file():
         for name, holder in read_index(root / INDEX).items():
             if shapes[name] is None and (root / holder).is_file():
@@ -64,15 +64,6 @@ class StoredEntry:
     dtype: str
     shape: Shape
     offset: int
-
-
-def safetensors_header(path: Path) -> dict[str, Shape]:
-    """Names and shapes of one safetensors file.
-
-    Raises:
-        UsageError: no safetensors file, or its data ends too early.
-    """
-    return {name: entry.shape for name, entry in safetensors_entries(path).items()}
 
 
 def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
@@ -248,7 +239,7 @@ def _check_rank(
     for owner_ranks, pieces in pieces_of_ranks.items():
         if rank in owner_ranks:
             for piece in pieces:
-                boxes.setdefault(piece.param, []).append(_stored(piece))
+                boxes.setdefault(piece.param, []).append(piece.view.stored_box(piece.param_box))
     padding = layout.local_padding(rank)
     shapes = layout.local_shapes(rank)
     for param in boxes.keys() - shapes.keys():
@@ -256,14 +247,6 @@ def _check_rank(
     for param, shape in shapes.items():
         if problem := _misfit(shape, tuple(boxes.get(param, ())), padding[param]):
             yield f"{side}: rank {rank}: parameter {param} {shape} {problem}"
-
-
-def _stored(piece: Piece) -> Box:
-    """The rectangle of a piece in the stored parameter, without its view."""
-    lo, size, index = piece.param_box.lo, piece.param_box.size, piece.view.index
-    if piece.view.transposed:
-        lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
-    return Box((*index, *lo), ((1,) * len(index) + size))
 
 
 @lru_cache(maxsize=65536)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.metrics.files import write_text_atomic
+from mindspeed_rl.core.files import sync_path, write_text_atomic
 
 RECORD = "checkpoint.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -241,12 +241,3 @@ def _partial_folders(root: Path) -> list[Path]:
         for path in sorted(root.iterdir())
         if path.is_dir() and path.suffix == PARTIAL and _NAME.fullmatch(path.stem)
     ]
-
-
-def sync_path(path: Path) -> None:
-    """Data before names: after a power cut a valid name must not point at unwritten blocks."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,18 +16,17 @@ from tqdm import tqdm
 
 from mindspeed_rl.checkpoint.hf_writer import config_text, side_files
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors
-from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, CheckpointRecord
+from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, TRACKER, CheckpointRecord
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
-from mindspeed_rl.convert.classic_source import TRACKER
-from mindspeed_rl.convert.classic_target import plan_classic, run_arguments
-from mindspeed_rl.convert.distributed_target import plan_distributed
+from mindspeed_rl.convert.classic import plan_classic, run_arguments
 from mindspeed_rl.convert.hf import open_hf, plan_hf
-from mindspeed_rl.convert.megatron_source import open_megatron
+from mindspeed_rl.convert.megatron import open_megatron
 from mindspeed_rl.convert.options import MODEL_TYPES, ConversionOptions, without_effect
 from mindspeed_rl.convert.run import convert
 from mindspeed_rl.convert.source import Source, same_bits
 from mindspeed_rl.convert.target import Target
+from mindspeed_rl.convert.torch_dist import plan_distributed
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import filled_slots
 from mindspeed_rl.models.file_names import (

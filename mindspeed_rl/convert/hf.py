@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
 from mindspeed_rl.checkpoint.mapping import StoredEntry, safetensors_entries
-from mindspeed_rl.convert.source import Scales, Shape, Source, TensorPart
-from mindspeed_rl.convert.stored import StoredTensor
+from mindspeed_rl.convert.source import Scales, Shape, Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputTensor, Target, safetensors_file
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.models.hf_files import INDEX, SINGLE
+from mindspeed_rl.models.hf_files import INDEX, index_text, shard_names
 from mindspeed_rl.weights.layouts.base import Piece
 
 SCALE = "_scale_inv"
@@ -117,7 +115,7 @@ def plan_hf(
         shard_bytes: see above.
     """
     groups: list[list[OutputTensor]] = [[]]
-    filled = total = 0
+    filled = 0
     for name, shape in shapes.items():
         box = Box.whole(shape)
         tensor = OutputTensor(name, dtype_of(name), shape, (Piece(name, box, name, box),))
@@ -125,13 +123,10 @@ def plan_hf(
             groups.append([])
             filled = 0
         groups[-1].append(tensor)
-        filled, total = filled + tensor.num_bytes, total + tensor.num_bytes
-    count = len(groups)
-    names = [SINGLE] if count == 1 else [
-        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
-    ]  # fmt: skip
+        filled += tensor.num_bytes
+    names = shard_names(len(groups))
     files = tuple(safetensors_file(*file) for file in zip(names, groups, strict=True))
-    weight_map = {tensor.name: file.path for file in files for tensor in file.tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True).encode()
-    return Target(files, {} if count == 1 else {INDEX: text}, {n: dtype_of(n) for n in shapes})
+    file_of = {tensor.name: file.path for file in files for tensor in file.tensors}
+    text = index_text(file_of, sum(file.num_bytes for file in files)).encode()
+    small = {INDEX: text} if len(files) > 1 else {}
+    return Target(files, small, {n: dtype_of(n) for n in shapes})

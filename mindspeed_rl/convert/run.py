@@ -22,11 +22,10 @@ from threading import Event, Lock
 
 import torch
 
-from mindspeed_rl.checkpoint.resume import sync_path
-from mindspeed_rl.convert.source import Source, row_blocks
-from mindspeed_rl.convert.stored import UnreadableError, bytes_of
+from mindspeed_rl.convert.source import Source, UnreadableError, bytes_of, row_blocks
 from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import sync_path
 
 # Left free on the disk besides the tensors.
 _MARGIN_BYTES = 64 << 20

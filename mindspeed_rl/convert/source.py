@@ -1,22 +1,113 @@
-"""A checkpoint as a source: any rectangle of any Hugging Face tensor, whatever the files are."""
+"""A checkpoint as a source: any rectangle of any Hugging Face tensor, whatever the files are.
+
+Rectangles are read without reading the rest of a file.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mindspeed_rl.convert.stored import StoredTensor, read_box
 from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.core.errors import UsageError
 
 Shape = tuple[int, ...]
-# Tensors are worked on in blocks of about this size, so that memory does not grow with the model.
+# Tensors are worked on, and whole rows of files are read, in blocks of about this size, so that
+# memory does not grow with the model.
 BLOCK_BYTES = 32 << 20
+
+
+class UnreadableError(ValueError):
+    """A file that is read fails; it says nothing about what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A row-major tensor: its file, offset of its first byte, element type and shape."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
+        """The same bytes under another shape."""
+        assert math.prod(shape) == math.prod(self.shape), (self, shape)
+        return replace(self, shape=shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    assert tensor.is_contiguous()
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
+    """Copy a rectangle of a stored tensor into ``target``, cast to its type. Local.
+
+    Args:
+        target: [box.size]; may be a view.
+        stored: where the numbers are.
+        box: which of them.
+
+    Raises:
+        UnreadableError: the file system says no.
+        UsageError: the file is shorter than its own description.
+    """
+    assert tuple(target.shape) == box.size, (target.shape, box)
+    if not box.num_elements:
+        return
+    try:
+        descriptor = os.open(stored.path, os.O_RDONLY)
+        try:
+            _read(descriptor, target, stored, box)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # those of the target's disk mean something else
+        raise UnreadableError(
+            f"{stored.path}: cannot be read: {error.strerror or error}; mend its disk or copy the "
+            "file again, then give the same command again"
+        ) from error
+
+
+def _read(descriptor: int, target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
+    """Whole rows of the first axis that the rectangle has several of, in blocks."""
+    offset, shape, lo = stored.offset, stored.shape, box.lo
+    while shape and target.shape[0] == 1:
+        offset += lo[0] * math.prod(shape[1:]) * stored.dtype.itemsize
+        target, shape, lo = target[0], shape[1:], lo[1:]
+    if not shape:
+        target, shape, lo = target.unsqueeze(0), (1,), (0,)
+    columns = tuple(slice(at, at + n) for at, n in zip(lo[1:], target.shape[1:], strict=True))
+    direct = (
+        target.is_contiguous() and target.dtype == stored.dtype and target.shape[1:] == shape[1:]
+    )
+    row_bytes = math.prod(shape[1:]) * stored.dtype.itemsize
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for row in range(0, target.shape[0], step):
+        part = target[row : row + step]
+        rows = part if direct else torch.empty((len(part), *shape[1:]), dtype=stored.dtype)
+        _read_at(descriptor, bytes_of(rows), offset + (lo[0] + row) * row_bytes, stored.path)
+        if not direct:
+            part.copy_(rows[(slice(None), *columns)])
+
+
+def _read_at(descriptor: int, memory: memoryview, position: int, path: Path) -> None:
+    while memory:
+        count = os.preadv(descriptor, [memory], position)
+        if not count:
+            raise UsageError(
+                f"{path}: the file ends at byte {position}, within a tensor that its header "
+                "describes; copy or download it again"
+            )
+        memory, position = memory[count:], position + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +145,25 @@ class TensorPart:
         """Copy a rectangle of this part, in coordinates of the HF tensor, into ``target``."""
         inside = box.moved(self.hf_box, self.param_box)
         if self.scales is not None:
-            target.copy_(_dequantised(self.stored, self.scales, inside))
+            _dequantise(target, self.stored, self.scales, inside)
             return
-        stored_box = in_storage(inside, self.view)
+        stored_box = self.view.stored_box(inside)
         shown = target.swapaxes(-1, -2) if self.view.transposed else target
         for _ in self.view.index:
             shown = shown.unsqueeze(0)
         read_box(shown, self.stored, stored_box)
 
 
-def in_storage(box: Box, view: ParamView) -> Box:
-    """A rectangle of what a view shows, as a rectangle of the stored parameter."""
-    lo, size = box.lo, box.size
-    if view.transposed:
-        lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
-    return Box((*view.index, *lo), (*(1 for _ in view.index), *size))
+def _dequantise(target: torch.Tensor, stored: StoredTensor, scales: Scales, box: Box) -> None:
+    """Numbers times the factor of their block, multiplied in fp32 and rounded to bfloat16.
 
-
-def _dequantised(stored: StoredTensor, scales: Scales, box: Box) -> torch.Tensor:
-    """[box.size] bfloat16: numbers times the factor of their block, multiplied in fp32.
+    One row of blocks at a time, so that little more than the stored numbers is in memory.
 
     Source: ``weight_dequant`` of DeepSeek-V3's ``inference/kernel.py``.
     """
     numbers = torch.empty(box.size, dtype=stored.dtype)
     read_box(numbers, stored, box)
+    rows, columns = scales.block
     first = tuple(lo // block for lo, block in zip(box.lo, scales.block, strict=True))
     last = tuple(
         -(-(lo + size) // block)
@@ -86,10 +172,12 @@ def _dequantised(stored: StoredTensor, scales: Scales, box: Box) -> torch.Tensor
     needed = Box(first, tuple(b - a for a, b in zip(first, last, strict=True)))
     factors = torch.empty(needed.size, dtype=torch.float32)
     read_box(factors, scales.stored, needed)
-    for dim, (lo, block) in enumerate(zip(box.lo, scales.block, strict=True)):
-        factors = factors.repeat_interleave(block, dim)
-        factors = factors.narrow(dim, lo % block, box.size[dim])
-    return (numbers.float() * factors).to(torch.bfloat16)
+    factors = factors.repeat_interleave(columns, 1).narrow(1, box.lo[1] % columns, box.size[1])
+    start = 0
+    for factor in factors:
+        end = min(start + rows - (box.lo[0] + start) % rows, box.size[0])
+        target[start:end] = numbers[start:end].float().mul_(factor).to(torch.bfloat16)
+        start = end
 
 
 @dataclass(frozen=True)
@@ -100,7 +188,8 @@ class Source:
         place: the directory, for messages.
         kind: what it is, in words.
         shapes: whole shape of every HF tensor.
-        parts_of: where the rectangles of one lie; together they hold each element once.
+        parts_of: where the rectangles of one lie; together they hold each element once. Asked for
+            every block.
         files: all that is read.
         iteration: training steps it is after; 1 where it does not say.
     """
@@ -114,24 +203,14 @@ class Source:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Element type of a tensor as it is read."""
-        kinds = {part.dtype for part in self._parts(name)}
+        kinds = {part.dtype for part in self.parts_of(name)}
         if len(kinds) > 1:
             raise UsageError(f"{self.place}: {name} has parts of types {sorted(map(str, kinds))}")
         return kinds.pop()
 
-    @cached_property
-    def _known(self) -> dict[str, tuple[TensorPart, ...]]:
-        return {}
-
-    def _parts(self, name: str) -> tuple[TensorPart, ...]:
-        parts = self._known.get(name)
-        if parts is None:
-            parts = self._known[name] = self.parts_of(name)
-        return parts
-
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Copy a rectangle of an HF tensor into ``target`` [box.size], cast to its type."""
-        whole = len(parts := self._parts(name)) == 1 and parts[0].hf_box == box
+        whole = len(parts := self.parts_of(name)) == 1 and parts[0].hf_box == box
         for part in parts:
             common = box if whole else part.hf_box.intersect(box)
             if common is not None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.convert.source import Shape, Source, in_storage
-from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.convert.source import Shape, Source
+from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.weights.layouts.base import Piece, pieces_of
 from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout
 
@@ -51,20 +51,15 @@ class OutputTensor:
         found = [
             (piece, common)
             for piece in self.pieces
-            if (common := in_storage(piece.param_box, piece.view).intersect(block)) is not None
+            if (common := piece.view.stored_box(piece.param_box).intersect(block)) is not None
         ]
         if sum(common.num_elements for _, common in found) < block.num_elements:
             values.zero_()  # declared padding
         for piece, common in found:
-            shown = values[common.moved(block, Box.whole(block.size)).slices]
-            depth = len(piece.view.index)
-            lo, size = common.lo[depth:], common.size[depth:]
-            for _ in piece.view.index:
-                shown = shown[0]
-            if piece.view.transposed:
-                lo, size = (*lo[:-2], lo[-1], lo[-2]), (*size[:-2], size[-1], size[-2])
-                shown = shown.swapaxes(-1, -2)
-            source.read(piece.hf_name, Box(lo, size).moved(piece.param_box, piece.hf_box), shown)
+            place = common.moved(block, Box.whole(block.size)).slices
+            view = ParamView((0,) * len(piece.view.index), piece.view.transposed)
+            box = piece.view.shown_box(common).moved(piece.param_box, piece.hf_box)
+            source.read(piece.hf_name, box, view.of(values[place]))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import skip_data
 
-from mindspeed_rl.convert.stored import StoredTensor
+from mindspeed_rl.convert.source import StoredTensor
 from mindspeed_rl.core.errors import UsageError
 
 

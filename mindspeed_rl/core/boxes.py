@@ -96,5 +96,18 @@ class ParamView:
         shown = param[self.index] if self.index else param
         return shown.swapaxes(-1, -2) if self.transposed else shown
 
+    def stored_box(self, box: Box) -> Box:
+        """Where a rectangle of what the view shows lies in the stored parameter."""
+        lo, size = self._swapped(box.lo), self._swapped(box.size)
+        return Box((*self.index, *lo), (*(1 for _ in self.index), *size))
+
+    def shown_box(self, box: Box) -> Box:
+        """The inverse of :meth:`stored_box`."""
+        depth = len(self.index)
+        return Box(self._swapped(box.lo[depth:]), self._swapped(box.size[depth:]))
+
+    def _swapped(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return (*numbers[:-2], numbers[-1], numbers[-2]) if self.transposed else numbers
+
 
 PLAIN = ParamView()

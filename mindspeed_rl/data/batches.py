@@ -56,12 +56,12 @@ class SupervisedSamples:
     def __init__(self, examples: SupervisedDataset, seed: int, shuffle: bool) -> None:
         self._examples = examples
         self._sampler = PromptSampler(
-            len(examples), seed, shuffle, fingerprint=examples.fingerprint
+            len(examples.examples), seed, shuffle, fingerprint=examples.fingerprint
         )
 
     def next(self, count: int) -> StepSamples:
         """The next ``count`` pairs."""
-        chosen = [self._examples[i] for i in self._sampler.next(count)]
+        chosen = [self._examples.examples[i] for i in self._sampler.next(count)]
         samples = [
             TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens)
             for i, e in enumerate(chosen)

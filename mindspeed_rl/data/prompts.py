@@ -23,8 +23,6 @@ from mindspeed_rl.data.rows import DataRow, in_chunks, read_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHUNK_ROWS = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -136,7 +134,8 @@ def load_prompts(
     encoder = PromptEncoder(
         tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
     )
-    kept = _Kept()
+    questions: list[Question] = []
+    flat_token_ids, offsets, content = array("i"), array("q", [0]), hashlib.sha256()
     num_filtered_long = 0
     for where, question, token_ids in _encoded_rows(
         path, encoder, answer_key, metadata_key, progress
@@ -144,43 +143,26 @@ def load_prompts(
         check_token_ids(where, token_ids, vocab_size)
         if len(token_ids) > max_prompt_length:
             num_filtered_long += 1
-        else:
-            kept.append(question, token_ids)
-    if not kept.questions:
+            continue
+        row = [token_ids, question.answer, question.metadata]
+        content.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        questions.append(question)
+        flat_token_ids.extend(token_ids)
+        offsets.append(len(flat_token_ids))
+    if not questions:
         raise UsageError(
             f"{path}: no prompt is left: {num_filtered_long} rows were read and all are longer "
             f"than --max-prompt-length {max_prompt_length} tokens; raise it or use another file"
         )
-    return kept.dataset(str(path), max_prompt_length, num_filtered_long)
-
-
-class _Kept:
-    """The prompts that fit, as they are found."""
-
-    def __init__(self) -> None:
-        self.questions: list[Question] = []
-        self._flat_token_ids = array("i")
-        self._offsets = array("q", [0])
-        self._content_hash = hashlib.sha256()
-
-    def append(self, question: Question, token_ids: list[int]) -> None:
-        content = [token_ids, question.answer, question.metadata]
-        text = json.dumps(content, sort_keys=True, default=str)
-        self._content_hash.update(text.encode() + b"\n")
-        self.questions.append(question)
-        self._flat_token_ids.extend(token_ids)
-        self._offsets.append(len(self._flat_token_ids))
-
-    def dataset(self, source: str, max_prompt_length: int, num_filtered_long: int) -> PromptDataset:
-        return PromptDataset(
-            source=source,
-            fingerprint=self._content_hash.hexdigest(),
-            max_prompt_length=max_prompt_length,
-            num_filtered_long=num_filtered_long,
-            questions=self.questions,
-            flat_token_ids=self._flat_token_ids,
-            offsets=self._offsets,
-        )
+    return PromptDataset(
+        source=str(path),
+        fingerprint=content.hexdigest(),
+        max_prompt_length=max_prompt_length,
+        num_filtered_long=num_filtered_long,
+        questions=questions,
+        flat_token_ids=flat_token_ids,
+        offsets=offsets,
+    )
 
 
 def _encoded_rows(
@@ -189,7 +171,7 @@ def _encoded_rows(
     from tqdm import tqdm
 
     with tqdm(desc="prompts", unit="row", delay=1, disable=None if progress else True) as bar:
-        for rows in in_chunks(read_rows(path), _CHUNK_ROWS):
+        for rows in in_chunks(read_rows(path)):
             prompts = [encoder.render(row) for row in rows]
             questions = [
                 Question(

@@ -10,14 +10,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 
-T = TypeVar("T")
-
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,10 @@ def read_rows(path: str | Path) -> Iterator[DataRow]:
     return _at_least_one(file, readers[file.suffix](file))
 
 
-def in_chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Splits ``items`` into lists of ``size``, the last one shorter."""
-    chunk: list[T] = []
-    for item in items:
-        chunk.append(item)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
+def in_chunks(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
+    """The rows in lists that are tokenised at once, the last one shorter."""
+    rest = iter(rows)
+    while chunk := list(islice(rest, _CHUNK_ROWS)):
         yield chunk
 
 

@@ -5,7 +5,6 @@ Shapes: N sequences, T tokens of the longest.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import atomic_path
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,8 @@ class Scores:
 
     def save(self, path: str | Path) -> None:
         """Write ``.npz``; a reader sees the old file or the whole new one."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.tmp{os.getpid()}")
-        try:
-            with partial.open("wb") as file:
-                np.savez(file, logp=self.logp, entropy=self.entropy, length=self.length)
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_path(path) as partial, partial.open("wb") as file:
+            np.savez(file, logp=self.logp, entropy=self.entropy, length=self.length)
 
 
 def _load(flag: str, path: str, names: tuple[str, ...]) -> dict[str, Any]:

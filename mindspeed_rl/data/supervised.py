@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids, encode_texts
@@ -14,8 +14,6 @@ from mindspeed_rl.data.rows import DataRow, in_chunks, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class SupervisedExample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SupervisedDataset(Sequence[SupervisedExample]):
+class SupervisedDataset:
     """The examples that are left after filtering, in file order; made by ``load_supervised``.
 
     Attributes:
@@ -53,18 +51,6 @@ class SupervisedDataset(Sequence[SupervisedExample]):
     num_filtered_long: int
     examples: Sequence[SupervisedExample]
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @overload
-    def __getitem__(self, index: int) -> SupervisedExample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[SupervisedExample]: ...
-
-    def __getitem__(self, index: int | slice) -> SupervisedExample | Sequence[SupervisedExample]:
-        return self.examples[index]
-
     @property
     def fingerprint(self) -> str:
         """sha256 (hex) over all examples in order: a resumed run must have the same ones."""
@@ -76,7 +62,8 @@ class SupervisedDataset(Sequence[SupervisedExample]):
     def report(self) -> str:
         """One line for the log: how many examples, how many left out and why."""
         return (
-            f"{self.source}: {len(self)} of {len(self) + self.num_filtered_long} examples; "
+            f"{self.source}: {len(self.examples)} of "
+            f"{len(self.examples) + self.num_filtered_long} examples; "
             f"{self.num_filtered_long} left out, longer than --seq-length {self.max_length} tokens"
         )
 
@@ -150,7 +137,7 @@ def _end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 def _examples(
     rows: Iterable[DataRow], encoder: PromptEncoder, end: int, solution_key: str, answer_key: str
 ) -> Iterator[tuple[str, SupervisedExample]]:
-    for chunk in in_chunks(rows, _CHUNK_ROWS):
+    for chunk in in_chunks(rows):
         prompts = encoder.encode([encoder.render(row) for row in chunk])
         texts = [_response_text(row, solution_key, answer_key) for row in chunk]
         responses = encode_texts(encoder.tokenizer, texts, add_special_tokens=False)

@@ -16,8 +16,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import atomic_path
 from mindspeed_rl.metrics import names
-from mindspeed_rl.metrics.files import atomic_path
 from mindspeed_rl.metrics.jsonl import read_jsonl
 
 FIGURE_INCHES = (16.0, 9.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.metrics.files import atomic_path, write_text_atomic
+from mindspeed_rl.core.files import atomic_path, write_text_atomic
 
 _TAIL_CHUNK_BYTES = 1 << 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
@@ -21,6 +22,24 @@ VOCABULARY_FILES = (
     "tiktoken.model",
     "tekken.json",
 )
+
+
+def shard_names(count: int) -> list[str]:
+    """The files of a checkpoint of ``count`` files, as transformers expects them."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def index_text(file_of: Mapping[str, str], num_bytes: int) -> str:
+    """The index of a checkpoint of several files; :func:`read_index` reads it.
+
+    Args:
+        file_of: name of the file that holds each HF tensor.
+        num_bytes: of all tensors.
+    """
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
+    return json.dumps(index, indent=2, sort_keys=True)
 
 
 def read_index(index: Path) -> dict[str, str]:

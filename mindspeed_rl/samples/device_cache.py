@@ -174,10 +174,6 @@ class TensorCache:
         self.num_bytes += column.num_bytes(part.num_tokens)
         return SamplePart(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
 
-    def has(self, column: Column, key: SampleKey, version: int) -> bool:
-        """Whether this rank has it."""
-        return version in self._entries.get(column.name, {}).get(key, {})
-
     def read(self, column: Column, key: SampleKey, version: int) -> torch.Tensor:
         """[tokens x width] of one sample. Do not write to it.
 
@@ -185,18 +181,6 @@ class TensorCache:
             RuntimeError: it is not here: of a step that is over, of other weights, of other ranks.
         """
         return self.find(column, key, version).of(column)
-
-    def read_all(self, column: Column, entries: Sequence[tuple[SampleKey, int]]) -> torch.Tensor:
-        """[sum of tokens x width] of several samples, those of one after those of another.
-
-        Args:
-            column: which tensor.
-            entries: key and version of each sample.
-
-        Raises:
-            RuntimeError: see :meth:`read`.
-        """
-        return join(column, self.find_all(column, entries), self.device)
 
     def find_all(
         self, column: Column, entries: Iterable[tuple[SampleKey, int]]

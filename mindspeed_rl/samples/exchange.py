@@ -7,51 +7,14 @@ messages of a group in one all-to-all-v. How long they are follows from the samp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.samples.columns import WORD_BYTES, Column
 from mindspeed_rl.samples.device_cache import SamplePart, TensorCache, as_words, join
-from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.routes import Hop
-
-
-class SampleMessage(NamedTuple):
-    """A sample as a message knows it.
-
-    Attributes:
-        key: its name.
-        version: of the weights that sampled it.
-        num_tokens: of the response.
-    """
-
-    key: SampleKey
-    version: int
-    num_tokens: int
-
-    @classmethod
-    def of(cls, sample: RolloutInfo) -> SampleMessage:
-        """Of a row of the sample table."""
-        return cls(sample.key, sample.weights_version, sample.num_tokens)
-
-
-class Wire(Protocol):
-    """Carries out the collective of a hop."""
-
-    def exchange(
-        self, hop: Hop, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        """All messages from the hop's peers, one after the other. Collective: the peers.
-
-        Args:
-            hop: which.
-            outgoing: [words] int32, the messages to all peers, one after the other.
-            sent: words for each peer.
-            received: words from each peer.
-        """
-        ...
 
 
 class GroupWire:
@@ -70,7 +33,14 @@ class GroupWire:
     def exchange(
         self, hop: Hop, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        """See :class:`Wire`."""
+        """All messages from the hop's peers, one after the other. Collective: the peers.
+
+        Args:
+            hop: which.
+            outgoing: [words] int32, the messages to all peers, one after the other.
+            sent: words for each peer.
+            received: words from each peer.
+        """
         incoming = outgoing.new_empty(sum(received))
         group = self._group_of(hop.axis)
         dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=group)
@@ -84,7 +54,7 @@ class Redistribution:
 
     Args:
         cache: what this rank has.
-        messages: all samples, in the order of the plan.
+        samples: all of them, in the order of the plan.
         columns: what of them is moved.
         hops: of this rank.
     """
@@ -92,20 +62,20 @@ class Redistribution:
     def __init__(
         self,
         cache: TensorCache,
-        messages: Sequence[SampleMessage],
+        samples: Sequence[RolloutInfo],
         columns: Sequence[Column],
         hops: Sequence[Hop],
     ) -> None:
         self._cache = cache
-        self._messages = messages
+        self._samples = samples
         self._columns = columns
         self.hops = hops
         #: of each column, what has come on a hop
         self._arrived: dict[str, dict[int, SamplePart]] = {column.name: {} for column in columns}
-        sizes = {n: num_words(columns, n) for n in {p.num_tokens for p in messages}}
-        self._num_words = [sizes[p.num_tokens] for p in messages]
+        sizes = {n: num_words(columns, n) for n in {s.num_tokens for s in samples}}
+        self._num_words = [sizes[s.num_tokens] for s in samples]
 
-    def run(self, wire: Wire) -> None:
+    def run(self, wire: GroupWire) -> None:
         """Carry out all hops. Collective: the groups of the hops."""
         for hop in self.hops:
             outgoing, sent = self.outgoing(hop)
@@ -136,7 +106,7 @@ class Redistribution:
                 arrived = self._arrived[column.name]
                 for item in hop.receives.get(peer, ()):
                     assert item not in arrived, f"sample {item} arrives twice"
-                    num_tokens = self._messages[item].num_tokens
+                    num_tokens = self._samples[item].num_tokens
                     arrived[item] = SamplePart(incoming, start, num_tokens)
                     start += column.num_words(num_tokens)
         assert start == incoming.numel(), f"{incoming.numel()} words arrived, {start} expected"
@@ -153,8 +123,8 @@ class Redistribution:
         """Put what has arrived into the cache. Local."""
         for column in self._columns:
             arrived = self._arrived[column.name]
-            messages = [self._messages[item] for item in arrived]
-            keys, versions = [p.key for p in messages], [p.version for p in messages]
+            samples = [self._samples[item] for item in arrived]
+            keys, versions = [s.key for s in samples], [s.weights_version for s in samples]
             self._cache.put_parts(column, keys, versions, list(arrived.values()))
             arrived.clear()
 
@@ -165,14 +135,13 @@ class Redistribution:
             RuntimeError: one is not here, or not of the length that the table says.
         """
         arrived = self._arrived[column.name]
-        here = [self._messages[item] for item in items if item not in arrived]
-        found = self._cache.find_all(column, [(p.key, p.version) for p in here])
-        for message, part in zip(here, found, strict=True):
-            if part.num_tokens != message.num_tokens:
-                number, step = message.key.number, message.key.step
+        here = [self._samples[item] for item in items if item not in arrived]
+        found = self._cache.find_all(column, [(s.key, s.weights_version) for s in here])
+        for sample, part in zip(here, found, strict=True):
+            if part.num_tokens != sample.num_tokens:
                 raise RuntimeError(
-                    f"{column.name!r} of sample {number} of step {step} has "
-                    f"{part.num_tokens} tokens; the table says {message.num_tokens}"
+                    f"{column.name!r} of sample {sample.key.number} of step {sample.key.step} has "
+                    f"{part.num_tokens} tokens; the table says {sample.num_tokens}"
                 )
         if len(found) == len(items):
             return found

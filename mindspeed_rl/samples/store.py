@@ -20,7 +20,7 @@ from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage, num_words
+from mindspeed_rl.samples.exchange import GroupWire, Redistribution, num_words
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 from mindspeed_rl.samples.placement import MicroBatchPlan
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
@@ -196,7 +196,7 @@ class SampleStore:
         cache: TensorCache,
         columns: Sequence[Column],
     ) -> tuple[Redistribution, MetricSet]:
-        moved = Redistribution(cache, [SampleMessage.of(s) for s in samples], columns, hops)
+        moved = Redistribution(cache, samples, columns, hops)
         wire = GroupWire(self.group_along)
         moved.run(wire)
         metrics = MetricSet(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from mindspeed_rl.checkpoint.hf import read_tensor, weight_files
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.checkpoint.names import mtp_tensors
-from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -113,3 +113,28 @@ def value_export_keys(checkpoint: str, spec: ModelSpec) -> dict[str, Any]:
         "id2label": {"0": "value"},
         "label2id": {"value": 0},
     }
+
+
+def export_writers(target: Path, rank: int, world: int, ranks_per_node: int) -> range:
+    """The ranks that write an export. Collective: the world.
+
+    Rank 0 where all nodes see its directory, else the first rank of every node.
+
+    Args:
+        target: the directory to be written, as this rank names it.
+        rank: global rank.
+        world: number of ranks.
+        ranks_per_node: of every node.
+    """
+    token = [os.urandom(8).hex()]
+    dist.broadcast_object_list(token, 0)
+    marker = target.parent / f".{target.name}.{token[0]}"
+    if rank == 0:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    dist.barrier()
+    seen: list[bool] = [True] * world
+    dist.all_gather_object(seen, marker.exists())
+    if rank == 0:
+        marker.unlink()
+    return range(0, world, world if all(seen) else ranks_per_node)

@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.convert.classic_source import is_classic, iteration_folder
-from mindspeed_rl.convert.distributed_source import is_distributed
-from mindspeed_rl.convert.megatron_source import open_megatron
+from mindspeed_rl.convert.megatron import checkpoint_folder, open_megatron
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -30,9 +28,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
     """
     found: list[str] = [""]
     if dist.get_rank() == 0:
-        folder = iteration_folder(Path(directory))
-        if folder is not None and (is_classic(folder) or is_distributed(folder)):
-            found = [str(folder)]
+        found = [str(checkpoint_folder(Path(directory)) or "")]
     dist.broadcast_object_list(found, 0)
     if not found[0]:
         return ""

@@ -215,7 +215,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.core.types import Rollout as Finished
     from mindspeed_rl.samples.columns import experts_column, response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
-    from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage
+    from mindspeed_rl.samples.exchange import GroupWire, Redistribution
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
     from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
     from mindspeed_rl.samples.store import keep_rollouts, responses_in
@@ -237,7 +237,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
     hops = plan_hops(OwnerRanks([s.group for s in table]), wanted, layout, (0,), world.rank)
-    moved = Redistribution(cache, [SampleMessage.of(s) for s in table], columns, hops)
+    moved = Redistribution(cache, table, columns, hops)
     moved.run(GroupWire(lambda axis: None))
     moved.keep()
     found = []

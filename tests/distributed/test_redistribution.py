@@ -51,7 +51,7 @@ def exchange_world(world: World) -> tuple[int, int]:
         mine = {hop.axis: groups[hop.peers] for hop in hops[world.rank]}
         wire = GroupWire(mine.__getitem__)
         cache = case.cache(world.rank)
-        part = Redistribution(cache, case.messages, COLUMNS, hops[world.rank])
+        part = Redistribution(cache, case.samples, COLUMNS, hops[world.rank])
         part.run(wire)
         moved += wire.sent_bytes
         sent = [i for hop in hops[world.rank] for items in hop.sends.values() for i in items]
@@ -60,8 +60,8 @@ def exchange_world(world: World) -> tuple[int, int]:
         parts.append((case, part))
         held.append(
             {
-                (i, c.name): cache.read(c, p.key, p.version)
-                for i, p in enumerate(case.messages)
+                (i, c.name): cache.read(c, s.key, s.weights_version)
+                for i, s in enumerate(case.samples)
                 for c in COLUMNS
                 if case.holds(world.rank, i)
             }

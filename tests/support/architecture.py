@@ -56,7 +56,7 @@ ROOMS: Mapping[str, Room] = {
     "rewards": Room(("core", "config", "data"), TORCH),
     "environments": Room(("core", "config", "rewards"), TORCH),
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
-    "checkpoint": Room(("core", "config", "metrics", "models", "weights"), TORCH_DISTRIBUTED),
+    "checkpoint": Room(("core", "config", "models", "weights"), TORCH),
     "convert": Room(("core", "config", "models", "weights", "checkpoint"), TORCH_DISTRIBUTED),
     "trainer": Room(
         (
@@ -117,17 +117,15 @@ LIGHT = (
     "rollout.vllm_ascend.arguments",
     "platforms.allocator_settings",
     "launch.failures",
-    "metrics.files",
     "metrics.jsonl",
     "metrics.names",
-    "metrics.summary",
 )
 
 DEVICE_CODE = ("platforms",)
 # Names that a library keeps to itself break with every release: each lives where it is checked.
 PRIVATE_ACCESS = (
     "convert.torch_files",  # tensors without data, and their places in a file
-    "convert.distributed_target",  # entries of a distributed checkpoint's index
+    "convert.torch_dist",  # entries of a distributed checkpoint's index
     "rollout.vllm",
     "rollout.vllm_ascend",
     "trainer.patches",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.classic_writer import Classic, write_classic
 from support.family_models import FAMILY_CASES, write_family_model
 
 from mindspeed_rl.convert.command import run_conversion
@@ -150,3 +151,17 @@ def mg_to_hf(source: Path, config: Path, target: Path, *flags: str) -> list[str]
         "--load-model-type", "mg", "--save-model-type", "hf", "--load-dir", source,
         "--hf-cfg-dir", config, "--save-dir", target, *flags,
     )  # fmt: skip
+
+
+def assert_as_written(
+    layout: Classic, model: Path, wanted: Mapping[str, torch.Tensor], ours: Path
+) -> None:
+    """``ours`` has the files, names, types and bits of what an independent writer makes.
+
+    What that writer made is left beside it, in ``theirs``.
+    """
+    write_classic(layout, wanted, config_of(model), ours.with_name("theirs"))
+    found, expected = states_of(ours), states_of(ours.with_name("theirs"))
+    assert found.keys() == expected.keys()
+    for key, state in expected.items():
+        assert_equal(found[key], state)

@@ -11,8 +11,8 @@ from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, SampleMessage, num_words
-from mindspeed_rl.samples.rollout_info import SampleKey
+from mindspeed_rl.samples.exchange import Redistribution, num_words
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import AXES, Hop, OwnerRanks, plan_hops
 
 EXPERTS = Column("experts", torch.uint8, "the engine", 3)
@@ -44,8 +44,11 @@ class Case:
         return tuple(sorted({0, self.layout.pp - 1}))
 
     @property
-    def messages(self) -> list[SampleMessage]:
-        return [SampleMessage(SampleKey(STEP, i), 100 + i, n) for i, n in enumerate(self.lengths)]
+    def samples(self) -> list[RolloutInfo]:
+        return [
+            RolloutInfo(i, 0, n, n, True, 100 + i, group, 0.0, key=SampleKey(STEP, i))
+            for i, (n, group) in enumerate(zip(self.lengths, self.groups, strict=True))
+        ]
 
     @property
     def owner_ranks(self) -> OwnerRanks:
@@ -96,7 +99,7 @@ class Case:
         return cache
 
     def part(self, rank: int) -> Redistribution:
-        return Redistribution(self.cache(rank), self.messages, COLUMNS, self.hops(rank))
+        return Redistribution(self.cache(rank), self.samples, COLUMNS, self.hops(rank))
 
     def check(self, rank: int, part: Redistribution) -> None:
         """The rank has the samples that it needs, bit for bit."""

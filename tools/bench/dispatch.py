@@ -36,8 +36,8 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage
-from mindspeed_rl.samples.rollout_info import SampleKey
+from mindspeed_rl.samples.exchange import GroupWire, Redistribution
+from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
 NUM_SAMPLES = 1024
@@ -94,10 +94,11 @@ class Worker:
         wanted = [(maker + 1) % self._workers for maker in makers]
         layout = ParallelLayout.build(world=self._workers, stages=even_stages(1))
         hops = plan_hops(OwnerRanks(makers), wanted, layout, (0,), self._rank)
-        messages = [
-            SampleMessage(SampleKey(self._step, i), VERSION, n) for i, n in enumerate(self._lengths)
+        samples = [
+            RolloutInfo(i, 0, n, n, True, VERSION, maker, 0.0, key=SampleKey(self._step, i))
+            for i, (n, maker) in enumerate(zip(self._lengths, makers, strict=True))
         ]
-        moved = Redistribution(self._cache, messages, COLUMNS, hops)
+        moved = Redistribution(self._cache, samples, COLUMNS, hops)
         moved.run(GroupWire(lambda axis: None))
         ids = range(self._before, NUM_SAMPLES, self._workers)
         return [torch.cat([moved.read(i, column) for i in ids]) for column in COLUMNS]

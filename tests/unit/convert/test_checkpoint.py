@@ -10,6 +10,7 @@ import torch
 from support.classic_writer import Classic, write_classic
 from support.conversions import (
     add_mtp,
+    assert_as_written,
     assert_equal,
     config_of,
     convert,
@@ -22,7 +23,7 @@ from support.conversions import (
     write_model,
 )
 
-from mindspeed_rl.convert import source, stored, target
+from mindspeed_rl.convert import source, target
 
 EIGHT = {"num_hidden_layers": 8}
 LAYOUTS = {
@@ -59,14 +60,8 @@ def test_classic_files_are_those_of_an_independent_writer(case: str, tmp_path: P
     if layout.mtp:
         add_mtp(model)
     hf = hf_tensors(model)
-    write_classic(layout, hf, config_of(model), tmp_path / "theirs")
-
     hf_to_mg(model, tmp_path / "ours", layout.flags())
-    ours, theirs = states_of(tmp_path / "ours"), states_of(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    for key, state in theirs.items():
-        assert_equal(ours[key], state)
-
+    assert_as_written(layout, model, hf, tmp_path / "ours")
     flags = ("--mtp-num-layers", str(layout.mtp))
     mg_to_hf(tmp_path / "theirs", model, tmp_path / "back", "--verify", *flags)
     assert_equal(hf_tensors(tmp_path / "back"), hf)
@@ -82,15 +77,21 @@ def test_files_with_old_names_are_read(tmp_path: Path) -> None:
     assert_equal(hf_tensors(tmp_path / "back"), hf)
 
 
-def test_a_vocabulary_is_padded_with_zeros_and_cut_again(tmp_path: Path) -> None:
-    model = write_model("qwen3", tmp_path / "model", vocab_size=67)
-    flags = ["--target-tensor-parallel-size", "2", "--make-vocab-size-divisible-by", "8"]
-    hf_to_mg(model, tmp_path / "mg", flags)
-    states = states_of(tmp_path / "mg")
-    second = states["mp_rank_01", "model"]["embedding.word_embeddings.weight"]
-    hf = hf_tensors(model)
-    assert second.shape[0] == 40 and not second[27:].any()
-    assert torch.equal(second[:27], hf["model.embed_tokens.weight"][40:])
+@pytest.mark.parametrize(
+    ("ids", "tp", "multiple", "own"),
+    [(67, 2, 8, 27), (68, 4, 40, 0)],  # of 2 x 40 and of 4 x 40 rows: the last rank may have none
+)
+def test_a_vocabulary_is_padded_with_zeros_and_cut_again(
+    ids: int, tp: int, multiple: int, own: int, tmp_path: Path
+) -> None:
+    model = write_model("qwen3", tmp_path / "model", vocab_size=ids, num_key_value_heads=4)
+    flags = ["--target-tensor-parallel-size", f"{tp}"]
+    hf_to_mg(model, tmp_path / "mg", [*flags, "--make-vocab-size-divisible-by", f"{multiple}"])
+    last, hf = states_of(tmp_path / "mg")[f"mp_rank_0{tp - 1}", "model"], hf_tensors(model)
+    for name, whole in (("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+                        ("output_layer.weight", "lm_head.weight")):  # fmt: skip
+        assert last[name].shape[0] == 40 and not last[name][own:].any()
+        assert torch.equal(last[name][:own], hf[whole][ids - own :])
     mg_to_hf(tmp_path / "mg", model, tmp_path / "back")
     assert_equal(hf_tensors(tmp_path / "back"), hf)
 
@@ -118,10 +119,7 @@ def test_quantised_blocks_become_bfloat16(tmp_path: Path) -> None:
     assert "quantization_config" not in config_of(tmp_path / "bf16")
     layout = Classic(tp=2, pp=2, ep=2, extend=True, grouped=True)
     hf_to_mg(tmp_path / "fp8", tmp_path / "mg", layout.flags())
-    write_classic(layout, meant, config_of(tmp_path / "fp8"), tmp_path / "theirs")
-    ours, theirs = states_of(tmp_path / "mg"), states_of(tmp_path / "theirs")
-    for key, state in theirs.items():
-        assert_equal(ours[key], state)
+    assert_as_written(layout, tmp_path / "fp8", meant, tmp_path / "mg")
 
 
 def test_mtp_is_dropped_or_kept(tmp_path: Path) -> None:
@@ -201,17 +199,6 @@ class _Runs:
         return open, (self.path, "w")
 
 
-def test_one_rank_of_a_stage_holds_padding_only(tmp_path: Path) -> None:
-    """68 ids padded to 4 x 40 rows: the last rank has none of them."""
-    model = write_model("qwen3", tmp_path / "model", num_key_value_heads=4)
-    flags = ["--target-tensor-parallel-size", "4", "--make-vocab-size-divisible-by", "40"]
-    hf_to_mg(model, tmp_path / "mg", flags)
-    last = states_of(tmp_path / "mg")["mp_rank_03", "model"]
-    assert not last["output_layer.weight"].any() and last["output_layer.weight"].shape[0] == 40
-    mg_to_hf(tmp_path / "mg", model, tmp_path / "back")
-    assert_equal(hf_tensors(tmp_path / "back"), hf_tensors(model))
-
-
 @pytest.mark.parametrize("flags", [Classic(tp=2, ep=2, pp=2, grouped=True, split=True).flags(),
                                    ["--ckpt-format", "torch_dist"]])  # fmt: skip
 def test_the_size_of_blocks_changes_no_byte(
@@ -222,7 +209,6 @@ def test_the_size_of_blocks_changes_no_byte(
     quantise(model, tmp_path / "fp8")
     hf_to_mg(tmp_path / "fp8", tmp_path / "whole", flags)
     monkeypatch.setattr(source, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(stored, "_ROWS_BYTES", 100)
     largest: list[int] = []
     fill = target.OutputTensor.fill
 

@@ -24,9 +24,9 @@ from support.conversions import (
     mg_to_hf,
     write_model,
 )
-from support.full_disk import largest_file
 
-from mindspeed_rl.convert import command, stored
+from mindspeed_rl.convert import command
+from mindspeed_rl.convert import source as sources
 from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.convert.target import Target
@@ -55,21 +55,6 @@ def copied(source: Path, target: Path) -> Path:
 # --- disks ----------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_keeps_what_was_written_and_says_how_to_go_on(
-    model: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "hf"
-    flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target)
-    with (
-        largest_file(20_000),
-        pytest.raises(OSError, match=r"hf: File too large.*free space"),
-    ):
-        convert(*flags)
-    assert not target.exists()
-    convert(*flags)
-    assert hf_tensors(target).keys() == hf_tensors(model).keys()
-
-
 @pytest.mark.parametrize("flags", [(), ("--verify",)], ids=["convert", "verify"])
 def test_a_source_that_fails_while_it_is_read_is_named(
     model: Path, tmp_path: Path, flags: tuple[str, ...]
@@ -87,7 +72,7 @@ def test_a_source_that_fails_while_it_is_read_is_named(
         return real(*args)
 
     with (
-        mock.patch.object(stored.os, "preadv", preadv),
+        mock.patch.object(sources.os, "preadv", preadv),
         pytest.raises(
             ValueError, match=r"model\.safetensors: cannot be read: Input/output error"
         ) as caught,

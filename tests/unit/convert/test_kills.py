@@ -146,11 +146,15 @@ def test_two_processes_do_not_share_a_target(
     assert attempts and (tmp_path / "mg").is_dir()
 
 
-@pytest.mark.parametrize("flags", [TP2, ("--ckpt-format", "torch_dist")])
-def test_a_full_disk_is_told_while_headers_are_written(
+@pytest.mark.parametrize(
+    "flags", [TP2, ("--ckpt-format", "torch_dist"), ("--save-model-type", "hf")]
+)
+def test_a_full_disk_is_told_with_how_to_go_on(
     flags: tuple[str, ...], model: Path, tmp_path: Path
 ) -> None:
-    with largest_file(20_000), pytest.raises(OSError, match=r"mg: File too large.*free space"):
-        hf_to_mg(model, tmp_path / "mg", flags)
-    assert not (tmp_path / "mg").exists()
-    hf_to_mg(model, tmp_path / "mg", flags)
+    """While headers are written, or tensors."""
+    with largest_file(20_000), pytest.raises(OSError, match=r"out: File too large.*free space"):
+        hf_to_mg(model, tmp_path / "out", flags)
+    assert not (tmp_path / "out").exists()
+    hf_to_mg(model, tmp_path / "out", flags)
+    assert any((tmp_path / "out").rglob("*"))

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from support.conversions import assert_equal, hf_tensors, hf_to_mg, mg_to_hf, write_model
 
-from mindspeed_rl.convert import run, source, stored
+from mindspeed_rl.convert import run, source
 from mindspeed_rl.convert.command import run_conversion
 from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
@@ -66,7 +66,6 @@ def test_memory_does_not_grow_with_the_number_of_layers(
     Blocks are to the tensors what they are in large models, where the largest have 250 MB and more.
     """
     monkeypatch.setattr(source, "BLOCK_BYTES", LARGEST_BYTES // 8)
-    monkeypatch.setattr(stored, "_ROWS_BYTES", LARGEST_BYTES // 4)
     tiny = write_model("qwen3", tmp_path / "tiny")
     hf_to_mg(tiny, tmp_path / "tiny-mg", TP2)
     workers = ("--workers", "2")

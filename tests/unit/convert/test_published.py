@@ -14,12 +14,12 @@ import pytest
 from support.classic_writer import Classic, write_classic
 from support.conversions import (
     add_mtp,
+    assert_as_written,
     assert_equal,
     config_of,
     convert,
     hf_tensors,
     mg_to_hf,
-    states_of,
     write_model,
 )
 
@@ -72,11 +72,7 @@ def test_scripts_from_hugging_face(script: str, tmp_path: Path) -> None:
     words = text.replace("HF", str(model)).replace("MG", str(tmp_path / "MG")).split()
     convert(*words)
     hf = hf_tensors(model)
-    write_classic(layout, hf, config_of(model), tmp_path / "theirs")
-    ours, theirs = states_of(tmp_path / "MG"), states_of(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    for key, state in theirs.items():
-        assert_equal(ours[key], state)
+    assert_as_written(layout, model, hf, tmp_path / "MG")
     mg_to_hf(tmp_path / "MG", model, tmp_path / "back", "--mtp-num-layers", str(layout.mtp))
     assert_equal(hf_tensors(tmp_path / "back"), hf)
 

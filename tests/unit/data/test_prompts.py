@@ -26,14 +26,17 @@ def row(content="52", answer="25", **columns):
     return {"prompt": [{"role": "user", "content": content}], "answer": answer, **columns}
 
 
+def load_file(path, tokenizer, **options):
+    """Prompts of at most 64 tokens, unless told."""
+    defaults = {"vocab_size": VOCAB_SIZE, "max_prompt_length": 64}
+    return load_prompts(path, tokenizer, **{**defaults, **options})
+
+
 @pytest.fixture
 def load(tmp_path, tokenizer):
     def load_rows(rows, tokenizer=tokenizer, **options):
-        path = tmp_path / "rows.jsonl"
-        write_jsonl(path, rows)
-        return load_prompts(
-            path, tokenizer, **{"vocab_size": VOCAB_SIZE, "max_prompt_length": 64, **options}
-        )
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        return load_file(tmp_path / "rows.jsonl", tokenizer, **options)
 
     return load_rows
 
@@ -83,36 +86,23 @@ def test_text_prompts_with_and_without_template(load, tokenizer):
     assert load(rows, apply_chat_template=False)[0].token_ids == plain
 
 
-def test_template_does_not_add_special_tokens_twice(tmp_path):
-    tokenizer = build_tokenizer(["a"], 261)
+def test_template_does_not_add_special_tokens_twice(load):
+    tokenizer = build_tokenizer(["a"], VOCAB_SIZE)
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
     )
-    path = tmp_path / "rows.jsonl"
-    write_jsonl(path, [{"prompt": "7", "answer": "7"}])
+    rows = [{"prompt": "7", "answer": "7"}]
     (seven,) = tokenizer.convert_tokens_to_ids(["7"])
-    with_template = load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8)
-    assert with_template[0].token_ids == (USER, seven, ASSISTANT)
-    plain = load_prompts(
-        path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8, apply_chat_template=False
-    )
-    assert plain[0].token_ids == (0, seven)
+    assert load(rows, tokenizer)[0].token_ids == (USER, seven, ASSISTANT)
+    assert load(rows, tokenizer, apply_chat_template=False)[0].token_ids == (0, seven)
 
 
-def test_chat_template_kwargs_reach_the_template(tmp_path):
-    tokenizer = build_tokenizer(["a"], 261)
+def test_chat_template_kwargs_reach_the_template(load):
+    tokenizer = build_tokenizer(["a"], VOCAB_SIZE)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '!' if thinking else '?' }}"
-    path = tmp_path / "rows.jsonl"
-    write_jsonl(path, [row("7")])
-    dataset = load_prompts(
-        path,
-        tokenizer,
-        vocab_size=VOCAB_SIZE,
-        max_prompt_length=8,
-        chat_template_kwargs={"thinking": True},
-    )
+    dataset = load([row("7")], tokenizer, chat_template_kwargs={"thinking": True})
     assert tokenizer.decode(dataset[0].token_ids) == "7!"
 
 
@@ -125,9 +115,6 @@ def test_length_filter_at_the_boundary_is_counted(load, max_prompt_length, kept)
     assert dataset.num_filtered_long == 3 - len(kept)
     assert f"{len(kept)} of 3 prompts; {3 - len(kept)} left out" in dataset.report()
     assert f"--max-prompt-length {max_prompt_length} tokens" in dataset.report()
-
-
-def test_report_gives_lengths(load):
     assert "prompt tokens min 3, mean 4.0, max 5" in load([row("1"), row("123")]).report()
 
 
@@ -160,9 +147,7 @@ def test_formats_agree(tmp_path, tokenizer):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     loaded = [
-        load_prompts(
-            tmp_path / f"rows{suffix}", tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=300
-        )
+        load_file(tmp_path / f"rows{suffix}", tokenizer, max_prompt_length=300)
         for suffix in (".jsonl", ".json", ".parquet")
     ]
     assert len({dataset.fingerprint for dataset in loaded}) == 1
@@ -174,9 +159,7 @@ def test_parquet_types_without_json_form_have_a_fingerprint(tmp_path, tokenizer)
         path = tmp_path / "rows.parquet"
         table = pa.Table.from_pylist([row(day=datetime.date(2026, 1, day), raw=b"\xff")])
         pq.write_table(table, path)
-        return load_prompts(
-            path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64
-        ).fingerprint
+        return load_file(path, tokenizer).fingerprint
 
     assert fingerprint(1) == fingerprint(1) != fingerprint(2)
 
@@ -236,7 +219,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, tokenizer, line, message)
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD_LINE + b"\n\n" + line + b"\n" + GOOD_LINE + b"\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{message}"):
-        load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
+        load_file(path, tokenizer)
 
 
 def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
@@ -245,7 +228,7 @@ def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name in ("rows.json", "rows.parquet"):
         with pytest.raises(ValueError, match=rf"{name}, row 1 \(counted from 0\): --answer-key"):
-            load_prompts(tmp_path / name, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
+            load_file(tmp_path / name, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +247,7 @@ def test_bad_files(tmp_path, tokenizer, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}.*{message}"):
-        load_prompts(tmp_path / name, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
+        load_file(tmp_path / name, tokenizer)
 
 
 def test_damaged_parquet_is_named(tmp_path, tokenizer):
@@ -274,7 +257,7 @@ def test_damaged_parquet_is_named(tmp_path, tokenizer):
     content[4:200] = bytes(196)
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"rows\.parquet: not a readable parquet file"):
-        load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=64)
+        load_file(path, tokenizer)
 
 
 def test_message_lists_need_a_template(load, tmp_path, tokenizer):
@@ -282,7 +265,7 @@ def test_message_lists_need_a_template(load, tmp_path, tokenizer):
         load([row()], apply_chat_template=False)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r"no chat template.*--no-chat-template"):
-        load_prompts(tmp_path / "rows.jsonl", bare, vocab_size=VOCAB_SIZE, max_prompt_length=64)
+        load_file(tmp_path / "rows.jsonl", bare)
 
 
 def test_a_tokenizer_of_another_model_is_refused(load, tokenizer):

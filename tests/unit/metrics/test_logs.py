@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mindspeed_rl.metrics.files import atomic_path, write_text_atomic
+from mindspeed_rl.core.files import atomic_path, write_text_atomic
 from mindspeed_rl.metrics.jsonl import JsonlWriter, encode_json, read_jsonl, write_summary
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.progress import RunProgress

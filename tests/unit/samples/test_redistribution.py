@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
 from mindspeed_rl.samples.columns import TOKEN_IDS
-from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
+from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import SampleKey
 from mindspeed_rl.samples.routes import AXES, OwnerRanks, copies_moved, plan_gather, plan_hops
 
@@ -129,9 +129,9 @@ def test_everything_comes_to_one_rank() -> None:
 
 def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     case = Case(layout_of(2), 1, True, (4,), (0,), (1,))
-    messages = [p._replace(num_tokens=5) for p in case.messages]
+    samples = [replace(s, num_tokens=5) for s in case.samples]
     (hop,) = case.hops(0)
-    part = Redistribution(case.cache(0), messages, COLUMNS, [hop])
+    part = Redistribution(case.cache(0), samples, COLUMNS, [hop])
     with pytest.raises(
         RuntimeError, match="'token_ids' of sample 0 of step 5 has 4 tokens; the table"
     ):
@@ -143,11 +143,10 @@ def test_what_arrived_is_kept_under_its_key() -> None:
     cache = case.cache(1)
     (hop,) = case.hops(1)
     sender = case.part(0)
-    part = Redistribution(cache, case.messages, COLUMNS, [hop])
+    part = Redistribution(cache, case.samples, COLUMNS, [hop])
     part.take(hop, sender.outgoing(*sender.hops)[0])
     part.keep()
     assert torch.equal(cache.read(TOKEN_IDS, SampleKey(5, 0), 100), case.values(0, TOKEN_IDS))
     with pytest.raises(RuntimeError, match="written twice"):
         part.take(hop, sender.outgoing(*sender.hops)[0])
         part.keep()
-    assert SampleMessage(SampleKey(5, 0), 100, 4) == case.messages[0]

@@ -19,7 +19,7 @@ from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
+from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import as_train_samples, keep_rollouts, responses_in
 
@@ -182,8 +182,7 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(1)
     keep_rollouts(cache, columns, rollouts, samples)
-    messages = [SampleMessage.of(s) for s in samples]
-    kept = Redistribution(cache, messages, columns, ())
+    kept = Redistribution(cache, samples, columns, ())
     prompts = [torch.tensor([1, 2])] * 2
     responses = responses_in(kept, (0, 1), samples, columns)
     trained = as_train_samples(samples, prompts, responses)

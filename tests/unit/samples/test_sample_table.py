@@ -13,7 +13,7 @@ from support.table_engine import single_rank
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
+from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey, exchange_table
 from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
@@ -68,7 +68,7 @@ def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(3)
     keep_rollouts(cache, COLUMNS, batch, samples)
-    kept = Redistribution(cache, [SampleMessage.of(s) for s in samples], COLUMNS, ())
+    kept = Redistribution(cache, samples, COLUMNS, ())
     order = [rollout.sample_id for rollout in batch]
     responses = responses_in(kept, order, [samples[i] for i in order], COLUMNS)
     for rollout, response in zip(batch, responses, strict=True):

@@ -24,10 +24,9 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = target.with_name(f".{target.stem}.tmp-{os.getpid()}{target.suffix}")
     try:
         yield temporary
-        # Data before name: after a power cut the new name must not point at unwritten blocks.
-        _sync(temporary)
+        sync_path(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)
+        sync_path(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -38,7 +37,8 @@ def write_text_atomic(target: str | os.PathLike[str], text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Data before names: after a power cut a valid name must not point at unwritten blocks."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,355 @@
+"""Checkpoints in megatron-core's distributed format (``torch_dist``).
+
+The format keeps every parameter in coordinates of the whole model, cut into chunks that need not be
+those of any layout. Chunks are archives of ``torch.save`` behind one another in ``*.distcp`` files.
+A target has one chunk for each parameter, which every layout can load, and beside the weights the
+empty states that megatron-core's linear layers ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mindspeed_rl.checkpoint.resume import RECORD, TRACKER
+from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
+from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target, params_of_rank
+from mindspeed_rl.convert.torch_files import (
+    read_torch_file,
+    save_unfilled,
+    saved_bytes,
+    stored_tensor,
+)
+from mindspeed_rl.core.boxes import Box, ParamView
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.file_names import told_from
+from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.weights.layouts.base import Shard
+from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout, whole_layout
+
+COMMON, INDEX, FORMAT = "common.pt", ".metadata", "metadata.json"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# Rows of these modules are linear layers, which keep a state besides their weight.
+_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_proj",
+           "linear_q_up_proj", "linear_kv_up_proj")  # fmt: skip
+_FILE_BYTES = 4 << 30
+
+
+def key_of(param: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
+    """Key of a whole parameter, and its position among those that share the key.
+
+    Args:
+        param: name in the layout of one rank, one module per expert.
+        stacked: whether all layers share a key.
+    """
+    match = _LAYER.fullmatch(param)
+    if match is None:
+        return param, ()
+    layer, tail = int(match[1]), match[2]
+    position: tuple[int, ...] = ()
+    if expert := _EXPERT.fullmatch(tail):
+        tail, position = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),)
+    if stacked:
+        return f"decoder.layers.{tail}", (layer, *position)
+    return f"decoder.layers.{layer}.{tail}", position
+
+
+def open_distributed(folder: Path, spec: ModelSpec) -> Source:
+    """The weights of a distributed checkpoint; optimizer and random states are left alone.
+
+    Raises:
+        UsageError: another format, unreadable files, or weights that the model does not have.
+    """
+    kind = json.loads((folder / FORMAT).read_text(encoding="utf-8")).get("sharded_backend")
+    if kind != "torch_dist":
+        raise UsageError(
+            f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "
+            "with --ckpt-format torch_dist, or convert it with Megatron's own tool"
+        )
+    index = FileSystemReader(folder).read_metadata()
+    keys = index.state_dict_metadata
+    stacked = any(key.startswith("decoder.layers.self_attention.") for key in keys)
+    names = replace(told_from(keys, spec), experts="single", mtp=False)
+    embedding = keys.get("embedding.word_embeddings.weight")
+    if not isinstance(embedding, TensorStorageMetadata):
+        raise UsageError(f"{folder}: no embedding in it; is it the checkpoint of a language model?")
+    layout = whole_layout(spec, names, int(embedding.size[0]))
+    shards_of_names = {name: layout.shards(name) for name in layout.hf_shapes}
+    lacking = sorted(
+        {
+            key
+            for shards in shards_of_names.values()
+            for shard in shards
+            if (key := key_of(shard.piece.param, stacked)[0]) not in keys
+        }
+    )
+    if lacking:
+        raise UsageError(
+            f"{folder}: {lacking[0]} and {len(lacking) - 1} more keys are missing, which "
+            "config.json implies; give the config.json of this model (--hf-cfg-dir)"
+        )
+
+    places = _places(index)
+
+    @cache
+    def chunks(key: str) -> tuple[tuple[Box, StoredTensor], ...]:
+        return tuple(
+            (box, _stored(folder / info.relative_path, key, box, info)) for box, info in places[key]
+        )
+
+    @cache
+    def parts_of(name: str) -> tuple[TensorPart, ...]:
+        found: list[TensorPart] = []
+        for shard in shards_of_names[name]:
+            if not shard.is_replica:
+                key, position = key_of(shard.piece.param, stacked)
+                found += _parts(shard, position, chunks(key))
+        return tuple(found)
+
+    paths = tuple(sorted(folder.glob("*.distcp")))
+    iteration = _iteration(folder)
+    shapes = dict(layout.hf_shapes)
+    return Source(str(folder), "torch_dist", shapes, parts_of, (folder / INDEX, *paths), iteration)
+
+
+def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
+    """Key -> rectangles in coordinates of the whole, and which part of which file holds each."""
+    sizes = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, entry in index.state_dict_metadata.items()
+        for chunk in getattr(entry, "chunks", ())
+    }
+    places: dict[str, list[tuple[Box, Any]]] = {}
+    for place, info in index.storage_data.items():
+        if place.offset is not None:  # else it is no tensor
+            offsets = tuple(place.offset)
+            box = Box(offsets, sizes[place.fqn, offsets])
+            places.setdefault(place.fqn, []).append((box, info))
+    return places
+
+
+def _stored(path: Path, key: str, box: Box, info: Any) -> StoredTensor:
+    tensor = read_torch_file(path, info.offset, info.length)
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != box.size:
+        raise UsageError(f"{path}: {key} is not the tensor that {INDEX} says; copy it again")
+    return stored_tensor(path, tensor, info.offset)
+
+
+def _parts(
+    shard: Shard, position: tuple[int, ...], chunks: tuple[tuple[Box, StoredTensor], ...]
+) -> Iterator[TensorPart]:
+    """What the chunks hold of a piece of a whole parameter."""
+    piece, depth = shard.piece, len(position)
+    for box, stored in chunks:
+        if any(not lo <= p < lo + n for p, lo, n in zip(position, box.lo, box.size, strict=False)):
+            continue
+        inner = Box(box.lo[depth:], box.size[depth:])
+        common = piece.param_box.intersect(inner)
+        if common is None:
+            continue
+        hf_box = common.moved(piece.param_box, piece.hf_box)
+        view = ParamView(tuple(p - lo for p, lo in zip(position, box.lo, strict=False)))
+        yield TensorPart(hf_box, stored, common.moved(inner, Box.whole(inner.size)), view)
+
+
+def _iteration(folder: Path) -> int:
+    if (folder / RECORD).is_file():
+        return int(json.loads((folder / RECORD).read_text(encoding="utf-8"))["step"])
+    common = read_torch_file(folder / COMMON) if (folder / COMMON).is_file() else {}
+    return int(common.get("iteration") or 1) if isinstance(common, dict) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A parameter of the whole model: its key, its position among those of one key, and it."""
+
+    key: str
+    position: tuple[int, ...]
+    tensor: OutputTensor
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Of it in the whole that has the key."""
+        return torch.Size((*self.position, *(0 for _ in self.tensor.shape)))
+
+    @property
+    def shape(self) -> torch.Size:
+        """With an axis of one for each axis that parameters of a key are stacked along."""
+        return torch.Size((*(1 for _ in self.position), *self.tensor.shape))
+
+
+def plan_distributed(
+    layout: CheckpointLayout,
+    dtype_of: Callable[[str], torch.dtype],
+    iteration: int,
+    arguments: Mapping[str, Any],
+    record: Mapping[str, Any],
+    record_name: str,
+) -> Target:
+    """``iter_<iteration>`` in the distributed format, and the tracker file.
+
+    Args:
+        layout: one rank that holds everything.
+        dtype_of: element type of an HF tensor; a parameter takes that of its first.
+        iteration: in the name of the folder and in the files.
+        arguments: of a run, for readers that look them up.
+        record: what mindspeed_rl's own trainer reads of a checkpoint; files are added.
+        record_name: its file.
+    """
+    # all layers share keys where they are alike: no experts, as the trainer itself saves
+    stacked = layout.spec.moe is None
+    params = params_of_rank(layout, 0, dtype_of)
+    chunks = tuple(_Chunk(*key_of(param, stacked), tensor) for param, tensor in params.items())
+    counts = _counts(chunks)
+    states = tuple(_states(chunks, counts))
+    folder = f"iter_{iteration:07d}"
+    files = tuple(_files(chunks, states))
+    index = Metadata({}, storage_data={}, planner_data=None)
+    sizes = {}
+    for file in files:
+        with _Nowhere() as sink:
+            index.storage_data |= file.places(sink)
+            sizes[file.name] = sink.tell()
+    for chunk in chunks:
+        _describe(index, chunk, counts[chunk.key])
+    for state in states:
+        index.state_dict_metadata[state] = BytesStorageMetadata()
+    common = {"checkpoint_version": 3.0, "iteration": iteration}
+    small = {
+        f"{folder}/{INDEX}": pickle.dumps(index, protocol=2),
+        f"{folder}/{FORMAT}": json.dumps(_FORMAT).encode(),
+        f"{folder}/{COMMON}": saved_bytes({**common, "args": argparse.Namespace(**arguments)}),
+        TRACKER: f"{iteration}".encode(),
+    }
+    sizes |= {p.removeprefix(f"{folder}/"): len(data) for p, data in small.items() if "/" in p}
+    small[f"{folder}/{record_name}"] = json.dumps({**record, "files": sizes}, indent=1).encode()
+    outputs = tuple(
+        OutputFile(
+            f"{folder}/{file.name}", tuple(chunk.tensor for chunk in file.chunks), file.frame
+        )
+        for file in files
+    )
+    return Target(outputs, small, {name: dtype_of(name) for name in layout.hf_shapes})
+
+
+def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:
+    """How many parameters share each key, along each axis of their positions."""
+    counts: dict[str, tuple[int, ...]] = {}
+    for chunk in chunks:
+        known = counts.get(chunk.key, (0,) * len(chunk.position))
+        counts[chunk.key] = tuple(max(n, p + 1) for n, p in zip(known, chunk.position, strict=True))
+    return counts
+
+
+def _states(chunks: Sequence[_Chunk], counts: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Keys of the states that linear layers keep besides their weight; they are empty."""
+    for chunk in chunks:
+        module, _, kind = chunk.key.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2] in _LINEAR:
+            position = "_".join(map(str, chunk.position or (0,)))
+            total = "_".join(map(str, counts[chunk.key] or (1,)))
+            yield f"{module}._extra_state/shard_{position}_{total}"
+
+
+def _describe(index: Metadata, chunk: _Chunk, count: tuple[int, ...]) -> None:
+    shape = chunk.tensor.shape
+    entry = index.state_dict_metadata.get(chunk.key)
+    if entry is None:
+        properties = TensorProperties(dtype=chunk.tensor.dtype)
+        entry = TensorStorageMetadata(properties, torch.Size((*count, *shape)), [])
+        index.state_dict_metadata[chunk.key] = entry
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.append(ChunkStorageMetadata(chunk.offsets, chunk.shape))
+
+
+def _files(chunks: Sequence[_Chunk], states: Sequence[str]) -> Iterator[_File]:
+    """Files of about 4 GiB; the states are in the first."""
+    groups: list[list[_Chunk]] = [[]]
+    filled = 0
+    for chunk in chunks:
+        if groups[-1] and filled + chunk.tensor.num_bytes > _FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(chunk)
+        filled += chunk.tensor.num_bytes
+    for number, group in enumerate(groups):
+        yield _File(f"__{number}_0.distcp", tuple(group), () if number else tuple(states))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """Archives of one tensor each behind one another, then the states."""
+
+    name: str
+    chunks: tuple[_Chunk, ...]
+    states: tuple[str, ...]
+
+    def places(self, file: IO[bytes]) -> dict[MetadataIndex, _StorageInfo]:
+        """Write the file with holes for the tensors; the archive of each tensor and state in it."""
+        found = {}
+        entries: tuple[_Chunk | str, ...] = (*self.chunks, *self.states)
+        for entry in entries:
+            start = file.tell()
+            if isinstance(entry, str):
+                file.write(saved_bytes([None]))
+                place = MetadataIndex(entry)
+            else:
+                save_unfilled(file, [(entry.tensor.dtype, entry.shape)], lambda made: made[0])
+                place = MetadataIndex(entry.key, entry.offsets)
+            found[place] = _StorageInfo(self.name, start, file.tell() - start)
+        return found
+
+    def frame(self, path: Path) -> list[int]:
+        """Make the file with holes for the tensors; first byte of each."""
+        with path.open("wb") as file:
+            infos = list(self.places(file).values())[: len(self.chunks)]
+        return [
+            stored_tensor(path, read_torch_file(path, i.offset, i.length), i.offset).offset
+            for i in infos
+        ]
+
+
+class _Nowhere(io.BytesIO):
+    """A file that keeps the position alone: archives are planned before there is a file."""
+
+    _position = 0
+
+    def write(self, data: Any) -> int:
+        """Move on."""
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move on, or to a place."""
+        self._position = offset + (self._position if whence else 0)
+        return self._position
+
+    def tell(self) -> int:
+        """Where the next byte would be."""
+        return self._position
