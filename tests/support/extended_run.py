@@ -40,7 +40,7 @@ def of_samples() -> list[list[float]]:
     rewards = torch.tensor([[1.0, 0.0, 5.0], [2.0, math.nan, 2.0]])
     step = advantages.GroupRewards(rewards, torch.ones(2, 3))
     found = advantages.ESTIMATORS["median_baseline"]
-    values: list[list[float]] = found.of_samples(step, advantages.AdvantageSettings()).tolist()
+    values: list[list[float]] = found.formula(step, advantages.AdvantageSettings()).tolist()
     return values
 
 
