@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.layout_arrays import Case
@@ -21,13 +20,12 @@ from support.layout_cases import (
     cases,
     layouts_of,
 )
-from support.local_transport import LocalTransport, LocalWorld
+from support.local_reshard import ITEM_BYTES, schedule_of, smallest_round
 
-from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, Resharder
-from mindspeed_rl.weights.layouts.base import ShardLayout
+from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import plan_reshard
-from mindspeed_rl.weights.schedule import Schedule, plan_schedule
+from mindspeed_rl.weights.schedule import Schedule
 from mindspeed_rl.weights.traffic import (
     critical_bytes,
     element_bytes_of,
@@ -35,33 +33,7 @@ from mindspeed_rl.weights.traffic import (
     round_traffic,
 )
 
-ITEM_BYTES = 4
 ROOM = 3.0  # times the smallest budget
-
-
-def schedule_of(
-    case: Case, source: ShardLayout, target: ShardLayout, bucket_bytes: int, relay: bool = False
-) -> Schedule:
-    return plan_schedule(
-        source,
-        target,
-        bucket_bytes=bucket_bytes,
-        item_bytes=ITEM_BYTES,
-        ranks_per_node=case.ranks_per_node,
-        relay=relay,
-    )
-
-
-def smallest_budget(case: Case, source: ShardLayout, target: ShardLayout, relay: bool) -> int:
-    """At most twice the smallest budget that is accepted."""
-    bucket_bytes = 16
-    while True:
-        try:
-            schedule_of(case, source, target, bucket_bytes, relay)
-        except ValueError:
-            bucket_bytes *= 2
-        else:
-            return bucket_bytes
 
 
 def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
@@ -89,7 +61,7 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
 def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
     source, target = layouts_of(case)
     for room in (1.0, ROOM):
-        bucket_bytes = int(room * smallest_budget(case, source, target, relay))
+        bucket_bytes = int(room * smallest_round(case, source, target, relay))
         schedule = schedule_of(case, source, target, bucket_bytes, relay)
         assert staged_bytes(schedule, case, relay).max() <= schedule.staging_bytes <= bucket_bytes
 
@@ -98,7 +70,7 @@ def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
 @settings(max_examples=40, deadline=None)
 def test_every_slice_travels_once(case: Case, relay: bool) -> None:
     source, target = layouts_of(case)
-    bucket_bytes = int(ROOM * smallest_budget(case, source, target, relay))
+    bucket_bytes = int(ROOM * smallest_round(case, source, target, relay))
     schedule = schedule_of(case, source, target, bucket_bytes, relay)
     names = [name for round_ in schedule.completed for name in round_]
     assert Counter(names) == Counter(list(source.hf_shapes))
@@ -190,24 +162,3 @@ def test_a_bucket_too_small_names_one_that_fits() -> None:
         schedule_of(GQA, *layouts_of(GQA), 8)
     megabytes = float(str(error.value).rpartition(" ")[2])
     schedule_of(GQA, *layouts_of(GQA), int(megabytes * 2**20 / ROUNDS_IN_FLIGHT))
-
-
-def test_staging_is_allocated_once_and_within_the_budget() -> None:
-    """Two rounds on their way live in two buffers, whatever the number of rounds."""
-    source, target = layouts_of(MOE)
-    bucket_bytes = 2 * (smallest_budget(MOE, source, target, relay=False) + 16)
-
-    def staging(rank: int, transport: LocalTransport) -> tuple[int, int]:
-        resharder = Resharder(
-            source,
-            target,
-            rank=rank,
-            ranks_per_node=MOE.ranks_per_node,
-            transport=transport,
-            dtype=torch.float32,
-            bucket_bytes=bucket_bytes,
-        )
-        return resharder.staging_bytes(), resharder.schedule.num_rounds
-
-    for staged, rounds in LocalWorld(MOE.world).run(staging):
-        assert 0 < staged <= bucket_bytes and rounds > 2
