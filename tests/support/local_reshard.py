@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -86,7 +87,8 @@ def move(
         shapes = target.local_shapes(rank)
         write = {n: torch.full(shape, UNTOUCHED, dtype=torch.int32) for n, shape in shapes.items()}
         read = tensors(megatron_params(case, hf, rank))
-        with TensorTracker() as tracker:
+        tracker = TensorTracker()
+        with tracker if case.world <= 16 else nullcontext():  # it takes its time
             traffic = resharder.run(read, write)
         plan = resharder.plan
         assert traffic == SyncTraffic(
