@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -84,7 +85,7 @@ def run_ranks(
     (folder / "task.pkl").write_bytes(pickle.dumps(task))
     (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
     processes = [_start(folder, r, num_ranks, server or _SERVER) for r in range(num_ranks)]
-    _end(function.__name__, folder, processes, timeout_s)
+    end_ranks(function.__name__, folder, processes, timeout_s)
     return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
 
 
@@ -119,7 +120,7 @@ def run_command(
         _start(folder, rank, num_ranks, _SERVER, "support.command_rank", store)
         for rank in range(num_ranks)
     ]
-    _end(module, folder, processes, timeout_s)
+    end_ranks(module, folder, processes, timeout_s)
     return (folder / "rank0.log").read_text(errors="replace")
 
 
@@ -142,7 +143,12 @@ def _start(
     return server.start(folder, environment, body)
 
 
-def _end(name: str, folder: Path, processes: Sequence[Rank], timeout_s: float) -> None:
+def end_ranks(
+    name: str,
+    folder: Path,
+    processes: Sequence[Rank | subprocess.Popen[bytes]],
+    timeout_s: float,
+) -> None:
     """Wait for all ranks and leave none; ``RankError`` when one failed."""
     try:
         order = _wait(processes, timeout_s + KILL_MARGIN_S)
@@ -160,7 +166,7 @@ def _end(name: str, folder: Path, processes: Sequence[Rank], timeout_s: float) -
         raise RankError(f"{name} failed on rank {order[0]}\n{story}", codes)
 
 
-def _wait(processes: Sequence[Rank], limit_s: float) -> list[int]:
+def _wait(processes: Sequence[Rank | subprocess.Popen[bytes]], limit_s: float) -> list[int]:
     """Wait for all ranks; the ranks that failed by themselves, in the order in which they did."""
     deadline = time.monotonic() + limit_s
     failed: list[int] = []
@@ -223,14 +229,19 @@ def _run_task(folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def main() -> None:
-    """Body of a rank; its folder is the first argument."""
+def run_body(body: Callable[[Path], None]) -> None:
+    """Call the body of a rank with its folder, the first argument; an error goes into that."""
     folder = Path(sys.argv[1])
     try:
-        _run_task(folder)
+        body(folder)
     except BaseException:
         (folder / f"rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
         with contextlib.suppress(ValueError):  # a closed stream has nothing to flush
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)  # peers may be inside a collective that this rank will never join
+
+
+def main() -> None:
+    """Body of a rank that was asked for by :func:`run_ranks`."""
+    run_body(_run_task)
