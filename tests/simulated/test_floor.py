@@ -138,7 +138,7 @@ SMALL = (
         "tp=2,pp=2,dp=8,ep=16", 8,
     ),
 )  # fmt: skip
-# real depth, few holders of large matrices
+# real depth, few owner ranks of large matrices
 DEEP = (
     Reshard("qwen3-8b", 16, "pp=4", "tp=16"),
     Reshard("qwen3-30b-a3b", 16, "tp=2,ep=2,etp=1", "tp=4,pp=2,ep=4", changes={"num_experts": 16}),
@@ -163,24 +163,24 @@ WHOLE = (
 def best_largest_send(source: ShardLayout, target: ShardLayout, world: int) -> float:
     """The smallest possible largest number of bytes that a rank sends: a linear programme.
 
-    Each set of holders must send what the ranks outside it need of their shard, split among them
+    Each set of owners must send what the ranks outside it need of their shard, split among them
     as they like, elements included; that is the optimum of the maximum flow.
     """
     bytes_of = element_bytes_of(source, BF16)
     demand: Counter[tuple[int, ...]] = Counter()
     for name in source.hf_shapes:
-        holders_of: dict[Box, set[int]] = {}
+        owners_of: dict[Box, set[int]] = {}
         for src in source.shards(name):
-            holders_of.setdefault(src.piece.hf_box, set()).update(src.holders)
+            owners_of.setdefault(src.piece.hf_box, set()).update(src.owner_ranks)
         needed_by: dict[Box, set[int]] = {}
         for dst in target.shards(name):
-            needed_by.setdefault(dst.piece.hf_box, set()).update(dst.holders)
-        for box, holders in holders_of.items():
+            needed_by.setdefault(dst.piece.hf_box, set()).update(dst.owner_ranks)
+        for box, owners in owners_of.items():
             for wanted, ranks in needed_by.items():
                 if common := box.intersect(wanted):
                     size = common.num_elements * bytes_of(name)
-                    demand[tuple(sorted(holders))] += size * len(ranks - holders)
-    flows = [(group, rank) for group, holders in enumerate(demand) for rank in holders]
+                    demand[tuple(sorted(owners))] += size * len(ranks - owners)
+    flows = [(group, rank) for group, owners in enumerate(demand) for rank in owners]
     columns = len(flows) + 1  # the last is the largest load
     supply = np.zeros((len(demand), columns))
     load = np.zeros((world, columns))
