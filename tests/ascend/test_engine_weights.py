@@ -32,9 +32,6 @@ from mindspeed_rl.weights.layouts.vllm import VllmLayout
 pytestmark = pytest.mark.ascend_emul
 
 VERSION = "0.23.0"
-# Packages that vLLM imports and nothing here uses.
-NOT_INSTALLED = ("acl", "torchvision", "triton", "gguf", "cv2", "torchaudio", "ijson", "numba",
-                 "mistral_common")  # fmt: skip
 CASES = {
     "dense": GQA,
     "experts": MOE,
@@ -51,7 +48,7 @@ def real() -> SimpleNamespace:
     from ascend.emulator.device import emulate
 
     emulate()
-    stand_ins.install(*NOT_INSTALLED)
+    stand_ins.install("acl", "triton", *stand_ins.VLLM_NEEDS)
     os.environ.update({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_VERSION": VERSION})
     import vllm_ascend.ascend_config as config
     import vllm_ascend.patch.worker.patch_process_weights_after_loading  # noqa: F401
