@@ -1,4 +1,4 @@
-"""The score command: trainer and engine give the log-probs of transformers; mistakes.
+"""The score command: trainer and engine give the log-probs of transformers; its table; mistakes.
 
 Every family and variant by both backends, each in enough layouts for every pair of choices
 (``support.score_cases``).

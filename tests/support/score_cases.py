@@ -110,7 +110,7 @@ def trainer_layout(split: str, tp: int, cp: int, ep: int) -> ScoreLayout:
         flags += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
     sizes = "".join(f" {axis}{n}" for axis, n in (("tp", tp), ("cp", cp), ("ep", ep)) if n > 1)
     stages = 1 if split == "pp1" else 2
-    return ScoreLayout(split + sizes, stages * max(tp * cp, ep), tuple(flags), experts_only=ep > 1)
+    return ScoreLayout(split + sizes, stages * max(tp * cp, ep), tuple(flags), ep > 1)
 
 
 def engine_layout(tp: int, dp: int, *, whole: bool, engines: int) -> ScoreLayout:
@@ -121,7 +121,7 @@ def engine_layout(tp: int, dp: int, *, whole: bool, engines: int) -> ScoreLayout
         name += f" ep{tp * dp}"
         flags += ["--rollout-ep", str(tp * dp)]
     only = whole or dp > 1
-    return ScoreLayout(name, engines * tp * dp, tuple(flags), experts_only=only)
+    return ScoreLayout(name, engines * tp * dp, tuple(flags), only)
 
 
 def _trainer_rows(case: FamilyCase) -> Iterator[tuple[Any, ...]]:
@@ -149,11 +149,10 @@ def _layout_of(backend: str, row: tuple[Any, ...]) -> ScoreLayout:
 
 
 def layouts_of(backend: str) -> dict[str, list[ScoreLayout]]:
-    """Variant -> layouts of one of ``BACKENDS``: every pair of choices, the variant being one."""
+    """Variant -> its layouts: enough for every pair of choices, the variant being one."""
     rows_of = _trainer_rows if backend == "megatron" else _engine_rows
     rows = [(case.name, *row) for case in VARIANTS.values() for row in rows_of(case)]
-    chosen = {*covering_array(rows), *_ALL_AT_ONCE[backend]}
     found: dict[str, list[ScoreLayout]] = {name: [] for name in VARIANTS}
-    for row in sorted(chosen, key=rows.index):
+    for row in sorted({*covering_array(rows), *_ALL_AT_ONCE[backend]}, key=rows.index):
         found[str(row[0])].append(_layout_of(backend, tuple(row[1:])))
     return found

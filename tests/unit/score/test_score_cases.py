@@ -1,4 +1,4 @@
-"""What the score command is proven on: every variant, every choice of layout."""
+"""The models and layouts that the score command is proven on: every choice is among them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from support.score_cases import (
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import check_score
 
 TRAINER_CHOICES = {*SPLITS, "tp2", "cp2"}
@@ -27,12 +26,8 @@ ENGINE_CHOICES = {"tp1", "tp2"}
 EXPERT_CHOICES = {"megatron": {"ep2"}, "engine": {"dp2", "ep2", "ep4"}}
 
 
-@pytest.fixture(scope="module")
-def specs() -> dict[str, ModelSpec]:
-    return {n: spec_from_hf_config(family_config(c).to_dict()) for n, c in VARIANTS.items()}
-
-
-def test_the_variants_are_all_that_tables_tell_apart(specs: dict[str, ModelSpec]) -> None:
+def test_the_variants_are_all_that_tables_tell_apart() -> None:
+    specs = [spec_from_hf_config(family_config(c).to_dict()) for c in VARIANTS.values()]
     told = {
         "tied": lambda s: s.tie_embeddings,
         "untied": lambda s: not s.tie_embeddings,
@@ -46,11 +41,10 @@ def test_the_variants_are_all_that_tables_tell_apart(specs: dict[str, ModelSpec]
         "no groups": lambda s: s.latent and s.moe.num_groups == 1,
         "yarn with latent attention": lambda s: s.latent and s.rope.kind == "yarn",
     }  # fmt: skip
-    missing = [name for name, has in told.items() if not any(has(s) for s in specs.values())]
-    assert missing == []
-    assert {s.rope.kind for s in specs.values()} == {"default", "linear", "llama3", "yarn"}
+    assert [name for name, has in told.items() if not any(has(s) for s in specs)] == []
+    assert {s.rope.kind for s in specs} == {"default", "linear", "llama3", "yarn"}
     families = {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"}
-    assert {s.family for s in specs.values()} == families
+    assert {s.family for s in specs} == families
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -66,13 +60,13 @@ def test_every_variant_meets_every_choice(backend: str) -> None:
     assert every >= choices | EXPERT_CHOICES[backend]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_flags_ask_for_the_layout(variant: str, tmp_path: Path) -> None:
-    family_config(VARIANTS[variant]).save_pretrained(tmp_path)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_flags_ask_for_the_layout(backend: str, tmp_path: Path) -> None:
     for name in ("in.npz", "model.safetensors"):
         (tmp_path / name).touch()
-    for backend in BACKENDS:
-        for layout in layouts_of(backend)[variant]:
+    for variant, layouts in layouts_of(backend).items():
+        family_config(VARIANTS[variant]).save_pretrained(tmp_path)
+        for layout in layouts:
             argv = ["--hf-checkpoint", str(tmp_path), "--tokens", str(tmp_path / "in.npz")]
             argv += ["--output", "o", "--backend", backend, "--platform", "cpu", *layout.flags]
             plan = check_score(parse(ScoreRunConfig, argv, "score").config, layout.num_ranks)
