@@ -19,7 +19,6 @@ from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import (
     RoundTraffic,
-    TrafficSpread,
     critical_bytes,
     element_bytes_of,
     rank_traffic,
@@ -143,10 +142,6 @@ def test_critical_bytes_by_hand() -> None:
     assert critical_bytes([first, second]) == 7 + 5
 
 
-def test_spread_by_hand() -> None:
-    assert TrafficSpread.of([4, 1, 4]) == TrafficSpread(1, 3.0, 4)
-
-
 @pytest.mark.parametrize("relay", [False, True])
 def test_traffic_of_all_ranks_is_consistent(relay: bool) -> None:
     """Sends equal receives, in all and between nodes; rounds add up to the whole."""
@@ -172,13 +167,6 @@ def test_traffic_of_all_ranks_is_consistent(relay: bool) -> None:
         assert whole.receive_bytes + whole.copy_bytes == 2 * sum(needed)
     received, sent = (r.receive_bytes for r in parts), (r.send_bytes for r in parts)
     assert list(map(sum, zip(*received, strict=True))) == list(map(sum, zip(*sent, strict=True)))
-
-
-def test_float32_tensors_count_four_bytes() -> None:
-    source, _ = Reshard("deepseek-v3", 4, "num_layer_list=4", "tp=1").layouts()
-    bytes_of = element_bytes_of(source, 2)
-    assert bytes_of("model.layers.3.mlp.gate.e_score_correction_bias") == 4
-    assert bytes_of("model.layers.3.mlp.gate.weight") == 2
 
 
 # --- errors ------------------------------------------------------------------------------------
