@@ -12,9 +12,6 @@ import os
 import sys
 from typing import Any
 
-# Packages that vLLM imports and nothing here uses.
-NOT_INSTALLED = ("acl", "torchvision", "triton", "gguf", "cv2", "torchaudio", "ijson", "numba",
-                 "mistral_common", "uvicorn")  # fmt: skip
 VERSION = "0.23.0"
 ENVIRONMENT = {
     "VLLM_ASCEND_ENABLE_NZ": "0",
@@ -34,7 +31,7 @@ def main() -> None:
     from ascend.emulator.device import emulate
 
     emulate()
-    stand_ins.install(*NOT_INSTALLED)
+    stand_ins.install("acl", "triton", *stand_ins.VLLM_NEEDS)
     torch.npu.set_device(0)
     dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
     from vllm.model_executor.models import registry

@@ -14,8 +14,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from typing import Any
 
 import pytest
 from support import warm_ranks
+from support.spawn import end_ranks, run_body
 from support.warm_ranks import Rank, Server
 
 TEST_PLATFORM = "MINDSPEED_RL_TEST_PLATFORM"
@@ -73,7 +72,7 @@ def run_npu_ranks(
         timeout_s: limit of the whole world.
 
     Raises:
-        AssertionError: with the traceback and the end of the log of every rank that failed.
+        RankError: with the traceback and the end of the log of every rank.
     """
     work_dir.mkdir(exist_ok=True)
     task = (function.__module__, function.__qualname__, dict(features or {}))
@@ -104,28 +103,8 @@ def run_npu_ranks(
             with (work_dir / f"rank{rank}.log").open("w") as log:
                 command = [sys.executable, "-m", "ascend.npu_ranks", str(work_dir)]
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    codes = _ended(ranks, timeout_s)
-    stories = [_story(work_dir, rank) for rank, code in enumerate(codes) if code]
-    assert not stories, "\n".join(stories)
+    end_ranks(function.__name__, work_dir, ranks, timeout_s)
     return [pickle.loads((work_dir / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
-
-
-def _ended(ranks: Sequence[subprocess.Popen[bytes] | Rank], limit_s: float) -> list[int]:
-    """Exit statuses; ranks that are still there at the limit are killed."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()
-            rank.wait()
-    return [rank.poll() or 0 for rank in ranks]
-
-
-def _story(folder: Path, rank: int) -> str:
-    error = folder / f"rank{rank}.error"
-    log = (folder / f"rank{rank}.log").read_text(errors="replace")
-    return f"--- rank {rank}\n{error.read_text() if error.is_file() else log[-6000:]}"
 
 
 def _run_task(folder: Path) -> None:
@@ -140,7 +119,6 @@ def _run_task(folder: Path) -> None:
         deterministic = "--npu-deterministic" in features.get("flags", ())
         bootstrap.prepare_environment(platform, os.environ, deterministic=deterministic)
     bootstrap.quiet_libraries()
-    device = None
     if platform == "npu":
         if importlib.util.find_spec("mindspeed"):
             from ascend.emulator.stand_ins import install
@@ -148,7 +126,7 @@ def _run_task(folder: Path) -> None:
             install("acl", "triton")  # of CANN and of triton-ascend
         from ascend.emulator.device import emulate
 
-        device = emulate()
+        emulate()
     world = bootstrap.World.from_environment()
     bootstrap.start(platform, 5, world, _setup(features))
     if "mindspeed.ops.npu_rotary_position_embedding" in sys.modules:
@@ -162,8 +140,6 @@ def _run_task(folder: Path) -> None:
     args = pickle.loads((folder / "args.pkl").read_bytes())
     result = getattr(importlib.import_module(module), name)(world, *args)
     (folder / f"rank{world.rank}.result").write_bytes(pickle.dumps(result))
-    if device is not None:
-        device.write_counts()
     dist.barrier()
 
 
@@ -212,12 +188,7 @@ def main() -> None:
     if sys.argv[1] == "--serve":
         serve(sys.argv[2])
         return
-    folder = Path(sys.argv[1])
-    try:
-        _run_task(folder)
-    except BaseException:
-        (folder / f"rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
-        os._exit(1)  # peers may be in a collective that this rank will never join
+    run_body(_run_task)
     os._exit(0)  # torch_npu's own exit handlers expect a device
 
 

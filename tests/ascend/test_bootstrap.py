@@ -212,7 +212,7 @@ def test_the_adaptor_changes_nothing_for_others(adapted: dict[str, object]) -> N
         "HCCL_EXEC_TIMEOUT": "3600",
         "HCCL_DETERMINISTIC": "strict",
     }
-    assert found["at_import"] == {"torch": "strict", "torch_npu": "strict"}, "R15"
+    assert found["at_import"] == {"torch": "strict", "torch_npu": "strict"}, "set before"
     assert found["determinism"] == (
         "determinism: kernels that vary are refused; HCCL_DETERMINISTIC=strict, "
         "LCCL_DETERMINISTIC=1, CLOSE_MATMUL_K_SHIFT=1, VLLM_BATCH_INVARIANT=unset"
@@ -223,14 +223,14 @@ def test_the_adaptor_changes_nothing_for_others(adapted: dict[str, object]) -> N
     ]
 
 
-# Other packages that vLLM imports; the emulator after the environment, which comes before torch.
+# The emulator comes after the environment, which comes before torch.
 EMULATED = """
 from ascend.emulator.device import emulate
 emulate()
 """
 VLLM = """
-from ascend.emulator.stand_ins import install
-install("torchvision", "gguf", "cv2", "torchaudio", "ijson", "numba", "mistral_common")
+from ascend.emulator.stand_ins import VLLM_NEEDS, install
+install(*VLLM_NEEDS)
 import torch, vllm.model_executor.layers.fused_moe, vllm_ascend.ops.fused_moe.fused_moe as experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from mindspeed_rl.platforms import npu_install

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_ascend import GARBAGE, FakeExperts, submodule
+from support.fake_ascend import GARBAGE
 from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
 
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.platforms.allocator_settings import WANTED
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
@@ -31,9 +33,6 @@ from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
 pytestmark = pytest.mark.ascend_emul
 
 VERSION = "0.23.0"
-# Packages that vLLM imports and nothing here uses.
-NOT_INSTALLED = ("acl", "torchvision", "triton", "gguf", "cv2", "torchaudio", "ijson", "numba",
-                 "mistral_common")  # fmt: skip
 CASES = {
     "dense": GQA,
     "experts": MOE,
@@ -50,7 +49,7 @@ def real() -> SimpleNamespace:
     from ascend.emulator.device import emulate
 
     emulate()
-    stand_ins.install(*NOT_INSTALLED)
+    stand_ins.install("acl", "triton", *stand_ins.VLLM_NEEDS)
     os.environ.update({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_VERSION": VERSION})
     import vllm_ascend.ascend_config as config
     import vllm_ascend.patch.worker.patch_process_weights_after_loading  # noqa: F401
@@ -78,6 +77,27 @@ def real() -> SimpleNamespace:
     )
 
 
+class Experts(torch.nn.Module):
+    """The owner of the experts, with the loader that its parameters lose."""
+
+    def weight_loader(self, param: torch.nn.Parameter, loaded: torch.Tensor) -> None:
+        """Copy a whole stack in loader layout."""
+        param.data.copy_(loaded)
+
+
+def submodule(root: torch.nn.Module, path: str, kind: type[torch.nn.Module]) -> Any:
+    """The module at a path, made where it is missing."""
+    at = root
+    *parents, last = path.split(".")
+    for name in parents:
+        if not hasattr(at, name):
+            at.add_module(name, torch.nn.Module())
+        at = getattr(at, name)
+    if not hasattr(at, last):
+        at.add_module(last, kind())
+    return getattr(at, last)
+
+
 class RealEngine(VllmEngine):
     """The product's engine around a model of real methods in the engine's module tree.
 
@@ -85,6 +105,7 @@ class RealEngine(VllmEngine):
         model: its parameters are those of the layout.
         stray: a plain tensor in the pool of the weights.
         cache: the key/value cache.
+        settings: what vLLM would be built with.
     """
 
     def __init__(self, real: SimpleNamespace, layout: VllmLayout, model_dir: str) -> None:
@@ -118,7 +139,7 @@ class RealEngine(VllmEngine):
         for name, shape in self._layout.local_shapes(0).items():
             path, _, attribute = name.rpartition(".")
             expert = attribute in ("w13_weight", "w2_weight")
-            owner = submodule(model, path, FakeExperts if expert else torch.nn.Module)
+            owner = submodule(model, path, Experts if expert else torch.nn.Module)
             value = torch.randn(shape, dtype=torch.bfloat16)
             if expert:
                 method = object.__new__(self._real.ExpertsMethod)
@@ -198,6 +219,7 @@ class RealEngine(VllmEngine):
         return AscendBackend(*about)
 
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
+        self.settings = settings
         hidden = SimpleNamespace(hidden_size=self._layout.spec.hidden_size)
         model_config = SimpleNamespace(
             dtype=torch.bfloat16, quantization=None, hf_text_config=hidden
@@ -235,9 +257,58 @@ def check(engine: RealEngine, expected: dict[str, torch.Tensor]) -> None:
     assert torch.equal(engine.stray.cpu(), torch.arange(5.0))
 
 
+Make = Callable[[str], RealEngine]
+
+
+@pytest.fixture
+def make(real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Name of a case -> its engine."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+
+    def engine_of(name: str, kind: type[RealEngine] = RealEngine) -> RealEngine:
+        layout = VllmLayout(
+            spec_of(CASES[name]), EngineLayout(1, 1), transposed_experts=True,
+            expert_module="mlp.experts",
+        )  # fmt: skip
+        return kind(real, layout, str(tmp_path))
+
+    return engine_of
+
+
+def new_weights(engine: RealEngine, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: torch.randn(view.shape, generator=generator).bfloat16()
+        for key, view in engine.weight_views().items()
+    }
+
+
+def update(engine: RealEngine, version: int, *, by_loader: bool = False) -> None:
+    """Write other weights, and look at what kernels read."""
+    engine.begin_update()
+    weights = new_weights(engine, version)
+    if by_loader:
+        for key, value in weights.items():
+            engine.load_tensor(key, value.to("npu"))
+    else:
+        for key, view in engine.weight_views().items():
+            assert view.is_contiguous(), "a reshard writes rectangles of it"
+            view.copy_(weights[key])
+    engine.finish_update(version)
+    check(engine, weights)
+
+
+def sleep(engine: RealEngine) -> None:
+    engine.free_cache()
+    engine.free_weights()
+    first = next(iter(engine.model.parameters())).data
+    assert int(first.cpu().view(torch.uint8).flatten()[0]) == GARBAGE
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_three_cycles_of_its_own_classes(
-    name: str, real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, make: Make, real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sleep, wake, sync: twice by rectangles, once through its loaders; nothing moves."""
     case: Case = CASES[name]
@@ -249,45 +320,127 @@ def test_three_cycles_of_its_own_classes(
         turn(self, layer)
 
     monkeypatch.setattr(real.ExpertsMethod, "process_weights_after_loading", counted)
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
-    layout = VllmLayout(
-        spec_of(case), EngineLayout(1, 1), transposed_experts=True, expert_module="mlp.experts"
-    )
-    engine = RealEngine(real, layout, str(tmp_path))
+    engine = make(name)
     addresses = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
     if case.experts:
         assert len(engine._derived.experts.params) == 2 * sum(case.moe_layers)
-    for update in (1, 2, 3):
+    for version in (1, 2, 3):
         turned.clear()
-        engine.free_cache()
-        engine.free_weights()
-        first = next(iter(engine.model.parameters())).data
-        assert int(first.cpu().view(torch.uint8).flatten()[0]) == GARBAGE
+        sleep(engine)
         engine.wake(["weights"])
         if case.experts:
             assert all(p.loadable for p in engine._derived.experts.params), "0.23 turns them"
-        engine.begin_update()
-        generator = torch.Generator().manual_seed(update)
-        weights = {
-            key: torch.randn(view.shape, generator=generator).bfloat16()
-            for key, view in engine.weight_views().items()
-        }
-        if update == 2:
-            for key, value in weights.items():
-                engine.load_tensor(key, value.to("npu"))
-        else:
-            for key, view in engine.weight_views().items():
-                view.copy_(weights[key])
-        engine.finish_update(update)
+        update(engine, version, by_loader=version == 2)
         engine.wake(["kv_cache"])
-        assert engine.state is EngineState.AWAKE
+        assert engine.state is EngineState.AWAKE and engine.weights_version == version
         assert torch.count_nonzero(engine.cache.cpu()) == 0
-        check(engine, weights)
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
         layers = {id(p.module) for p in engine._derived.experts.params}
         assert len(layers) == sum(case.moe_layers if case.experts else ())
         assert sorted(map(id, turned)) == sorted(layers), "its method turns each layer once"
+
+
+def test_updates_without_sleep(make: Make) -> None:
+    """The engine keeps its memory; and one update is given up half-way by a sleep."""
+    engine = make("square w2")
+    for version in (1, 2):
+        update(engine, version, by_loader=True)
+    engine.begin_update()
+    sleep(engine)
+    engine.wake(["weights"])
+    update(engine, 3)
+
+
+def test_only_the_cache_sleeps(make: Make) -> None:
+    engine = make("experts")
+    update(engine, 1)
+    kept = {n: p.data.cpu() for n, p in engine.model.named_parameters()}
+    engine.free_cache()
+    check(engine, kept)
+    engine.wake(["kv_cache"])
+    assert torch.count_nonzero(engine.cache.cpu()) == 0
+    check(engine, kept)
+    assert engine.weights_version == 1
+
+
+def test_segments_expand_while_the_weights_are_away(
+    make: Make, real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off while the pool is filled and mapped, on in between, where the user asked."""
+    memory = importlib.import_module("torch_npu.npu.memory")
+    seen: list[str] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name not in seen[-1:]:
+                seen.append(name)
+            return original(*args)
+
+        return call
+
+    for name in ("unmap_and_release", "create_and_map"):
+        monkeypatch.setattr(real.camem, name, noted(name, getattr(real.camem, name)))
+    monkeypatch.setattr(memory, "_set_allocator_settings", seen.append)
+    for wanted in ("0", "1"):
+        monkeypatch.setenv(WANTED, wanted)
+        engine = make("experts")
+        sleep(engine)
+        engine.wake(["weights"])
+    off, on = "expandable_segments:False", "expandable_segments:True"
+    away, back = "unmap_and_release", "create_and_map"
+    assert seen == [away, back, off, away, on, off, back]
+    monkeypatch.delattr(memory, "_set_allocator_settings")
+    with pytest.raises(RuntimeError, match="_set_allocator_settings is gone; written for"):
+        make("experts")
+
+
+def test_a_version_that_turns_behind_our_back_is_caught(
+    make: Make, real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processing that leaves experts as loaded, and one that moves them."""
+
+    def moves(_: Any, layer: torch.nn.Module) -> None:
+        for name in ("w13_weight", "w2_weight"):
+            turned = getattr(layer, name).data.transpose(1, 2).clone()
+            layer.register_parameter(name, torch.nn.Parameter(turned, requires_grad=False))
+
+    engine, name = make("experts"), "process_weights_after_loading"
+    for method, said in (
+        (lambda *_: None, "processing left it in loader layout"),
+        (moves, r"is neither the kernel layout .* nor its transpose"),
+    ):
+        monkeypatch.setattr(real.ExpertsMethod, name, method)
+        engine.begin_update()
+        with pytest.raises(RuntimeError, match=said):
+            engine.finish_update(1)
+
+
+def test_the_engine_is_built_for_updates(make: Make) -> None:
+    """Arguments that training needs."""
+    engine = make("experts")
+    assert engine.settings["enable_sleep_mode"]
+    assert engine.settings["kv_cache_memory_bytes"] == 1 << 20
+    assert engine.settings["enforce_eager"] and engine.settings["load_format"] == "dummy"
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0", "the other place that is asked"
+    told = engine.weight_format
+    assert told.startswith("engine weights: not in NZ; formats of the ")
+    assert ": 2; weight_nz_" in told
+
+
+def test_an_engine_with_nz_weights_is_refused(
+    make: Callable[..., RealEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm_ascend.ascend_config as config
+
+    class WithNzWeight(RealEngine):
+        def _backend(self, *about: Any) -> AscendBackend:
+            return AscendBackend(*about, format_of=lambda param: 29)
+
+    with pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"):
+        make("dense", WithNzWeight)
+    monkeypatch.setattr(config._ASCEND_CONFIG, "weight_nz_mode", 1)
+    with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
+        make("dense")
 
 
 @pytest.mark.parametrize("padded", [False, True])

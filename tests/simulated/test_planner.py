@@ -1,13 +1,14 @@
 """Reshard plans of all ranks against arrays that were sliced by hand.
 
 The oracle in ``support/layout_oracle.py`` shares no code with the planner; messages travel through
-``support/local_transport.py``, so the product's own executor moves real tensors.
+``support/local_transport.py``, so the product's own executor moves real tensors. With a tight
+bucket a reshard makes many rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.layout_arrays import PADDING, Array, Case, hf_arrays
+from support.layout_arrays import PADDING, Case, hf_arrays
 from support.layout_cases import (
     FIXED,
     GQA,
@@ -29,22 +30,16 @@ from support.layout_cases import (
     layouts_of,
 )
 from support.layout_oracle import megatron_params, vllm_params
+from support.local_reshard import ITEM_BYTES, assert_arrived, move, smallest_bucket, tensors
 from support.local_transport import LocalTransport, LocalWorld
 
-from mindspeed_rl.weights import exchange
-from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights import exchange, transports
+from mindspeed_rl.weights.exchange import shared_view
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import ReshardPlan, check_same_tensors, plan_reshard
-from mindspeed_rl.weights.schedule import plan_schedule
-from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.traffic import element_bytes_of, rank_floor, rank_traffic
-
-UNTOUCHED = -7
-ITEM_BYTES = 4
-
-
-# --- layouts -----------------------------------------------------------------------------------
 
 
 def plans_of(
@@ -53,72 +48,6 @@ def plans_of(
     return [
         plan_reshard(source, target, r, case.ranks_per_node, relay=relay) for r in range(case.world)
     ]
-
-
-def smallest_bucket(case: Case, source: ShardLayout, target: ShardLayout, relay: bool) -> int:
-    """A bucket that makes many rounds: at most twice the smallest that is accepted."""
-    bucket_bytes = 64
-    while True:
-        try:
-            plan_schedule(
-                source,
-                target,
-                bucket_bytes=bucket_bytes // 2 - 16,
-                item_bytes=ITEM_BYTES,
-                ranks_per_node=case.ranks_per_node,
-                relay=relay,
-            )
-        except ValueError:
-            bucket_bytes *= 2
-        else:
-            return bucket_bytes
-
-
-def tensors(params: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.array(array)) for name, array in params.items()}
-
-
-def untouched(params: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    return {n: torch.full(shape, UNTOUCHED, dtype=torch.int32) for n, shape in params.items()}
-
-
-def move(
-    case: Case,
-    source: ShardLayout,
-    target: ShardLayout,
-    bucket_bytes: int,
-    relay: bool = False,
-    many_messages: bool = False,
-) -> list[dict[str, torch.Tensor]]:
-    """Run the executor on all ranks; every rank's target parameters."""
-    hf = hf_arrays(case)
-
-    def one_rank(rank: int, transport: LocalTransport) -> dict[str, torch.Tensor]:
-        transport.many_messages = many_messages
-        resharder = Resharder(
-            source,
-            target,
-            rank=rank,
-            ranks_per_node=case.ranks_per_node,
-            transport=transport,
-            dtype=torch.int32,
-            bucket_bytes=bucket_bytes,
-            relay=relay,
-        )
-        assert resharder.staging_bytes() <= bucket_bytes
-        write = untouched(target.local_shapes(rank))
-        traffic = resharder.run(tensors(megatron_params(case, hf, rank)), write)
-        plan = resharder.plan
-        assert traffic == SyncTraffic(
-            *(
-                ITEM_BYTES * sum(t.dst_box.num_elements for t in transfers)
-                for transfers in (plan.receives, plan.sends, plan.copies)
-            )
-        )
-        assert transport.sent_bytes == traffic.sent_bytes
-        return write
-
-    return LocalWorld(case.world).run(one_rank)
 
 
 @given(cases())
@@ -156,12 +85,8 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, relay: bool) -> None:
     """All ranks' plans, run by the executor: bit-equal to slicing, padding untouched."""
     source, target = layouts_of(case)
-    hf = hf_arrays(case)
     bucket_bytes = smallest_bucket(case, source, target, relay) if tight else 10**9
-    for rank, written in enumerate(move(case, source, target, bucket_bytes, relay)):
-        for name, wanted in vllm_params(case, hf, rank).items():
-            expected = np.where(wanted == PADDING, UNTOUCHED, wanted)
-            np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
+    assert_arrived(case, move(case, source, target, bucket_bytes, relay))
 
 
 @given(cases(), st.booleans(), st.integers(1, 64))
@@ -173,14 +98,9 @@ def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, rela
 def test_every_element_arrives_without_staging(case: Case, relay: bool, alone: int) -> None:
     """Rectangles that are one run of memory on either side travel from or into it."""
     source, target = layouts_of(case)
-    hf = hf_arrays(case)
     bucket_bytes = smallest_bucket(case, source, target, relay)
     with mock.patch.object(exchange, "ALONE_BYTES", alone):
-        moved = move(case, source, target, bucket_bytes, relay, many_messages=True)
-    for rank, written in enumerate(moved):
-        for name, wanted in vllm_params(case, hf, rank).items():
-            expected = np.where(wanted == PADDING, UNTOUCHED, wanted)
-            np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
+        assert_arrived(case, move(case, source, target, bucket_bytes, relay, many_messages=True))
 
 
 @pytest.mark.parametrize("case", FIXED)
@@ -202,7 +122,6 @@ def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
     """The second one is a copy within the engine, bit for bit."""
     case = replace(REDUNDANT, physical_experts=(1, 1, 0, 2, 3, 7, 6, 5, 4, 1, 0, 2), ep=2, etp=2)
     source, target = layouts_of(case)
-    hf = hf_arrays(case)
     bytes_of = element_bytes_of(source, ITEM_BYTES)
     num_duplicates = 0
     for plan in plans_of(source, target, case, relay):
@@ -212,10 +131,7 @@ def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
     num_engines, num_layers, num_matrices = case.world // 4, sum(case.moe_layers), 3
     assert num_duplicates == num_engines * num_layers * num_matrices
     bucket_bytes = smallest_bucket(case, source, target, relay)
-    for rank, written in enumerate(move(case, source, target, bucket_bytes, relay)):
-        for name, wanted in vllm_params(case, hf, rank).items():
-            expected = np.where(wanted == PADDING, UNTOUCHED, wanted)
-            np.testing.assert_array_equal(written[name].numpy(), expected, f"{rank} {name}")
+    assert_arrived(case, move(case, source, target, bucket_bytes, relay))
 
 
 @given(cases(), st.booleans())
@@ -252,18 +168,6 @@ def test_plans_of_all_ranks_fit_together(case: Case, relay: bool) -> None:
     assert sum(len(p.sends) for p in plans) == sum(len(p.receives) for p in plans)
 
 
-def test_both_ends_list_a_message_in_the_same_order() -> None:
-    source, target = layouts_of(GQA)
-    plans = plans_of(source, target, GQA)
-    pairs = 0
-    for plan in plans:
-        for peer in {t.dst_rank for t in plan.sends}:
-            sent = [t for t in plan.sends if t.dst_rank == peer]
-            assert sent == [t for t in plans[peer].receives if t.src_rank == plan.rank]
-            pairs += 1
-    assert pairs > 4
-
-
 def test_the_digest_follows_everything_a_plan_depends_on() -> None:
     def digest(case: Case) -> str:
         return plan_reshard(*layouts_of(case), 0, case.ranks_per_node).digest
@@ -298,30 +202,6 @@ def test_layouts_of_different_models_are_refused() -> None:
         check_same_tensors(source, target)
 
 
-@pytest.mark.slow
-def test_the_plan_of_one_rank_of_4096_is_cheap() -> None:
-    """O(own transfers): every rank plans alone, and its peers agree with it."""
-    case = replace(
-        GQA, num_layers=8, pp=8, tp=8, dp=64, kv_heads=8, ffn=64, engine_tp=8, ranks_per_node=16
-    )
-    source, target = layouts_of(case)
-    plan = plan_reshard(source, target, 1234, case.ranks_per_node)
-    received = sum(t.dst_box.num_elements for t in (*plan.receives, *plan.copies))
-    real = vllm_params(case, hf_arrays(case), 1234).values()
-    assert received == sum(int((array != PADDING).sum()) for array in real)
-    for peer in {t.src_rank for t in plan.receives} | {t.dst_rank for t in plan.sends}:
-        other = plan_reshard(source, target, peer, case.ranks_per_node)
-        assert [t for t in other.sends if t.dst_rank == 1234] == [
-            t for t in plan.receives if t.src_rank == peer
-        ]
-        assert [t for t in other.receives if t.src_rank == 1234] == [
-            t for t in plan.sends if t.dst_rank == peer
-        ]
-
-
-# --- the pieces of a checkpoint ----------------------------------------------------------------
-
-
 @given(cases())
 @settings(max_examples=40, deadline=None)
 @example(TIED)
@@ -336,3 +216,76 @@ def test_shards_that_are_no_mirrors_partition_every_tensor(case: Case) -> None:
                 if not shard.is_replica:
                     times[shard.piece.hf_box.slices] += 1
             assert np.all(times == 1), name
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [TIED, MOE, LATENT], ids=["dense", "sliced", "whole"])
+def test_a_stream_delivers_every_tensor_of_the_checkpoint(case: Case) -> None:
+    """Whole, to all ranks, staged within the bucket."""
+    bucket_bytes = 5 << 10
+    hf = hf_arrays(case)
+    source, _ = layouts_of(case)
+
+    def one_rank(rank: int, transport: LocalTransport) -> None:
+        stream = TensorStream(
+            source,
+            range(case.world),
+            rank=rank,
+            ranks_per_node=case.ranks_per_node,
+            transport=transport,
+            dtype=torch.int32,
+            bucket_bytes=bucket_bytes,
+        )
+        delivered: dict[str, torch.Tensor] = {}
+        stream.run(tensors(megatron_params(case, hf, rank)), delivered.__setitem__)
+        assert stream.resharder.schedule.num_rounds > 3
+        assert 0 < stream.resharder.staging_bytes() <= bucket_bytes
+        assert delivered.keys() == hf.keys()
+        for name, tensor in delivered.items():
+            np.testing.assert_array_equal(tensor.numpy(), hf[name], name)
+
+    LocalWorld(case.world).run(one_rank)
+
+
+def test_messages_with_gaps_between_them_are_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-to-all-v sends one run of memory: a gap would shift what follows it."""
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *args, **options: None)
+    transport = transports.make_transport("all-to-all", 4, torch.device("cpu"))
+    memory = torch.zeros(12)
+    with pytest.raises(AssertionError, match="follow each other"):
+        transport.start({1: [memory[:3]], 2: [memory[4:]]}, {}, torch.float32)
+
+
+@pytest.mark.parametrize("many_messages", [False, True])
+@pytest.mark.parametrize("case", [GQA, LATENT], ids=["dense", "transposed experts"])
+def test_a_view_that_copies_loses_nothing(
+    case: Case, many_messages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under MindSpeed's ``torch.Tensor.view``, which copies memory with gaps."""
+    view, copies = torch.Tensor.view, []
+
+    def contiguous_first(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            copies.append(tensor.shape)
+            tensor = tensor.contiguous()
+        return view(tensor, *args)
+
+    monkeypatch.setattr(exchange, "ALONE_BYTES", 64)
+    monkeypatch.setattr(torch.Tensor, "view", contiguous_first)
+    assert_arrived(case, move(case, *layouts_of(case), 5 << 10, many_messages=many_messages))
+    assert not copies
+
+
+def test_a_view_that_is_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only MindSpeed's: whatever returns other memory would lose weights without an error."""
+    memory = torch.zeros(8, 2, dtype=torch.uint8)
+    assert shared_view(memory, (-1,)).data_ptr() == memory.data_ptr()
+    assert shared_view(memory, torch.int16).shape == (8, 1)
+    view = torch.Tensor.view
+    monkeypatch.setattr(torch.Tensor, "view", lambda t, *args: view(t.clone(), *args))
+    with pytest.raises(RuntimeError, match=r"torch\.Tensor\.view returns copies .*size \(8, 2\)"):
+        shared_view(memory, (-1,))
+    with pytest.raises(RuntimeError, match=r"weights would be lost"):
+        move(GQA, *layouts_of(GQA), 5 << 10)

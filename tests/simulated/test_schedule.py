@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.layout_arrays import Case
@@ -21,47 +20,22 @@ from support.layout_cases import (
     cases,
     layouts_of,
 )
-from support.local_transport import LocalTransport, LocalWorld
+from support.local_reshard import ITEM_BYTES, schedule_of, smallest_round
 
-from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, Resharder
+from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import plan_reshard
-from mindspeed_rl.weights.schedule import Schedule, plan_schedule
+from mindspeed_rl.weights.schedule import Schedule
 from mindspeed_rl.weights.traffic import (
+    RoundTraffic,
     critical_bytes,
     element_bytes_of,
     rank_traffic,
     round_traffic,
 )
 
-ITEM_BYTES = 4
 ROOM = 3.0  # times the smallest budget
-
-
-def schedule_of(
-    case: Case, source: ShardLayout, target: ShardLayout, bucket_bytes: int, relay: bool = False
-) -> Schedule:
-    return plan_schedule(
-        source,
-        target,
-        bucket_bytes=bucket_bytes,
-        item_bytes=ITEM_BYTES,
-        ranks_per_node=case.ranks_per_node,
-        relay=relay,
-    )
-
-
-def smallest_budget(case: Case, source: ShardLayout, target: ShardLayout, relay: bool) -> int:
-    """At most twice the smallest budget that is accepted."""
-    bucket_bytes = 16
-    while True:
-        try:
-            schedule_of(case, source, target, bucket_bytes, relay)
-        except ValueError:
-            bucket_bytes *= 2
-        else:
-            return bucket_bytes
 
 
 def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
@@ -89,7 +63,7 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
 def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
     source, target = layouts_of(case)
     for room in (1.0, ROOM):
-        bucket_bytes = int(room * smallest_budget(case, source, target, relay))
+        bucket_bytes = int(room * smallest_round(case, source, target, relay))
         schedule = schedule_of(case, source, target, bucket_bytes, relay)
         assert staged_bytes(schedule, case, relay).max() <= schedule.staging_bytes <= bucket_bytes
 
@@ -98,7 +72,7 @@ def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
 @settings(max_examples=40, deadline=None)
 def test_every_slice_travels_once(case: Case, relay: bool) -> None:
     source, target = layouts_of(case)
-    bucket_bytes = int(ROOM * smallest_budget(case, source, target, relay))
+    bucket_bytes = int(ROOM * smallest_round(case, source, target, relay))
     schedule = schedule_of(case, source, target, bucket_bytes, relay)
     names = [name for round_ in schedule.completed for name in round_]
     assert Counter(names) == Counter(list(source.hf_shapes))
@@ -135,28 +109,29 @@ def test_a_large_bucket_makes_one_round() -> None:
     assert schedule_of(GQA, *layouts_of(GQA), 10**9).num_rounds == 1
 
 
+def assert_busy(
+    case: Case, source: ShardLayout, target: ShardLayout, schedule: Schedule
+) -> list[RoundTraffic]:
+    """The busiest rank of every round, summed, is close to the busiest rank of the whole."""
+    bytes_of = element_bytes_of(source, ITEM_BYTES)
+    ranks = range(case.world)
+    plans = [plan_reshard(source, target, rank, case.ranks_per_node) for rank in ranks]
+    by_round = [round_traffic(plan, schedule, source, bytes_of) for plan in plans]
+    totals = (rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans)
+    assert critical_bytes(by_round) <= 1.25 * max(total.busiest_bytes for total in totals)
+    return by_round
+
+
 def test_all_stages_send_in_all_rounds() -> None:
-    """The busiest rank of every round, summed, stays close to the busiest rank of the whole."""
     case = replace(
         GQA, num_layers=14, pp=4, tp=1, dp=2, engine_tp=2, layer_list=(3, 4, 4, 3), hidden=8
     )
     source, target = layouts_of(case)
     schedule = schedule_of(case, source, target, 12_000)
     assert schedule.num_rounds > 4
-    sent = np.zeros((schedule.num_rounds, case.world), int)
-    received = np.zeros_like(sent)
-    for rank in range(case.world):
-        plan = plan_reshard(source, target, rank, case.ranks_per_node)
-        for table, transfers in ((sent, plan.sends), (received, plan.receives)):
-            for transfer in transfers:
-                slots = schedule.slots_of(source, transfer.hf_name)
-                for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
-                    if part:
-                        table[slot.round, rank] += part.num_elements
-    stages = sent.reshape(schedule.num_rounds, 4, 2).sum(axis=2)
-    assert (stages > 0).all()
-    critical = np.maximum(sent, received).max(axis=1).sum()
-    assert critical <= 1.25 * np.maximum(sent.sum(axis=0), received.sum(axis=0)).max()
+    traffic = assert_busy(case, source, target, schedule)
+    sent = np.array([rank.send_bytes for rank in traffic])  # [ranks, rounds]
+    assert (sent.reshape(4, 2, -1).sum(axis=1) > 0).all()
 
 
 def test_experts_of_all_ranks_stream_side_by_side() -> None:
@@ -169,14 +144,7 @@ def test_experts_of_all_ranks_stream_side_by_side() -> None:
     target = HfFileLayout.of(source, range(case.world))
     schedule = schedule_of(case, source, target, 80_000)
     assert schedule.num_rounds > 10
-    bytes_of = element_bytes_of(source, ITEM_BYTES)
-    by_round, largest = [], 0
-    for rank in range(case.world):
-        plan = plan_reshard(source, target, rank, case.ranks_per_node)
-        by_round.append(round_traffic(plan, schedule, source, bytes_of))
-        total = rank_traffic(plan, bytes_of, case.ranks_per_node)
-        largest = max(largest, total.busiest_bytes)
-    assert critical_bytes(by_round) <= 1.25 * largest
+    assert_busy(case, source, target, schedule)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
@@ -190,24 +158,3 @@ def test_a_bucket_too_small_names_one_that_fits() -> None:
         schedule_of(GQA, *layouts_of(GQA), 8)
     megabytes = float(str(error.value).rpartition(" ")[2])
     schedule_of(GQA, *layouts_of(GQA), int(megabytes * 2**20 / ROUNDS_IN_FLIGHT))
-
-
-def test_staging_is_allocated_once_and_within_the_budget() -> None:
-    """Two rounds on their way live in two buffers, whatever the number of rounds."""
-    source, target = layouts_of(MOE)
-    bucket_bytes = 2 * (smallest_budget(MOE, source, target, relay=False) + 16)
-
-    def staging(rank: int, transport: LocalTransport) -> tuple[int, int]:
-        resharder = Resharder(
-            source,
-            target,
-            rank=rank,
-            ranks_per_node=MOE.ranks_per_node,
-            transport=transport,
-            dtype=torch.float32,
-            bucket_bytes=bucket_bytes,
-        )
-        return resharder.staging_bytes(), resharder.schedule.num_rounds
-
-    for staged, rounds in LocalWorld(MOE.world).run(staging):
-        assert 0 < staged <= bucket_bytes and rounds > 2

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from support.offload_faults import fail_everywhere
-from support.training_worlds import Case, make_job, make_loss, make_samples
+from support.training_worlds import Case, make_loss, make_samples, start_job
 
 from mindspeed_rl.colocation.scheduler import ColocationPlan
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
@@ -32,8 +31,6 @@ class OffloadFacts:
         left: bytes by owner that are still there after the last mode took everything.
         caches: bytes that token dispatchers keep of the last micro-batch.
         open_gradients: what is raised when gradients are accumulated and memory is taken.
-        num_faults: errors planted in the middle of switches after the last step, of the last mode.
-        after_faults: what was not as before after one of them.
     """
 
     weights: dict[str, list[torch.Tensor]]
@@ -43,8 +40,6 @@ class OffloadFacts:
     left: dict[str, int]
     caches: int
     open_gradients: str
-    num_faults: int = 0
-    after_faults: tuple[str, ...] = ()
 
 
 def tensor_bytes(device_only: set[int]) -> int:
@@ -63,15 +58,10 @@ def tensor_bytes(device_only: set[int]) -> int:
 
 def offload_world(world: World, model: str, flags: Sequence[str]) -> OffloadFacts:
     """Rank function: the same ten steps in every mode."""
-    from mindspeed_rl.rl.build_models import initialize_parallel
 
     facts = OffloadFacts({}, {}, {}, {}, {}, 0, "")
-    started = False
     for mode in MODES:
-        job = make_job(world, model, flags)
-        if not started:
-            initialize_parallel(job)
-            started = True
+        job = start_job(world, model, flags)
         facts = _train(job, mode, facts)
     return facts
 
@@ -88,7 +78,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     sharing = ColocationPlan(groups, mode, wait_for_copies=job.platform.wait_for_copies)
     samples = make_samples(VOCAB)
     batches = local_batches(job, policy, samples)
-    loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+    loss = make_loss(Case("sft", loss="sft"), samples, [])
     refusal = ""
     for step in range(NUM_STEPS):
         policy.forward_backward(batches, loss)
@@ -108,15 +98,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     facts.weights[mode.value] = [p.detach().clone() for p in policy.named_parameters().values()]
     found = reference.logprobs(batches)
     facts.reference[mode.value] = [t for t in found if t is not None]
-    num_faults, wrong = fail_everywhere(sharing) if mode is OffloadMode.ALL else (0, [])
-    return replace(
-        facts,
-        owned=owned,
-        caches=caches,
-        open_gradients=refusal,
-        num_faults=num_faults,
-        after_faults=tuple(wrong),
-    )
+    return replace(facts, owned=owned, caches=caches, open_gradients=refusal)
 
 
 def _count(sharing: ColocationPlan, mode: OffloadMode, facts: OffloadFacts) -> None:

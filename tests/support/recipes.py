@@ -12,7 +12,6 @@ SCRIPTS = ROOT / "pretrain_scripts"
 RECIPES = tuple(
     sorted(p.name for stage in ("grpo", "dapo", "ppo") for p in SCRIPTS.glob(f"{stage}_*.sh"))
 )
-GRADES = ("dry run only, not executed on hardware", "executed on a CPU")
 
 
 @cache

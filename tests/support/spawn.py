@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -31,12 +32,6 @@ GRACE_S = 5.0
 KILL_MARGIN_S = 10.0
 LOG_TAIL_CHARS = 4000
 _SERVER = Server()
-# For many runs of an engine: its import takes a rank longer than scoring a tiny model.
-_ENGINE_SERVER = Server(
-    ("-m", "support.warm_ranks", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine",
-     "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
-     "vllm.model_executor.models.qwen3_moe", "vllm.model_executor.models.deepseek_v2")
-)  # fmt: skip
 
 
 class RankError(AssertionError):
@@ -90,7 +85,7 @@ def run_ranks(
     (folder / "task.pkl").write_bytes(pickle.dumps(task))
     (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
     processes = [_start(folder, r, num_ranks, server or _SERVER) for r in range(num_ranks)]
-    _end(function.__name__, folder, processes, timeout_s)
+    end_ranks(function.__name__, folder, processes, timeout_s)
     return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
 
 
@@ -101,7 +96,6 @@ def run_command(
     *,
     cwd: Path,
     timeout_s: float = 240.0,
-    engine: bool = False,
 ) -> str:
     """Run ``python -m module flags`` on every rank; what rank 0 printed.
 
@@ -113,7 +107,6 @@ def run_command(
         num_ranks: size of the world.
         cwd: of every rank; a new folder with logs is made in it.
         timeout_s: limit of each rank, start included.
-        engine: vLLM is imported once for all such runs, too.
 
     Raises:
         RankError: as :func:`run_ranks`; an exit status other than 0 is a failure.
@@ -123,12 +116,11 @@ def run_command(
     command = {"module": module, "flags": list(flags), "cwd": str(cwd), "timeout_s": timeout_s}
     (folder / "command.json").write_text(json.dumps(command))
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    server = _ENGINE_SERVER if engine else _SERVER
     processes = [
-        _start(folder, rank, num_ranks, server, "support.command_rank", store)
+        _start(folder, rank, num_ranks, _SERVER, "support.command_rank", store)
         for rank in range(num_ranks)
     ]
-    _end(module, folder, processes, timeout_s)
+    end_ranks(module, folder, processes, timeout_s)
     return (folder / "rank0.log").read_text(errors="replace")
 
 
@@ -151,7 +143,12 @@ def _start(
     return server.start(folder, environment, body)
 
 
-def _end(name: str, folder: Path, processes: Sequence[Rank], timeout_s: float) -> None:
+def end_ranks(
+    name: str,
+    folder: Path,
+    processes: Sequence[Rank | subprocess.Popen[bytes]],
+    timeout_s: float,
+) -> None:
     """Wait for all ranks and leave none; ``RankError`` when one failed."""
     try:
         order = _wait(processes, timeout_s + KILL_MARGIN_S)
@@ -169,7 +166,7 @@ def _end(name: str, folder: Path, processes: Sequence[Rank], timeout_s: float) -
         raise RankError(f"{name} failed on rank {order[0]}\n{story}", codes)
 
 
-def _wait(processes: Sequence[Rank], limit_s: float) -> list[int]:
+def _wait(processes: Sequence[Rank | subprocess.Popen[bytes]], limit_s: float) -> list[int]:
     """Wait for all ranks; the ranks that failed by themselves, in the order in which they did."""
     deadline = time.monotonic() + limit_s
     failed: list[int] = []
@@ -232,14 +229,19 @@ def _run_task(folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def main() -> None:
-    """Body of a rank; its folder is the first argument."""
+def run_body(body: Callable[[Path], None]) -> None:
+    """Call the body of a rank with its folder, the first argument; an error goes into that."""
     folder = Path(sys.argv[1])
     try:
-        _run_task(folder)
+        body(folder)
     except BaseException:
         (folder / f"rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
         with contextlib.suppress(ValueError):  # a closed stream has nothing to flush
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)  # peers may be inside a collective that this rank will never join
+
+
+def main() -> None:
+    """Body of a rank that was asked for by :func:`run_ranks`."""
+    run_body(_run_task)

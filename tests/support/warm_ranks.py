@@ -4,7 +4,7 @@ Importing torch and megatron-core takes each rank longer than most tests. A line
 is a JSON object with ``folder`` and ``environment`` of a rank (see ``support/spawn.py``) and the
 module whose ``main`` is its ``body``; the answer is a line with its process id. When a rank ends,
 its exit status is written to ``rank<RANK>.exit`` in the folder. When standard input ends, what
-still runs is killed. Arguments are further modules to import first.
+still runs is killed.
 
 The forks share the hash seed of strings, unlike the ranks that torchrun starts in tests/e2e.
 """
@@ -169,7 +169,7 @@ def main() -> None:
     from mindspeed_rl.launch import bootstrap
 
     bootstrap.prepare_environment("cpu", os.environ)
-    for name in (*LIBRARIES, *sys.argv[1:]):
+    for name in LIBRARIES:
         importlib.import_module(name)
     task = serve()
     if task is not None:

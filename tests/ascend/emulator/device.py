@@ -10,14 +10,9 @@ torch_npu itself need a reference (``operators.py``); one without fails.
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +20,6 @@ import torch.distributed as dist
 from ascend.emulator.operators import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Where a process leaves the number of calls of each operator when it ends.
-COUNTS_VARIABLE = "MINDSPEED_RL_ASCEND_COUNTS"
 # torch_npu does these itself: they allocate or describe memory and compute nothing.
 _NATIVE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_with_format",
@@ -120,11 +113,7 @@ def _first_npu(values: Iterable[Any]) -> torch.Tensor | None:
 
 
 class EmulatedNpu(TorchDispatchMode):
-    """While it is entered, operators on ``npu`` tensors compute. ``counts`` says which ones did."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
+    """While it is entered, operators on ``npu`` tensors compute."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -137,7 +126,6 @@ class EmulatedNpu(TorchDispatchMode):
         if on_npu is None and (asked is None or torch.device(asked).type != "npu"):
             return func(*args, **kwargs)
         operator = _operator(func)
-        self.counts[operator.name] += 1
         if operator.native:
             return func(*args, **kwargs)
         if not operator.can:
@@ -185,13 +173,6 @@ class EmulatedNpu(TorchDispatchMode):
         named = dict(zip(operator.arguments, args, strict=False))
         return _mapped(up, operator.reference(**named, **kwargs))
 
-    def write_counts(self) -> None:
-        """Leave the counts in the folder that the environment names, if it does."""
-        folder = os.environ.get(COUNTS_VARIABLE)
-        if folder:
-            path = Path(folder) / f"{uuid.uuid4().hex}.json"
-            path.write_text(json.dumps(self.counts))
-
 
 def _is_view(func: Any) -> bool:
     """Whether an operator returns another view of its argument."""
@@ -208,10 +189,9 @@ def _one_by_one(operations: Sequence[Any]) -> list[Any]:
 _MODE: list[EmulatedNpu] = []
 
 
-def emulate() -> EmulatedNpu:
+def emulate() -> None:
     """Switch the emulation on for the rest of this process. Idempotent."""
     if not _MODE:
         _MODE.append(EmulatedNpu())
         _MODE[0].__enter__()
         dist.batch_isend_irecv = _one_by_one
-    return _MODE[0]

@@ -14,6 +14,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+# Packages that vLLM imports and nothing here uses, besides those of CANN and Triton.
+VLLM_NEEDS = ("torchvision", "gguf", "cv2", "torchaudio", "ijson", "numba", "mistral_common",
+              "uvicorn")  # fmt: skip
+
 
 class _Anything(type):
     """A class whose attributes are classes of the same kind."""

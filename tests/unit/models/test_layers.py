@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from mindspeed_rl.weights.layouts.vllm import VllmLayout
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 from mindspeed_rl.checkpoint.mapping import check_layout
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig

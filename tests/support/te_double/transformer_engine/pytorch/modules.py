@@ -1,9 +1,9 @@
-"""Linear layers and norms: signatures and parameters of Transformer Engine 2.11, plain torch."""
+"""Linear layers and norms: parameters and marks of Transformer Engine 2.11, in plain torch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ class RMSNorm(torch.nn.Module):
         hidden_size: int | None = None,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        sm_margin: int = 0,
+        **unused: Any,
     ) -> None:
         super().__init__()
         MADE["RMSNorm"] += 1
@@ -50,20 +49,27 @@ class RMSNorm(torch.nn.Module):
 
 
 class _Linear(torch.nn.Module):
-    """What linear layers share: sizes, marks, and communication of tensor parallelism."""
+    """What linear layers share: sizes, marks, and communication of tensor parallelism.
 
-    def _set_up(
+    Options that a CPU has no use for are taken and left alone.
+    """
+
+    def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
-        tp_group: Any,
-        tp_size: int,
-        parallel_mode: str | None,
-        sequence_parallel: bool,
-        bias: bool,
-        return_bias: bool,
-        fuse_wgrad_accumulation: bool,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        bias: bool = True,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cuda",
+        **unused: Any,
     ) -> None:
         super().__init__()
         MADE[next(c.__name__ for c in type(self).__mro__ if c.__module__ == __name__)] += 1
@@ -74,29 +80,33 @@ class _Linear(torch.nn.Module):
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        self._group = tp_group
+        self._group, self._init = tp_group, init_method
+        self._where: dict[str, Any] = {"device": device, "dtype": params_dtype}
+        for number in self._numbers():
+            self._add_weight(f"weight{number}")
+            self._add_bias(f"bias{number}")
 
-    def _weight(
-        self, name: str, init: Callable[[torch.Tensor], Any] | None, device: Any, dtype: Any
-    ) -> None:
-        weight = torch.nn.Parameter(
-            torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
-        )
-        if init is None:
+    def _numbers(self) -> Iterable[int | str]:
+        """What follows the names of weights."""
+        return ("",)
+
+    def _add_weight(self, name: str) -> None:
+        weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **self._where))
+        if self._init is None:
             torch.nn.init.normal_(weight, 0.0, 0.023)
         else:
-            init(weight)
+            self._init(weight)
         # of every weight, cut or not
         weight.tensor_model_parallel = True
         weight.partition_dim = int(self.parallel_mode == "row")
         weight.partition_stride = 1
         self.register_parameter(name, weight)
 
-    def _bias(self, name: str, device: Any, dtype: Any) -> None:
+    def _add_bias(self, name: str) -> None:
         if not self.use_bias:
-            setattr(self, name, torch.empty(0, device=device, dtype=dtype))
+            setattr(self, name, torch.empty(0, **self._where))
             return
-        bias = torch.nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
+        bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._where))
         if self.parallel_mode == "row":
             bias.sequence_parallel = self.sequence_parallel
         elif self.parallel_mode == "column":
@@ -130,50 +140,7 @@ class _Linear(torch.nn.Module):
 class Linear(_Linear):
     """``weight`` [out, in] and ``bias`` [out]."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: None = None,
-        device: torch.device | str = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
-    ) -> None:
-        self._set_up(
-            in_features, out_features, tp_group=tp_group, tp_size=tp_size,
-            parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, bias=bias,
-            return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
-        self.save_original_input = save_original_input
-        self._weight("weight", init_method, device, params_dtype)
-        self._bias("bias", device, params_dtype)
-
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> torch.Tensor:
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         return self._product(inp)
 
@@ -185,55 +152,22 @@ class LayerNormLinear(_Linear):
         self,
         in_features: int,
         out_features: int,
+        *,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        parameters_split: None = None,
         zero_centered_gamma: bool = False,
-        device: torch.device | str = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        return_layernorm_output: bool = False,
+        **options: Any,
     ) -> None:
+        super().__init__(in_features, out_features, **options)
         assert normalization == "RMSNorm" and not zero_centered_gamma
-        assert not return_layernorm_output and not return_layernorm_output_gathered
-        self._set_up(
-            in_features, out_features, tp_group=tp_group, tp_size=tp_size,
-            parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, bias=bias,
-            return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
+        assert not return_layernorm_output
         self.eps = eps
-        norm = torch.ones(self.in_features, device=device, dtype=params_dtype)
-        self.layer_norm_weight = torch.nn.Parameter(norm)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(self.in_features, **self._where))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         self.layer_norm_bias = None
-        self._weight("weight", init_method, device, params_dtype)
-        self._bias("bias", device, params_dtype)
 
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> torch.Tensor:
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """[..., in] -> [..., out]; the norm is taken before the sequence is gathered."""
         return self._product(_normalized(inp, self.layer_norm_weight, self.eps))
 
@@ -241,39 +175,12 @@ class LayerNormLinear(_Linear):
 class GroupedLinear(_Linear):
     """``weight0`` [out, in] ... of as many products."""
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: torch.device | str = "cuda",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        name: str | None = None,
-    ) -> None:
-        self._set_up(
-            in_features, out_features, tp_group=tp_group, tp_size=tp_size,
-            parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, bias=bias,
-            return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
         self.num_gemms = num_gemms
-        for i in range(num_gemms):
-            self._weight(f"weight{i}", init_method, device, params_dtype)
-            self._bias(f"bias{i}", device, params_dtype)
+        super().__init__(in_features, out_features, **options)
+
+    def _numbers(self) -> Iterable[int | str]:
+        return range(self.num_gemms)
 
     def forward(
         self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
