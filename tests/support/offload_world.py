@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from support.offload_faults import fail_everywhere
 from support.training_worlds import Case, make_job, make_loss, make_samples
 
 from mindspeed_rl.colocation.scheduler import ColocationPlan
@@ -32,8 +31,6 @@ class OffloadFacts:
         left: bytes by owner that are still there after the last mode took everything.
         caches: bytes that token dispatchers keep of the last micro-batch.
         open_gradients: what is raised when gradients are accumulated and memory is taken.
-        num_faults: errors planted in the middle of switches after the last step, of the last mode.
-        after_faults: what was not as before after one of them.
     """
 
     weights: dict[str, list[torch.Tensor]]
@@ -43,8 +40,6 @@ class OffloadFacts:
     left: dict[str, int]
     caches: int
     open_gradients: str
-    num_faults: int = 0
-    after_faults: tuple[str, ...] = ()
 
 
 def tensor_bytes(device_only: set[int]) -> int:
@@ -108,15 +103,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     facts.weights[mode.value] = [p.detach().clone() for p in policy.named_parameters().values()]
     found = reference.logprobs(batches)
     facts.reference[mode.value] = [t for t in found if t is not None]
-    num_faults, wrong = fail_everywhere(sharing) if mode is OffloadMode.ALL else (0, [])
-    return replace(
-        facts,
-        owned=owned,
-        caches=caches,
-        open_gradients=refusal,
-        num_faults=num_faults,
-        after_faults=tuple(wrong),
-    )
+    return replace(facts, owned=owned, caches=caches, open_gradients=refusal)
 
 
 def _count(sharing: ColocationPlan, mode: OffloadMode, facts: OffloadFacts) -> None:

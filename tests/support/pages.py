@@ -37,7 +37,6 @@ NOT_RUN = (
     ("bash pretrain_scripts/setup_env.sh ", "tests/run_tests.sh", "installs"),
     ("tests/ascend/run.sh", "tests/run_tests.sh", "installs; with MindSpeed only by hand"),
     ("python -m pytest", "tests/run_tests.sh", "parts of the suite"),
-    ("PYTHONPATH=. python tests/score_table.py", "", "minutes to hours of scores, by hand"),
     ("python tools/bench/reshard.py", "", "minutes that need a quiet machine, by hand"),
     ("IMAGE=", "", "docker, and a device"),
     ("git clone --depth 1", "", "compiles a package of others with CANN"),

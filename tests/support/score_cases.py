@@ -17,7 +17,6 @@ from support.family_models import FAMILY_CASES, FamilyCase
 
 BACKENDS = ("megatron", "engine")
 MAX_RANKS = 4
-PRODUCT_RANKS = 8  # of a world in the full product
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -73,14 +72,12 @@ class ScoreLayout:
 
     Attributes:
         name: of the layout.
-        column: of the table: the split of the layers, or the whole name.
         num_ranks: of the world.
         flags: of the command.
         experts_only: it spreads experts, or engines share them.
     """
 
     name: str
-    column: str
     num_ranks: int
     flags: tuple[str, ...]
     experts_only: bool = False
@@ -113,9 +110,7 @@ def trainer_layout(split: str, tp: int, cp: int, ep: int) -> ScoreLayout:
         flags += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
     sizes = "".join(f" {axis}{n}" for axis, n in (("tp", tp), ("cp", cp), ("ep", ep)) if n > 1)
     stages = 1 if split == "pp1" else 2
-    return ScoreLayout(
-        split + sizes, split, stages * max(tp * cp, ep), tuple(flags), experts_only=ep > 1
-    )
+    return ScoreLayout(split + sizes, stages * max(tp * cp, ep), tuple(flags), ep > 1)
 
 
 def engine_layout(tp: int, dp: int, *, whole: bool, engines: int) -> ScoreLayout:
@@ -126,21 +121,21 @@ def engine_layout(tp: int, dp: int, *, whole: bool, engines: int) -> ScoreLayout
         name += f" ep{tp * dp}"
         flags += ["--rollout-ep", str(tp * dp)]
     only = whole or dp > 1
-    return ScoreLayout(name, name, engines * tp * dp, tuple(flags), experts_only=only)
+    return ScoreLayout(name, engines * tp * dp, tuple(flags), only)
 
 
-def _trainer_rows(case: FamilyCase, max_ranks: int) -> Iterator[tuple[Any, ...]]:
+def _trainer_rows(case: FamilyCase) -> Iterator[tuple[Any, ...]]:
     for row in product(SPLITS, (1, 2), (1, 2), (1, 2)):
         layout = trainer_layout(*row)
-        if layout.num_ranks <= max_ranks and (case.experts or not layout.experts_only):
+        if layout.num_ranks <= MAX_RANKS and (case.experts or not layout.experts_only):
             yield row
 
 
-def _engine_rows(case: FamilyCase, max_ranks: int) -> Iterator[tuple[Any, ...]]:
+def _engine_rows(case: FamilyCase) -> Iterator[tuple[Any, ...]]:
     for tp, dp, whole, engines in product((1, 2), (1, 2), (False, True), (1, 2)):
         # with vLLM 0.32 on CPU an engine with data parallelism fills the world
         possible = not (whole and tp * dp == 1) and (dp == 1 or engines == 1)
-        if not possible or engines * tp * dp > max_ranks:
+        if not possible or engines * tp * dp > MAX_RANKS:
             continue
         if case.experts or not (whole or dp > 1):
             yield tp, dp, whole, engines
@@ -153,19 +148,11 @@ def _layout_of(backend: str, row: tuple[Any, ...]) -> ScoreLayout:
     return engine_layout(tp, dp, whole=whole, engines=engines)
 
 
-def layouts_of(backend: str, *, everything: bool = False) -> dict[str, list[ScoreLayout]]:
-    """Variant -> layouts.
-
-    Args:
-        backend: one of ``BACKENDS``.
-        everything: all that fit a variant, of up to ``PRODUCT_RANKS`` ranks, not only enough for
-            every pair of choices, the variant being one.
-    """
+def layouts_of(backend: str) -> dict[str, list[ScoreLayout]]:
+    """Variant -> its layouts: enough for every pair of choices, the variant being one."""
     rows_of = _trainer_rows if backend == "megatron" else _engine_rows
-    limit = PRODUCT_RANKS if everything else MAX_RANKS
-    rows = [(case.name, *row) for case in VARIANTS.values() for row in rows_of(case, limit)]
-    chosen = rows if everything else [*covering_array(rows), *_ALL_AT_ONCE[backend]]
+    rows = [(case.name, *row) for case in VARIANTS.values() for row in rows_of(case)]
     found: dict[str, list[ScoreLayout]] = {name: [] for name in VARIANTS}
-    for row in sorted(set(chosen), key=rows.index):
+    for row in sorted({*covering_array(rows), *_ALL_AT_ONCE[backend]}, key=rows.index):
         found[str(row[0])].append(_layout_of(backend, tuple(row[1:])))
     return found

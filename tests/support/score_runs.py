@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,6 @@ from support.score_cases import VARIANTS, ScoreLayout
 from support.spawn import run_command
 
 ENTRY = "mindspeed_rl.score"
-SEVERAL = "support.score_many"
 TOLERANCE = 2e-4  # nats
 LIMIT_S = 300.0  # on a busy machine
 LENGTHS = (41, 1, 12, 2, 27, 33, 48)  # one token has nothing to score
@@ -47,12 +45,6 @@ def warm(folder: Path, flags: Sequence[str], num_ranks: int) -> str:
     return run_command(ENTRY, flags, num_ranks, cwd=folder, timeout_s=LIMIT_S)
 
 
-def warm_engine(folder: Path, flags: Sequence[str], num_ranks: int) -> str:
-    """The same, and vLLM neither; pays for the import of one more process from some runs on."""
-    engine = "engine" in flags
-    return run_command(ENTRY, flags, num_ranks, cwd=folder, timeout_s=LIMIT_S, engine=engine)
-
-
 def torchrun(folder: Path, flags: Sequence[str], num_ranks: int) -> str:
     """As a user starts it."""
     job = TorchrunJob(folder, ["-m", ENTRY], flags, num_ranks=num_ranks, port=free_port())
@@ -60,9 +52,6 @@ def torchrun(folder: Path, flags: Sequence[str], num_ranks: int) -> str:
         ended = job.end(LIMIT_S)
     assert ended.returncodes == (0,), ended.output
     return ended.output
-
-
-LAUNCHERS: dict[str, Launcher] = {"warm": warm_engine, "torchrun": torchrun}
 
 
 def transformers_scores(
@@ -114,39 +103,12 @@ class ScoreWorld:
         Raises:
             AssertionError: it failed, with its output, or its result is not of these sequences.
         """
-        self.expected(variant)  # writes the model
-        flags = self._flags(variant, backend, layout)
-        told = self._launcher(self.folder, flags, layout.num_ranks)
-        assert f"{len(LENGTHS)} sequences, {sum(LENGTHS)} tokens: " in told, told
-        return self._measured(variant, backend, layout)
-
-    def differences(self, variants: Sequence[str], layout: ScoreLayout) -> dict[str, Difference]:
-        """By the trainer, all variants in one world: ``support.score_many``.
-
-        Raises:
-            AssertionError: one of them failed.
-        """
-        for variant in variants:
-            self.expected(variant)
-        commands = [self._flags(variant, "megatron", layout) for variant in variants]
-        (self.folder / "commands.json").write_text(json.dumps(commands))
-        flags = ["commands.json"]
-        run_command(SEVERAL, flags, layout.num_ranks, cwd=self.folder, timeout_s=LIMIT_S)
-        return {variant: self._measured(variant, "megatron", layout) for variant in variants}
-
-    def _flags(self, variant: str, backend: str, layout: ScoreLayout) -> list[str]:
+        logp, entropy = self.expected(variant)  # writes the model
         output = self.output(variant, backend, layout)
         own = ("--hf-checkpoint", variant, "--output", output, "--backend", backend)
-        return [*own, *_COMMON, *layout.flags]
-
-    def _measured(self, variant: str, backend: str, layout: ScoreLayout) -> Difference:
-        """Of the result of a run.
-
-        Raises:
-            AssertionError: it is not of these sequences.
-        """
-        logp, entropy = self.expected(variant)
-        found = np.load(self.folder / self.output(variant, backend, layout))
+        told = self._launcher(self.folder, [*own, *_COMMON, *layout.flags], layout.num_ranks)
+        assert f"{len(LENGTHS)} sequences, {sum(LENGTHS)} tokens: " in told, told
+        found = np.load(self.folder / output)
         assert found["length"].tolist() == list(LENGTHS)
         assert found["logp"].dtype == found["entropy"].dtype == np.float32
         unscored = np.arange(max(LENGTHS))[None] >= np.array(LENGTHS)[:, None]

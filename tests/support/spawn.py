@@ -31,12 +31,6 @@ GRACE_S = 5.0
 KILL_MARGIN_S = 10.0
 LOG_TAIL_CHARS = 4000
 _SERVER = Server()
-# For many runs of an engine: its import takes a rank longer than scoring a tiny model.
-_ENGINE_SERVER = Server(
-    ("-m", "support.warm_ranks", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine",
-     "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
-     "vllm.model_executor.models.qwen3_moe", "vllm.model_executor.models.deepseek_v2")
-)  # fmt: skip
 
 
 class RankError(AssertionError):
@@ -101,7 +95,6 @@ def run_command(
     *,
     cwd: Path,
     timeout_s: float = 240.0,
-    engine: bool = False,
 ) -> str:
     """Run ``python -m module flags`` on every rank; what rank 0 printed.
 
@@ -113,7 +106,6 @@ def run_command(
         num_ranks: size of the world.
         cwd: of every rank; a new folder with logs is made in it.
         timeout_s: limit of each rank, start included.
-        engine: vLLM is imported once for all such runs, too.
 
     Raises:
         RankError: as :func:`run_ranks`; an exit status other than 0 is a failure.
@@ -123,9 +115,8 @@ def run_command(
     command = {"module": module, "flags": list(flags), "cwd": str(cwd), "timeout_s": timeout_s}
     (folder / "command.json").write_text(json.dumps(command))
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    server = _ENGINE_SERVER if engine else _SERVER
     processes = [
-        _start(folder, rank, num_ranks, server, "support.command_rank", store)
+        _start(folder, rank, num_ranks, _SERVER, "support.command_rank", store)
         for rank in range(num_ranks)
     ]
     _end(module, folder, processes, timeout_s)
