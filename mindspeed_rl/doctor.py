@@ -189,10 +189,10 @@ def rows_of_other_nodes(
     found: dict[tuple[str, str], list[str]] = {}
     keys = [f"rows/{r}" for r in range(world.local_size, world.size, world.local_size)]
     for key in wait_for(store, keys, limit_s):
-        told = json.loads(store.get(key).decode())
-        for what, fix in told["rows"].items():
+        account = json.loads(store.get(key).decode())
+        for what, fix in account["rows"].items():
             if what not in known:
-                found.setdefault((what, fix), []).append(told["host"])
+                found.setdefault((what, fix), []).append(account["host"])
     return [
         red("other nodes", f"{', '.join(dict.fromkeys(hosts))}: {what}", fix)
         for (what, fix), hosts in found.items()

@@ -84,7 +84,7 @@ def main(job: SftJob) -> None:
     if target := job.config.checkpoint.export_hf:
         with job.watchdog.phase("export"):
             export_policy(job, engine, target, train.train_iters)
-        job.say(f"HF checkpoint: {target}")
+        job.log_rank0(f"HF checkpoint: {target}")
 
 
 def train_step(
@@ -169,7 +169,7 @@ def describe(job: SftJob, source: SampleSource) -> None:
         experts=job.plan.spec.moe is not None,
         sequence_parallel=job.config.parallel.shards_sequence,
     )
-    job.say(
+    job.log_rank0(
         f"training layout on {job.platform.name}: {layout}",
         *modules_note(job.config.model, job.config.parallel.platform),
         source.report(),

@@ -42,7 +42,7 @@ def main(job: ScoreJob) -> None:
         except OSError as error:
             raise OSError(f"--output {score.output} could not be written: {error}") from error
         tokens = int(sequences.length.sum())
-        job.say(f"{len(sequences.length)} sequences, {tokens} tokens: {score.output}")
+        job.log_rank0(f"{len(sequences.length)} sequences, {tokens} tokens: {score.output}")
 
 
 def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
@@ -59,7 +59,7 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     batches = engine.prepare(batch_rules(job).pack_own(samples))
     results = engine.logprobs_and_entropy(batches)
     found: list[TokenScore] = []
-    if not engine.is_last or job.plan.parallel.coords(job.world.rank).tp:
+    if not engine.is_last_stage or job.plan.parallel.coords(job.world.rank).tp:
         return found
     for batch, result in zip(batches, results, strict=True):
         assert result is not None

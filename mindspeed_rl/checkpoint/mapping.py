@@ -203,7 +203,7 @@ def summary(spec: ModelSpec) -> Iterator[str]:
 def check_layout(layout: TableLayout) -> list[str]:
     """What is wrong with a layout: elements that nobody or two shards hold, on either side.
 
-    Every element of every HF tensor must be held by exactly one shard that is no mirror, and every
+    Every element of every HF tensor must be held by exactly one shard that is no replica, and every
     element of every parameter of every rank filled by exactly one piece, declared padding aside.
     """
     side = type(layout).__name__
@@ -215,11 +215,11 @@ def check_layout(layout: TableLayout) -> list[str]:
     pieces_of_ranks: dict[range, list[Piece]] = {}
     for name, shape in layout.hf_shapes.items():
         shards = layout.shards(name)
-        boxes = tuple(s.piece.hf_box for s in shards if not s.mirror)
+        boxes = tuple(s.piece.hf_box for s in shards if not s.is_replica)
         if problem := _misfit(shape, boxes, 0):
             findings.append(f"{side}: {name} {shape} {problem}")
         for shard in shards:
-            pieces_of_ranks.setdefault(shard.holders, []).append(shard.piece)
+            pieces_of_ranks.setdefault(shard.owner_ranks, []).append(shard.piece)
     for rank in representatives(layout):
         findings += _check_rank(layout, rank, pieces_of_ranks, side)
     return findings
@@ -227,10 +227,10 @@ def check_layout(layout: TableLayout) -> list[str]:
 
 def representatives(layout: TableLayout) -> Iterator[int]:
     """One rank of each set of ranks that hold exactly the same pieces."""
-    sets = {shard.holders for shard in _all_shards(layout)}
+    sets = {shard.owner_ranks for shard in _all_shards(layout)}
     seen = set()
-    for rank in range(1 + max(holders[-1] for holders in sets)):
-        held = frozenset(holders for holders in sets if rank in holders)
+    for rank in range(1 + max(owner_ranks[-1] for owner_ranks in sets)):
+        held = frozenset(owner_ranks for owner_ranks in sets if rank in owner_ranks)
         if held not in seen:
             seen.add(held)
             yield rank
@@ -245,8 +245,8 @@ def _check_rank(
     layout: TableLayout, rank: int, pieces_of_ranks: Mapping[range, list[Piece]], side: str
 ) -> Iterator[str]:
     boxes: dict[str, list[Box]] = {}
-    for holders, pieces in pieces_of_ranks.items():
-        if rank in holders:
+    for owner_ranks, pieces in pieces_of_ranks.items():
+        if rank in owner_ranks:
             for piece in pieces:
                 boxes.setdefault(piece.param, []).append(_stored(piece))
     padding = layout.local_padding(rank)

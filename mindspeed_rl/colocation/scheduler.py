@@ -19,7 +19,7 @@ update because they are about to be resharded; the cache comes last, when everyt
 Towards TRAIN: free the cache, bring back parameters | free engine weights | gradients, optimizer.
 
 Reference, critic and reward model: what of them leaves is away in TRAIN, too, and comes for their
-own passes and updates (:meth:`DeviceScheduler.resident`).
+own passes and updates (:meth:`DeviceScheduler.onloaded`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class DeviceScheduler:
             raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
 
     @contextmanager
-    def resident(self, *owners: MemoryOwner) -> Iterator[None]:
+    def onloaded(self, *owners: MemoryOwner) -> Iterator[None]:
         """Have the memory of owners that are away in TRAIN, too, for the block. Local.
 
         An error while one comes or leaves does not keep the others here.

@@ -95,12 +95,12 @@ def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> 
         return tuple(
             TensorPart(
                 shard.piece.hf_box,
-                held[shard.holders[0]][shard.piece.param],
+                held[shard.owner_ranks[0]][shard.piece.param],
                 shard.piece.param_box,
                 shard.piece.view,
             )
             for shard in shards
-            if not shard.mirror
+            if not shard.is_replica
         )
 
     paths = tuple(sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}")))

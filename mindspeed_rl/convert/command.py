@@ -48,7 +48,7 @@ from mindspeed_rl.weights.layouts.checkpoint_files import (
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _QUANTISATION = ("quantization_config",)
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class _Model:
     spec: ModelSpec
 
 
-def run_conversion(options: ConversionOptions, say: Say) -> None:
-    """Convert; ``say`` is told what is done, one line each.
+def run_conversion(options: ConversionOptions, log: Log) -> None:
+    """Convert; ``log`` is told what is done, one line each.
 
     Raises:
         UsageError: flags, files or a model that cannot be converted.
@@ -72,12 +72,12 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
     model = _model(options, config_dir)
     _check_flags(options, model.spec)
     source = _open(options, model)
-    shapes = _wanted(options, model.spec, source, say)
+    shapes = _wanted(options, model.spec, source, log)
     target = _plan(options, model, source, shapes)
     size = target.num_bytes
     if unused := without_effect(options):
-        say(f"without effect, this target has no layout: {', '.join(unused)}")
-    say(
+        log(f"without effect, this target has no layout: {', '.join(unused)}")
+    log(
         f"{source.kind}: {options.load_dir} -> {target_dir}: {len(target.dtypes)} tensors, "
         f"{len(target.files)} files, {size / 1e9:.2f} GB"
     )
@@ -98,11 +98,11 @@ def run_conversion(options: ConversionOptions, say: Say) -> None:
             source, target, target_dir, workers=options.workers, advance=bar.update, check=check
         )
     if kept:
-        say(f"resumed: {kept / 1e9:.2f} GB were written before")
+        log(f"resumed: {kept / 1e9:.2f} GB were written before")
     if options.verify:
-        say(f"verified: {len(target.dtypes)} tensors are bit-equal in source and result")
+        log(f"verified: {len(target.dtypes)} tensors are bit-equal in source and result")
     seconds = time.monotonic() - start
-    say(f"done in {seconds:.1f} s: {target_dir}")
+    log(f"done in {seconds:.1f} s: {target_dir}")
 
 
 def _directories(options: ConversionOptions) -> tuple[Path, Path]:
@@ -196,7 +196,7 @@ def _open(options: ConversionOptions, model: _Model) -> Source:
 
 
 def _wanted(
-    options: ConversionOptions, spec: ModelSpec, source: Source, say: Say
+    options: ConversionOptions, spec: ModelSpec, source: Source, log: Log
 ) -> dict[str, tuple[int, ...]]:
     """The HF tensors of the result with their shapes, in the order of the table.
 
@@ -211,7 +211,7 @@ def _wanted(
     check_names(f"--load-dir {options.load_dir}", set(source.shapes) - left_out, table)
     if mtp and not keeps:
         hint = f"; --mtp-num-layers {spec.num_mtp_layers} keeps them" if spec.num_mtp_layers else ""
-        say(f"left out: {len(mtp)} tensors of multi-token prediction{hint}")
+        log(f"left out: {len(mtp)} tensors of multi-token prediction{hint}")
     for name, shape in table.items():
         if source.shapes[name] != shape:
             raise UsageError(

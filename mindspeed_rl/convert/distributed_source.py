@@ -104,7 +104,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
     def parts_of(name: str) -> tuple[TensorPart, ...]:
         found: list[TensorPart] = []
         for shard in shards_of_names[name]:
-            if not shard.mirror:
+            if not shard.is_replica:
                 key, position = key_of(shard.piece.param, stacked)
                 found += _parts(shard, position, chunks(key))
         return tuple(found)

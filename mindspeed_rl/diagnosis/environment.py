@@ -79,8 +79,8 @@ def _address_rows(environ: Mapping[str, str], several_nodes: bool) -> Iterator[D
 
 
 def _allocator_rows(environ: Mapping[str, str]) -> Iterator[DoctorRow]:
-    for told in without_expandable_segments(dict(environ)):
-        yield note(AREA, told)
+    for text in without_expandable_segments(dict(environ)):
+        yield note(AREA, text)
 
 
 def _hccl_rows(facts: Facts, longest_phase_s: float) -> Iterator[DoctorRow]:

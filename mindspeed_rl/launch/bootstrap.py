@@ -104,13 +104,13 @@ def prepare_environment(
         )
     platform = resolve_platform(platform)
     set_defaults(platform, environ)
-    told = without_expandable_segments(environ) if platform != "cpu" else []
+    notes = without_expandable_segments(environ) if platform != "cpu" else []
     if deterministic and platform == "npu":
         for name, value in _DETERMINISTIC.items():
             if environ.get(name, value) != value:
-                told.append(f"{name}={environ[name]}: --npu-deterministic sets {value}")
+                notes.append(f"{name}={environ[name]}: --npu-deterministic sets {value}")
             environ[name] = value
-    return told
+    return notes
 
 
 def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:

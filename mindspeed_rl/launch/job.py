@@ -42,7 +42,7 @@ class Job(Generic[Run, Plan_co]):
     watchdog: Watchdog
     ignored: tuple[str, ...]
 
-    def say(self, *lines: str) -> None:
+    def log_rank0(self, *lines: str) -> None:
         """Print on rank 0."""
         if self.world.rank == 0:
             for line in lines:
@@ -100,7 +100,7 @@ def start_job(
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
         job = Job(config, checked.plan, world, platform, watchdog, checked.parsed.ignored)
-        job.say(*changed)
+        job.log_rank0(*changed)
         bootstrap.seed_everything(config.train.seed)
     except BaseException as error:
         watchdog.fail(error)

@@ -238,7 +238,7 @@ def preflight_rows(
     """
     visits = {(a.rank, v.axis): v for a in accounts for v in a.visits}
     hosts = {a.rank: a.host for a in accounts}
-    told = {a.rank for a in accounts}
+    reported = {a.rank for a in accounts}
     for axis in axes:
         inside = [visits[r, axis.name] for g in axis.groups for r in g if (r, axis.name) in visits]
         failed = [g for g in axis.groups if _errors(g, axis.name, visits)]
@@ -259,7 +259,7 @@ def preflight_rows(
             f"all-to-all-v right, slowest {slowest.seconds:.2f} s, {max(held, 0.0):.0f} MiB taken",
         )
     for rank, name in last.items():
-        if rank not in told:
+        if rank not in reported:
             yield red(AREA, f"rank {rank} said nothing in {limit_s:g} s; the last group that it "
                       f"entered: {name}", "look at its output; is its process alive?")  # fmt: skip
 

@@ -30,9 +30,9 @@ class ConstantRewards:
         self._steps = self._steps + 1 if constant else 0
         if not self._patience or self._steps != self._patience:
             return ""
-        told = "no sample has a reward" if math.isnan(least) else f"every reward is {least:g}"
+        observed = "no sample has a reward" if math.isnan(least) else f"every reward is {least:g}"
         return (
             f"rewards: in each of the last {self._steps} steps all samples had the same one; now "
-            f"{told}. Nothing is learned from it; look at the parts of the reward and at the "
+            f"{observed}. Nothing is learned from it; look at the parts of the reward and at the "
             "responses in the dumped rollouts"
         )

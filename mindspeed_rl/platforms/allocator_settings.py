@@ -25,7 +25,7 @@ def without_expandable_segments(environ: MutableMapping[str, str]) -> list[str]:
     Returns:
         What was done, one line a variable, for the start of the run.
     """
-    told = []
+    notes = []
     for variable in VARIABLES:
         value = environ.get(variable, "")
         parts = [part for part in value.split(",") if part.strip()]
@@ -38,11 +38,11 @@ def without_expandable_segments(environ: MutableMapping[str, str]) -> list[str]:
             environ[variable] = ",".join(kept)
         else:
             del environ[variable]
-        told.append(
+        notes.append(
             f"{variable}={value}: {_KEY} is taken out, the engine's memory pool does not work "
             "with it"
         )
-    return told
+    return notes
 
 
 def _switched_on(part: str) -> bool:

@@ -61,7 +61,7 @@ def compute_advantages(
     rewards = torch.tensor(shaped_rewards(run.config, samples, step))
     penalties: list[torch.Tensor] | None = None
     tokens = _Tokens.of(batches, run.models.policy, samples, run.job.platform.device)
-    if kl_in_reward and run.models.policy.is_last:
+    if kl_in_reward and run.models.policy.is_last_stage:
         kl = [_kl(run.config, m) for m in tokens.micro]
         batches = batches.with_metrics(MetricSet({"reward/kl": tokens.mean(kl)}))
         penalties = [state.kl_beta * k for k in kl]
@@ -73,7 +73,7 @@ def compute_advantages(
     _refuse_not_finite(
         [s.sample_id for s, v in zip(samples, values.tolist(), strict=True) if not math.isfinite(v)]
     )
-    if not run.models.policy.is_last:
+    if not run.models.policy.is_last_stage:
         return batches
     counted = tokens.spread(~rewards.isnan())
     if not estimator.of_tokens:
@@ -85,7 +85,7 @@ def compute_advantages(
         else:
             advantages = tokens.returns(rows, run.config.advantages.rl_gamma)
     if estimator.whiten:
-        advantages = whitened(advantages, counted, run.models.policy.sum_over_tokens)
+        advantages = whitened(advantages, counted, run.models.policy.all_reduce_dp_cp)
     for m, part in zip(tokens.micro, advantages, strict=True):
         bad = sorted(set(m.sequence_of[~part.isfinite()].tolist()))
         _refuse_not_finite([m.sample_ids[i] for i in bad])
@@ -107,7 +107,7 @@ def _critic_advantages(
         value_targets(
             m,
             row,
-            run.models.policy.sum_over_context,
+            run.models.policy.all_reduce_cp,
             discount=run.config.advantages.rl_gamma,
             trace_decay=run.config.critic.gae_lambda,
         )
@@ -157,7 +157,7 @@ class _Tokens:
 
     def mean(self, parts: Sequence[torch.Tensor]) -> Mean:
         """This rank's share of a mean; nothing where tensor-parallel ranks have the same tokens."""
-        if not self.policy.reports:
+        if not self.policy.is_metrics_rank:
             return Mean(0.0, 0.0)
         return Mean(float(sum(p.sum() for p in parts)), float(sum(p.numel() for p in parts)))
 
@@ -166,7 +166,7 @@ class _Tokens:
         sums = torch.zeros(len(self.position), device=self.device)
         for owner, part in zip(self.owners, parts, strict=True):
             sums.index_add_(0, owner, part)
-        return self.policy.sum_over_tokens(sums)
+        return self.policy.all_reduce_dp_cp(sums)
 
     def rewards(
         self, of_sample: torch.Tensor, penalties: Sequence[torch.Tensor] | None
@@ -185,7 +185,7 @@ class _Tokens:
             row = rewards_to_tokens(values[order], m.num_trained)
             if penalties is not None:
                 own = torch.zeros_like(row).index_copy_(0, m.trained_index, penalties[number])
-                row = row - self.policy.sum_over_context(own)
+                row = row - self.policy.all_reduce_cp(own)
             rows.append(row)
         return rows
 

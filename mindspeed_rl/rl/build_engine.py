@@ -76,7 +76,7 @@ def share_memory(
     """
     prediction, why = predict_run(job)
     mode, free_weights = prediction.offload, prediction.frees_engine_weights
-    job.say(
+    job.log_rank0(
         f"memory during rollouts: offload {mode.value} ({why}); engine weights are "
         f"{'freed' if free_weights else 'kept'} while the trainer trains"
     )
@@ -186,12 +186,14 @@ def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
         if history := read_history(output):
             found = best_graph_sizes(history, tuning.rollout_graph_count)
             chosen = [found.sizes]
-            job.say(
+            job.log_rank0(
                 f"graph sizes {' '.join(map(str, found.sizes))}: over the {history.total()} decode "
                 f"steps of {output}, {found.waste:.1%} of the rows would be padding"
             )
         else:
-            job.say(f"graph sizes: no earlier decode steps in {output}, the engine keeps its own")
+            job.log_rank0(
+                f"graph sizes: no earlier decode steps in {output}, the engine keeps its own"
+            )
     dist.broadcast_object_list(chosen, 0)
     return chosen[0]
 

@@ -91,8 +91,8 @@ def build_engine(
     )
     if role == "policy":
         kept_mtp(job)  # what an export would lack is told before the run, not after it
-    load_weights(job, job.plan.megatron, engine.named_parameters(), tell=role == "policy")
-    engine.weights_changed()
+    load_weights(job, job.plan.megatron, engine.named_parameters(), log_skipped=role == "policy")
+    engine.reload_master_weights()
     return engine
 
 
@@ -100,17 +100,17 @@ def load_weights(
     job: Job[Any, RunPlan],
     layout: TableLayout,
     params: Mapping[str, torch.Tensor],
-    tell: bool = True,
+    log_skipped: bool = True,
 ) -> None:
-    """Fill ``params`` from ``--hf-checkpoint``; ``tell`` on rank 0 what is left out. Local.
+    """Fill ``params`` from ``--hf-checkpoint``; ``log_skipped`` on rank 0 what is left out. Local.
 
     Raises:
         UsageError: weights that do not fit the model.
     """
     checkpoint = job.config.model.hf_checkpoint
     mtp = mtp_tensors(layout.spec, weight_files(checkpoint))
-    if mtp and tell:
-        job.say(
+    if mtp and log_skipped:
+        job.log_rank0(
             f"--hf-checkpoint {checkpoint}: left out are {len(mtp)} tensors of multi-token "
             f"prediction (layers: {layout.spec.num_mtp_layers})"
         )
@@ -150,7 +150,7 @@ def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     train = replace(config.train, lr=lr, min_lr=min(config.train.min_lr, lr))
     engine = value_engine(job, "critic", plan.critic, train, train.train_iters * plan.batch.updates)
     has_head = load_value_model(job, plan.critic, engine, checkpoint, "--critic-hf-checkpoint")
-    job.say(
+    job.log_rank0(
         f"critic: {checkpoint or config.model.hf_checkpoint}, value head "
         f"{'of the checkpoint' if has_head else 'starts at 0'}, lr {lr:g}"
     )
@@ -172,7 +172,7 @@ def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
             f"--reward-model-hf-checkpoint {checkpoint}: no {VALUE_HEAD}, so it scores nothing; "
             "give a sequence classifier with one label"
         )
-    job.say(f"reward model: {checkpoint}, weight {job.config.rewards.reward_model_weight:g}")
+    job.log_rank0(f"reward model: {checkpoint}, weight {job.config.rewards.reward_model_weight:g}")
     return engine
 
 
@@ -230,5 +230,5 @@ def load_value_model(
         optional=(VALUE_HEAD,),
         flag=flag if checkpoint else "--hf-checkpoint",
     )
-    engine.weights_changed()
+    engine.reload_master_weights()
     return VALUE_HEAD in files

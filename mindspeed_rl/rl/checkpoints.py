@@ -34,7 +34,7 @@ def load(
     if options.load:
         with job.watchdog.phase("load"):
             loaded = load_checkpoint(options.load, engine, options, companions)
-    job.say(*loaded.notes)
+    job.log_rank0(*loaded.notes)
     last = job.config.train.train_iters
     if loaded.step > last:
         raise UsageError(
@@ -74,4 +74,4 @@ def save(
         with_rng=not options.no_save_rng,
         companions=companions,
     )
-    job.say(f"saved {path}")
+    job.log_rank0(f"saved {path}")

@@ -46,11 +46,11 @@ def value_targets(
 
 def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet:
     """How well the values of the step foretold its returns. Collective: the last stage."""
-    if not critic.is_last or not micro:
+    if not critic.is_last_stage or not micro:
         return MetricSet({"value/explained_variance": Max()})
     returns = [m.columns["returns"] for m in micro if "returns" in m.columns]
     values = [m.columns["old_values"] for m in micro if "old_values" in m.columns]
-    known = explained_variance(returns, values, critic.sum_over_tokens)
+    known = explained_variance(returns, values, critic.all_reduce_dp_cp)
     return MetricSet({"value/explained_variance": Max(known)})
 
 

@@ -28,7 +28,7 @@ def compute_logprobs(
     reference, num_reference = run.models.reference, 0
     if reference is not None:
         num_reference = len(batches.updates)
-        with run.scheduler.resident(MemoryOwner.REFERENCE):
+        with run.scheduler.onloaded(MemoryOwner.REFERENCE):
             batches = batches.with_column("ref_logprobs", batches.by_update(reference.logprobs))
     if run.config.sampling.rl_resample_factor > 1 or run.config.balance.partial_rollout_tokens:
         batches = with_on_policy_mask(batches, run.samples, samples, state.version)
@@ -36,7 +36,7 @@ def compute_logprobs(
     batches = batches.with_metrics(MetricSet(counts))
     if run.models.critic is None:
         return batches
-    with run.scheduler.resident(MemoryOwner.CRITIC):
+    with run.scheduler.onloaded(MemoryOwner.CRITIC):
         return batches.with_column("old_values", batches.by_update(run.models.critic.values))
 
 

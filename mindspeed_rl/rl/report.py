@@ -49,7 +49,7 @@ def describe(run: Components) -> None:
     parallel, plan = run.plan.parallel, run.plan
     experts = plan.spec.moe is not None
     held_out = [dataset.report() for dataset in run.data.held_out.values()]
-    run.job.say(
+    run.job.log_rank0(
         run.data.train.report(),
         *held_out,
         f"training layout on {run.job.platform.name}: "
@@ -65,18 +65,18 @@ def describe(run: Components) -> None:
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
     )
     prediction = predict(run.config, plan, machine_on(run.config, run.job.platform.name))
-    run.job.say(*group_lines(existing_groups(), prediction.group_bytes(0)))
+    run.job.log_rank0(*group_lines(existing_groups(), prediction.group_bytes(0)))
     if run.job.platform.name == "npu":
-        run.job.say(determinism_line())
+        run.job.log_rank0(determinism_line())
     if run.rollouts.engine.weight_format:
-        run.job.say(run.rollouts.engine.weight_format)
+        run.job.log_rank0(run.rollouts.engine.weight_format)
     if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
-        run.job.say(
+        run.job.log_rank0(
             "experts: each pass over a sample chooses its own; routing/agreement says how many of "
             "them differ, and --rl-routing-replay trainer or rollout keeps them"
         )
     if run.job.ignored:
-        run.job.say(f"flags without meaning here: {', '.join(run.job.ignored)}")
+        run.job.log_rank0(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
 
 @dataclass
@@ -162,7 +162,7 @@ class RunReporter:
         for name, result in results.items():
             values |= result.metrics(name)
             sampled = "".join(f", {key} {value:.4g}" for key, value in result.sampled.items())
-            run.job.say(
+            run.job.log_rank0(
                 f"evaluation{f' on {name}' if name else ''} after step {step}: reward "
                 f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
                 f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
@@ -200,7 +200,7 @@ class RunReporter:
         if self._writer:
             values |= sample_metrics(samples, run.reward_names, run.plan.batch.group_size)
             if warning := self._constant.see(values["reward/min"], values["reward/max"]):
-                run.job.say(f"warning: step {step}: {warning}")
+                run.job.log_rank0(f"warning: step {step}: {warning}")
         values |= derived_mismatch(values)
         tokens = sum(s.num_tokens for s in samples)
         values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
@@ -260,7 +260,7 @@ class RunReporter:
         with run.phase("export"):
             export_policy(run.job, run.models.policy, export, last)
         if run.models.critic is not None and config.critic.critic_export_hf:
-            with run.phase("export"), run.scheduler.resident(MemoryOwner.CRITIC):
+            with run.phase("export"), run.scheduler.onloaded(MemoryOwner.CRITIC):
                 export_critic(run.job, run.models.critic, last)
         if not self._writer:
             return
@@ -293,8 +293,8 @@ class RunReporter:
         run.telemetry.dump.close()
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
-            run.job.say(f"held-out accuracy {before}{final.accuracy:.1%}")
-        run.job.say(
+            run.job.log_rank0(f"held-out accuracy {before}{final.accuracy:.1%}")
+        run.job.log_rank0(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
             f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",

@@ -27,7 +27,7 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
     """
     run.scheduler.require(Phase.TRAIN, "load")
     state = RunState(kl_beta=run.config.rl.grpo_kl_beta)
-    with run.scheduler.resident(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
+    with run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         loaded = checkpoints.load(run.job, run.models.policy, companions(run))
     extra = loaded.extra
     if not extra:
@@ -88,7 +88,7 @@ def save_if_due(run: Components, state: RunState, report: RunReporter, step: int
         "lengths": state.lengths.state_dict(),
         "report": report.state_dict(),
     }
-    with run.phase("save"), run.scheduler.resident(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
+    with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         checkpoints.save(run.job, run.models.policy, step, extra, companions(run))
 
 

@@ -36,7 +36,7 @@ def add_model_scores(
     model = run.models.reward_model
     if model is None or not rollouts.samples:
         return rollouts
-    with run.scheduler.resident(MemoryOwner.REWARD_MODEL):
+    with run.scheduler.onloaded(MemoryOwner.REWARD_MODEL):
         packed = [model.prepare(p) for p in run.samples.pack(placed, at_the_end=True)]
         scores = last_token_values(
             model, [s.sample_id for s in rollouts.samples], packed, run.job.platform.device
@@ -80,7 +80,7 @@ def last_token_values(
     scores = torch.zeros(len(sample_ids), device=device)
     for batches in updates:
         for micro, values in zip(batches, engine.values(batches), strict=True):
-            if values is not None and engine.reports:
+            if values is not None and engine.is_metrics_rank:
                 order = torch.tensor([index[i] for i in micro.sample_ids], dtype=torch.int64)
                 scores[order.to(device)[micro.sequence_of]] = values
     dist.all_reduce(scores)

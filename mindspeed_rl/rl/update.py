@@ -52,7 +52,7 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
     metrics, policy, critic = batches.metrics, run.models.policy, run.models.critic
     iterations = run.plan.batch.iterations
     if critic is not None:
-        with run.scheduler.resident(*CRITIC_OWNERS):
+        with run.scheduler.onloaded(*CRITIC_OWNERS):
             settings = value_loss_settings(run.config)
             metrics = metrics.merge(update_critic(critic, settings, batches.updates, iterations))
     warmup = step <= run.config.critic.critic_warmup_steps
@@ -68,9 +68,9 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
             first = state.version == before
             metrics = metrics.merge(update_once(run, state, batch, first, gaps))
     p99 = Max()
-    if policy.is_last:
+    if policy.is_last_stage:
         gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
-        p99 = Max(upper_quantile(gaps, 0.01, policy.sum_over_tokens))
+        p99 = Max(upper_quantile(gaps, 0.01, policy.all_reduce_dp_cp))
     metrics = metrics.merge({"mismatch/p99_abs_logprob": p99})
     if run.config.rl.grpo_kl_beta:
         metrics = metrics.merge({"policy/kl_beta": Max(state.kl_beta)})
@@ -186,9 +186,9 @@ def select_tokens(
         current = [m.columns.get("old_logprobs") for m in micro]
     else:
         current = policy.logprobs(micro)
-    if not policy.is_last:
+    if not policy.is_last_stage:
         return batch
-    marked = with_covariance_mask(micro, current, settings, policy.sum_over_tokens)
+    marked = with_covariance_mask(micro, current, settings, policy.all_reduce_dp_cp)
     return replace(batch, micro_batches=marked)
 
 
@@ -249,8 +249,8 @@ def refresh_reference(run: Components, step: int) -> None:
     interval, reference = run.config.rl.ref_update_interval, run.models.reference
     if reference is None or not interval or step % interval:
         return
-    with run.scheduler.resident(MemoryOwner.REFERENCE), torch.no_grad():
+    with run.scheduler.onloaded(MemoryOwner.REFERENCE), torch.no_grad():
         present = run.models.policy.named_parameters()
         for name, param in reference.named_parameters().items():
             param.copy_(present[name])
-        reference.weights_changed()
+        reference.reload_master_weights()

@@ -76,7 +76,7 @@ class Rebalancer:
         self._expected = expected
         self.steps = rules.interval
 
-    def settle(self, requests: OpenRequests, stats: StepStats) -> bool:
+    def rebalance_point(self, requests: OpenRequests, stats: StepStats) -> bool:
         """Exchange requests with the other engines. Collective: the world.
 
         Returns:

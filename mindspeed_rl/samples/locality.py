@@ -38,12 +38,12 @@ def minimize_moves(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) ->
     if len(plan.assignment) == 1 or not saved.any():
         return plan
     classes = np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)
-    wishes = _wishes(classes, saved)
+    savings = _savings(classes, saved)
     parts = plan.assignment
     if len(parts) <= _MOST_PARTS:
-        gain = _reachable(wishes, _counts(parts, classes))
+        gain = _reachable(savings, _counts(parts, classes))
         parts = tuple(parts[number] for number in best_assignment(gain))
-    parts = _swap_equals(parts, classes, wishes)
+    parts = _swap_equals(parts, classes, savings)
     if bytes_moved(parts, moved) >= bytes_moved(plan.assignment, moved):
         return plan
     return replace(plan, assignment=parts)
@@ -59,7 +59,7 @@ def _items(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wishes:
+class _Savings:
     """Samples that save something on a rank: arrays of equal length.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Wishes:
     places: Ints
 
 
-def _wishes(classes: Ints, saved: Ints) -> _Wishes:
+def _savings(classes: Ints, saved: Ints) -> _Savings:
     """By rank, by class, the greatest savings first."""
     items, ranks = np.nonzero(saved)
     value = saved[items, ranks]
@@ -87,7 +87,7 @@ def _wishes(classes: Ints, saved: Ints) -> _Wishes:
     number = np.arange(len(items))
     begins = np.ones(len(items), dtype=bool)
     begins[1:] = (kind[1:] != kind[:-1]) | (ranks[1:] != ranks[:-1])
-    return _Wishes(
+    return _Savings(
         items, ranks, value, kind, number - np.maximum.accumulate(np.where(begins, number, 0))
     )
 
@@ -98,23 +98,23 @@ def _counts(assignment: Assignment, classes: Ints) -> Ints:
     return np.stack([np.bincount(classes[_items(rows)], minlength=size) for rows in assignment])
 
 
-def _reachable(wishes: _Wishes, counts: Ints) -> Ints:
+def _reachable(savings: _Savings, counts: Ints) -> Ints:
     """[parts, ranks] what is saved when a part goes to a rank and then takes the best equals."""
-    taken = np.where(counts[:, wishes.classes] > wishes.places, wishes.saved, 0)
+    taken = np.where(counts[:, savings.classes] > savings.places, savings.saved, 0)
     sums = np.cumsum(np.hstack([np.zeros_like(taken[:, :1]), taken]), axis=1)
-    borders = np.searchsorted(wishes.ranks, np.arange(len(counts) + 1))
+    borders = np.searchsorted(savings.ranks, np.arange(len(counts) + 1))
     return np.diff(sums[:, borders], axis=1)
 
 
-def _swap_equals(assignment: Assignment, classes: Ints, wishes: _Wishes) -> Assignment:
+def _swap_equals(assignment: Assignment, classes: Ints, savings: _Savings) -> Assignment:
     """Samples of equal length on the ranks that save most by them, the greatest savings first."""
     left = _counts(assignment, classes)
-    places = wishes.ranks * left.shape[1] + wishes.classes
+    places = savings.ranks * left.shape[1] + savings.classes
     filled = np.flatnonzero(left)
     room = dict(zip(filled.tolist(), left.reshape(-1)[filled].tolist(), strict=True))
-    order = np.lexsort((wishes.ranks, wishes.items, -wishes.saved))
+    order = np.lexsort((savings.ranks, savings.items, -savings.saved))
     chosen: dict[int, int] = {}
-    for i, place in zip(wishes.items[order].tolist(), places[order].tolist(), strict=True):
+    for i, place in zip(savings.items[order].tolist(), places[order].tolist(), strict=True):
         if i not in chosen and room.get(place):
             room[place] -= 1
             chosen[i] = place

@@ -42,7 +42,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
+class OwnerRanks:
     """Where samples are: on ``count`` consecutive ranks each.
 
     Attributes:
@@ -55,7 +55,7 @@ class Holders:
 
 
 def plan_hops(
-    holders: Holders,
+    owner_ranks: OwnerRanks,
     destinations: Sequence[int],
     layout: ParallelLayout,
     stages: Collection[int],
@@ -66,7 +66,7 @@ def plan_hops(
     """The hops of one rank, in the order of :data:`AXES`; on one node a single one. Pure.
 
     Args:
-        holders: where each sample is.
+        owner_ranks: where each sample is.
         destinations: the data-parallel rank that trains on each.
         layout: of training.
         stages: pipeline stages that need samples.
@@ -74,8 +74,8 @@ def plan_hops(
         one_node: all ranks are on one: no way is shorter than another, so every copy goes straight
             to its place, and one collective of the world does it.
     """
-    first = np.asarray(holders.first, dtype=np.int64).reshape(-1, 1)
-    ranks = first + np.arange(holders.count)
+    first = np.asarray(owner_ranks.first, dtype=np.int64).reshape(-1, 1)
+    ranks = first + np.arange(owner_ranks.count)
     wanted = np.asarray(destinations, dtype=np.int64)
     if one_node:
         hop = _hop("world", range(layout.world), rank, [_straight(ranks, wanted, layout, stages)])
@@ -90,7 +90,7 @@ def plan_hops(
 
 
 def copies_moved(
-    holders: Holders, num_samples: int, layout: ParallelLayout, stages: Collection[int]
+    owner_ranks: OwnerRanks, num_samples: int, layout: ParallelLayout, stages: Collection[int]
 ) -> Ints:
     """How many copies of each sample go from rank to rank, by the rank that it trains on. Pure.
 
@@ -100,7 +100,7 @@ def copies_moved(
     depend on how many nodes there are.
 
     Args:
-        holders: where each sample is.
+        owner_ranks: where each sample is.
         num_samples: of them.
         layout: of training.
         stages: pipeline stages that need samples.
@@ -108,8 +108,8 @@ def copies_moved(
     Returns:
         [samples, data-parallel ranks] int64.
     """
-    first = np.asarray(holders.first, dtype=np.int64).reshape(num_samples, 1)
-    ranks = first + np.arange(holders.count)
+    first = np.asarray(owner_ranks.first, dtype=np.int64).reshape(num_samples, 1)
+    ranks = first + np.arange(owner_ranks.count)
     dp = ranks // (layout.tp * layout.cp) % layout.dp
     needed = np.isin(ranks // layout.ranks_per_stage, sorted(stages))
     item = np.arange(num_samples)
@@ -117,15 +117,15 @@ def copies_moved(
     here, useful = (np.zeros((num_samples, layout.dp), dtype=np.int64) for _ in range(2))
     np.add.at(here, (row, dp), 1)
     np.add.at(useful, (row, dp), needed)
-    between = ~needed[item, item % holders.count]
+    between = ~needed[item, item % owner_ranks.count]
     places = len(stages) * layout.tp * layout.cp
     return np.where(here > 0, places - useful, places + between[:, None])
 
 
-def plan_gather(holders: Holders, to: int, world: int, rank: int) -> tuple[Hop, ...]:
+def plan_gather(owner_ranks: OwnerRanks, to: int, world: int, rank: int) -> tuple[Hop, ...]:
     """The hop over the world that brings every sample to rank ``to``. Pure."""
-    first = np.asarray(holders.first, dtype=np.int64)
-    away = np.flatnonzero(~((first <= to) & (to < first + holders.count)))
+    first = np.asarray(owner_ranks.first, dtype=np.int64)
+    away = np.flatnonzero(~((first <= to) & (to < first + owner_ranks.count)))
     moves = _Moves(away, first[away], np.full(len(away), to))
     hop = _hop("world", range(world), rank, [moves])
     return () if hop is None else (hop,)
@@ -173,7 +173,7 @@ def _to_blocks(ranks: Ints, wanted: Ints, layout: ParallelLayout) -> _Moves:
 
 
 def _straight(ranks: Ints, wanted: Ints, layout: ParallelLayout, stages: Collection[int]) -> _Moves:
-    """A copy of each sample to every place that needs and lacks it; its holders take turns."""
+    """A copy of each sample to every place that needs and lacks it; its owner ranks take turns."""
     own = layout.tp * layout.cp
     place = np.add.outer(layout.ranks_per_stage * np.array(sorted(stages)), np.arange(own)).ravel()
     targets = own * wanted[:, None] + place
@@ -191,7 +191,7 @@ class _Block:
 
     Args:
         arrived: the first hop of all ranks.
-        ranks: [samples, holders] before it.
+        ranks: [samples, owner ranks] before it.
         wanted: [samples] data-parallel rank.
         layout: of training.
         dp: which data-parallel rank.

@@ -24,7 +24,7 @@ from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessa
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 from mindspeed_rl.samples.placement import MicroBatchPlan
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-from mindspeed_rl.samples.routes import Holders, Hop, copies_moved, plan_gather, plan_hops
+from mindspeed_rl.samples.routes import Hop, OwnerRanks, copies_moved, plan_gather, plan_hops
 
 ResponseTensors = Mapping[str, torch.Tensor]
 """The tokens of one response, [n] or [n, width] by the name of a column; token ids are int64."""
@@ -100,9 +100,11 @@ class SampleStore:
         self, responses: Sequence[ResponseTensors], samples: Sequence[RolloutInfo]
     ) -> None:
         """Keep the responses, one for each sample, of which this rank is a holder. Local."""
-        holders = self.holders(samples)
+        owner_ranks = self.owner_ranks(samples)
         mine = [
-            i for i, first in enumerate(holders.first) if 0 <= self.rank - first < holders.count
+            i
+            for i, first in enumerate(owner_ranks.first)
+            if 0 <= self.rank - first < owner_ranks.count
         ]
         if mine:
             values = {
@@ -111,13 +113,13 @@ class SampleStore:
             }
             _put(self.cache, self.columns, [samples[i] for i in mine], values)
 
-    def holders(self, samples: Sequence[RolloutInfo]) -> Holders:
+    def owner_ranks(self, samples: Sequence[RolloutInfo]) -> OwnerRanks:
         """Where the tokens of samples are: on all tensor ranks of an engine, or on its first.
 
         Conversations are held by the rank that leads the engine alone.
         """
         first = [s.group * self.engine.tp * self.engine.pp for s in samples]
-        return Holders(first, self.num_copies)
+        return OwnerRanks(first, self.num_copies)
 
     def num_prompt_tokens(self, sample: RolloutInfo) -> int:
         """Tokens of the prompt of a sample."""
@@ -141,8 +143,8 @@ class SampleStore:
         """
         size = self.samples_per_update
         lengths = [self.num_prompt_tokens(s) + s.num_tokens for s in samples]
-        holders = self.holders(samples)
-        copies = copies_moved(holders, len(samples), self.parallel, self.stages)
+        owner_ranks = self.owner_ranks(samples)
+        copies = copies_moved(owner_ranks, len(samples), self.parallel, self.stages)
         words_of = {n: num_words(self.columns, n) for n in {s.num_tokens for s in samples}}
         words = np.asarray([words_of[s.num_tokens] for s in samples], dtype=np.int64)
         moved_words = copies * words.reshape(-1, 1)
@@ -156,7 +158,7 @@ class SampleStore:
                 for i in (i for micro in mine for i in micro):
                     destinations[number * size + i] = dp
         hops = plan_hops(
-            holders, destinations, self.parallel, self.stages, self.rank, one_node=self.one_node
+            owner_ranks, destinations, self.parallel, self.stages, self.rank, one_node=self.one_node
         )
         moved, metrics = self._move(samples, hops, cache or self.cache, self.columns)
         moved.keep()
@@ -178,9 +180,9 @@ class SampleStore:
         """
         wanted = self.columns if columns is None else columns
         there = placed.keys_on(self.parallel.coords(0).dp) if placed else ()
-        known = self.holders(samples)
+        known = self.owner_ranks(samples)
         first = [0 if s.key in there else at for s, at in zip(samples, known.first, strict=True)]
-        hops = plan_gather(Holders(first, known.count), 0, self.parallel.world, self.rank)
+        hops = plan_gather(OwnerRanks(first, known.count), 0, self.parallel.world, self.rank)
         moved, _ = self._move(samples, hops, self.cache, wanted)
         if self.rank:
             return []

@@ -189,13 +189,13 @@ def check(job: RLJobOf) -> None:
     Raises:
         RuntimeError: something depends on the layout.
     """
-    job.say(
+    job.log_rank0(
         f"self-test of the loss: {len(CASES)} cases in {len(layouts_of(job.world.size))} "
         f"layouts of {job.world.size} ranks, {len(CUTS)} cuts each"
     )
     findings = run(job, list(product(layouts_of(job.world.size), CUTS, CASES)))
     for f in findings:
-        job.say(
+        job.log_rank0(
             f"{'ok  ' if f.holds else 'FAIL'} {f.layout}, {f.cut}: worst metric "
             f"{f.metric[0]:.2g} ({f.metric[1]}), worst gradient {f.gradient[0]:.2g} "
             f"({f.gradient[1]}) of its tolerance"
@@ -207,7 +207,7 @@ def check(job: RLJobOf) -> None:
             f"self-test of the loss: {int(failed)} layouts or cuts give other results than one "
             "rank; the lines above name the worst of each"
         )
-    job.say("self-test of the loss: passed")
+    job.log_rank0("self-test of the loss: passed")
 
 
 def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
@@ -321,11 +321,11 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         policy = build_engine(job, "policy", 1)
         critic = value_engine(job, "critic", values, config.train, 1)
         load_value_model(job, values, critic, *flags)
-        if critic.is_last:  # a head of 0 passes no gradient on
+        if critic.is_last_stage:  # a head of 0 passes no gradient on
             weight = critic.named_parameters()["output_layer.weight"]
             with torch.no_grad():
                 weight.copy_(torch.linspace(-0.3, 0.5, weight.numel()).view_as(weight))
-        critic.weights_changed()
+        critic.reload_master_weights()
         yield SelftestModels(
             job, policy, critic, _gradients_of(job, policy), _gradients_of(job, critic)
         )
@@ -384,7 +384,7 @@ def _outcome(
     counts = Denominators.of(s.num_trained for s in samples)
     if case.loss == VALUE:
         critic, settings = models.critic, ValueLossSettings(0.2, case.aggregation, LONGEST)
-        batches = _with_targets(critic, batches, reduce or critic.sum_over_context)
+        batches = _with_targets(critic, batches, reduce or critic.all_reduce_cp)
         value_loss = value_loss_function(settings, counts)
         metrics = empty_value_metrics(value_loss)
         metrics = metrics.merge(critic.forward_backward(batches, value_loss))
@@ -393,8 +393,8 @@ def _outcome(
     if case.loss in ("clip_cov", "kl_cov"):
         chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
-        if engine.is_last:
-            total = reduce or engine.sum_over_tokens
+        if engine.is_last_stage:
+            total = reduce or engine.all_reduce_dp_cp
             batches = with_covariance_mask(batches, current, chosen, total)
     metrics = empty_loss_metrics(loss).merge(engine.forward_backward(batches, loss))
     return Outcome(reduce_metrics(metrics), models.policy_gradients())

@@ -235,7 +235,7 @@ def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rn
     if with_optimizer:
         _load_optimizer(engine, state["optimizer"])
     else:
-        engine.weights_changed()
+        engine.reload_master_weights()
     if with_rng:
         set_rng_state(engine.platform, state["rng"])
 

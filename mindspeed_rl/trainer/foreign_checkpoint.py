@@ -44,10 +44,10 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
         problem = f"rank {dist.get_rank()}: {error}"
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    if told := next(filter(None, problems), ""):
-        raise UsageError(f"--load {directory}: {told}")
+    if problem := next(filter(None, problems), ""):
+        raise UsageError(f"--load {directory}: {problem}")
     assert source is not None
-    engine.weights_changed()
+    engine.reload_master_weights()
     return f"weights of {found[0]} ({source.kind})"
 
 

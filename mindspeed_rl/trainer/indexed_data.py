@@ -242,11 +242,11 @@ def _provide_helpers(local_rank: int) -> None:
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     importlib.invalidate_caches()
-    told = next((text for text in problems if text), "")
-    if told:
+    problem = next((text for text in problems if text), "")
+    if problem:
         raise UsageError(
             f"--data-path: megatron-core's compiled helpers ({_HELPERS}) are missing and could "
-            f"not be made: {told}; install megatron-core from a wheel, or g++, make and pybind11"
+            f"not be made: {problem}; install megatron-core from a wheel, or g++, make and pybind11"
         )
 
 

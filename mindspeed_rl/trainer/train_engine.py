@@ -89,7 +89,7 @@ class TrainEngine:
         self.platform = platform
         self.temperature = temperature
         self._train = train
-        self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
             self.spec, layout.parallel, model, train, parallel.shards_sequence, layout.modules
         )
@@ -164,7 +164,7 @@ class TrainEngine:
         weights = self.named_parameters()
         return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
 
-    def weights_changed(self) -> None:
+    def reload_master_weights(self) -> None:
         """Call after writing parameters from outside: master weights follow. Local.
 
         What waits on the host of a model that does not train is copied anew at its next release.
@@ -229,7 +229,7 @@ class TrainEngine:
             results = self._run(batches, lambda batch, outputs: (outputs[0].sum(), outputs))
         for model in self.models:
             model.train()
-        return results if self.is_last else [None] * len(batches)
+        return results if self.is_last_stage else [None] * len(batches)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss_function: LossFunction | ValueLossFunction
@@ -249,21 +249,21 @@ class TrainEngine:
         self.optimizer.zero_grad()
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
-            inputs = self._head.loss_inputs(batch, outputs, self.sum_over_context)
+            inputs = self._head.loss_inputs(batch, outputs, self.all_reduce_cp)
             found = loss_function(inputs)
             return found.loss, replace(found, loss=found.loss.detach())
 
         with nullcontext() if self._replay is None else self._replay.update():
             outputs = self._run(batches, loss, backward=True)
-        metrics = _collect_metrics(outputs) if self.reports else MetricSet()
+        metrics = _collect_metrics(outputs) if self.is_metrics_rank else MetricSet()
         return metrics if self._replay is None else metrics.merge(self._replay.metrics())
 
     @property
-    def reports(self) -> bool:
+    def is_metrics_rank(self) -> bool:
         """Whether this rank speaks for the tokens it holds: tensor-parallel ranks share them."""
-        return bool(self.is_last and parallel_state.get_tensor_model_parallel_rank() == 0)
+        return bool(self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0)
 
-    def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that share each sequence of a micro-batch; without gradient.
 
         Collective: the context-parallel group.
@@ -272,7 +272,7 @@ class TrainEngine:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
         return values
 
-    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_dp_cp(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of this stage that hold the other tokens of a step.
 
         Collective: the data- and context-parallel group.

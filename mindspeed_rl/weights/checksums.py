@@ -108,7 +108,7 @@ def _shares(
             layout.dtype_of(shard.piece.hf_name),
         )
         for shard in pieces_of(layout, rank)
-        if not primary_only or (not shard.mirror and shard.holders[0] == rank)
+        if not primary_only or (not shard.is_replica and shard.owner_ranks[0] == rank)
     )
 
 
@@ -159,7 +159,7 @@ def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
     """How many ranks hold each element of each HF tensor, of all or of ``names``: [n] int64."""
     copies = []
     for name in names or layout.hf_shapes:
-        held = sum(s.piece.hf_box.num_elements * len(s.holders) for s in layout.shards(name))
+        held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in layout.shards(name))
         copies.append(held // prod(layout.hf_shapes[name]))
     return torch.tensor(copies, dtype=torch.int64)
 

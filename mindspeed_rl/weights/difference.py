@@ -1,6 +1,6 @@
 """Where two sides differ: rank, parameter and first element of a tensor that failed the proof.
 
-Shares nothing with the planner: holders of the source broadcast what they hold, and every rank
+Shares nothing with the planner: owner ranks of the source broadcast what they hold, and every rank
 compares its own copy of the target with that.
 """
 
@@ -52,7 +52,7 @@ def first_difference(
     """The first element of a tensor that differs on any rank. Collective: the world.
 
     Args:
-        source: layout of ``read``; of several holders the first is believed.
+        source: layout of ``read``; of several owner ranks the first is believed.
         target: layout of ``write``.
         hf_name: the tensor.
         rank: global rank.
@@ -62,18 +62,18 @@ def first_difference(
         device: where broadcasts live.
     """
     dtype = wire_dtype(source.dtype_of(hf_name), dtype)
-    mine = [shard for shard in target.shards(hf_name) if rank in shard.holders]
+    mine = [shard for shard in target.shards(hf_name) if rank in shard.owner_ranks]
     first: Difference | None = None
     for shard in source.shards(hf_name):
-        if shard.mirror:
+        if shard.is_replica:
             continue
         whole = shard.piece.hf_box
         parts = -(-whole.num_elements // _SLICE_ELEMENTS)
         for box in (whole.slice(i, parts) for i in range(parts)):
             values = torch.empty(box.size, dtype=dtype, device=device)
-            if shard.holders[0] == rank:
+            if shard.owner_ranks[0] == rank:
                 values.copy_(_values(shard, box, read))
-            dist.broadcast(values, shard.holders[0])
+            dist.broadcast(values, shard.owner_ranks[0])
             for held in mine:
                 found = _compare(held, box, values, write, rank)
                 first = min((d for d in (first, found) if d is not None), default=None)

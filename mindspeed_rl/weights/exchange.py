@@ -57,7 +57,7 @@ class Round:
 
     hops: tuple[RankMessages, ...]
     copies: tuple[Transfer, ...]
-    repeats: tuple[Transfer, ...]
+    local_duplicates: tuple[Transfer, ...]
     names: tuple[str, ...]
     dtype: str
 
@@ -138,7 +138,7 @@ class Exchange:
         for hop in range(1, len(self._round.hops)):
             self.post(hop, self._write)
             self._take()
-        copy_within(self._round.repeats, self._write, self._write)
+        copy_within(self._round.local_duplicates, self._write, self._write)
         if after_round is not None:
             after_round(self._round)
 

@@ -55,9 +55,9 @@ def split_rounds(
         return rounds
 
     sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
-    repeats: list[list[Transfer]] = [[] for _ in range(count)]
-    for transfer in plan.repeats:  # whole: the slices of what arrives are others
-        repeats[schedule.slots_of(source, transfer.hf_name)[-1].round].append(transfer)
+    local_duplicates: list[list[Transfer]] = [[] for _ in range(count)]
+    for transfer in plan.local_duplicates:  # whole: the slices of what arrives are others
+        local_duplicates[schedule.slots_of(source, transfer.hf_name)[-1].round].append(transfer)
     return tuple(
         Round(
             tuple(
@@ -68,7 +68,7 @@ def split_rounds(
                 for hop in range(1, num_hops + 1)
             ),
             tuple(copies[i]),
-            tuple(repeats[i]),
+            tuple(local_duplicates[i]),
             schedule.completed[i],
             schedule.dtypes[i],
         )

@@ -82,16 +82,16 @@ class ReshardPlan:
     """Everything that one rank does in a reshard.
 
     ``sends``, ``receives`` and ``copies`` are in one order on all ranks, so that both ends of a
-    message list its rectangles alike. ``repeats`` copy within the target what the rank keeps twice
-    (a redundant expert beside itself) once it has arrived. ``digest`` is equal on all ranks of a
-    reshard.
+    message list its rectangles alike. ``local_duplicates`` copy within the target what the rank
+    keeps twice (a redundant expert beside itself) once it has arrived. ``digest`` is equal on all
+    ranks of a reshard.
     """
 
     rank: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     copies: tuple[Transfer, ...]
-    repeats: tuple[Transfer, ...]
+    local_duplicates: tuple[Transfer, ...]
     digest: str
 
 
@@ -101,44 +101,44 @@ class Cell:
 
     box: Box
     shards: tuple[Shard, ...]
-    holders: tuple[range, ...]
+    owner_ranks: tuple[range, ...]
 
     @classmethod
     def of(cls, shards: tuple[Shard, ...]) -> Cell:
-        """Shards of one rectangle, mirrors included."""
-        return cls(shards[0].piece.hf_box, shards, tuple(shard.holders for shard in shards))
+        """Shards of one rectangle, replicas included."""
+        return cls(shards[0].piece.hf_box, shards, tuple(shard.owner_ranks for shard in shards))
 
     def is_held_by(self, rank: int) -> bool:
         """Whether ``rank`` holds it."""
-        return any(rank in several for several in self.holders)
+        return any(rank in several for several in self.owner_ranks)
 
     def piece_of(self, rank: int) -> Piece:
         """Where ``rank`` holds it."""
-        return next(shard.piece for shard in self.shards if rank in shard.holders)
+        return next(shard.piece for shard in self.shards if rank in shard.owner_ranks)
 
 
 def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
-    """The rectangles of a tensor that hold every element exactly once, with all their holders."""
+    """The rectangles that hold every element of a tensor exactly once, with their owner ranks."""
     shards = source.shards(hf_name)
     if len(shards) == 1:
         return [Cell.of(shards)]
     same: dict[Box, list[Shard]] = {}
     for shard in shards:
         same.setdefault(shard.piece.hf_box, []).append(shard)
-    return [Cell.of(tuple(same[s.piece.hf_box])) for s in shards if not s.mirror]
+    return [Cell.of(tuple(same[s.piece.hf_box])) for s in shards if not s.is_replica]
 
 
-def repeats_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]:
+def local_duplicates_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]:
     """Shards whose rectangle the same ranks keep in another shard already: that one by this one."""
     shards = target.shards(hf_name)
     if len(shards) == 1:
         return {}
     first: dict[tuple[Box, range], Shard] = {}
     for shard in shards:
-        first.setdefault((shard.piece.hf_box, shard.holders), shard)
+        first.setdefault((shard.piece.hf_box, shard.owner_ranks), shard)
     if len(first) == len(shards):
         return {}
-    found = {shard: first[shard.piece.hf_box, shard.holders] for shard in shards}
+    found = {shard: first[shard.piece.hf_box, shard.owner_ranks] for shard in shards}
     return {again: once for again, once in found.items() if again is not once}
 
 
@@ -150,10 +150,10 @@ def needs_of(target: ShardLayout, hf_name: str) -> list[Cell]:
     shards = target.shards(hf_name)
     if len(shards) == 1:
         return [Cell.of(shards)]
-    repeats = repeats_of(target, hf_name)
+    local_duplicates = local_duplicates_of(target, hf_name)
     same: dict[Box, list[Shard]] = {}
     for shard in shards:
-        if shard not in repeats:
+        if shard not in local_duplicates:
             same.setdefault(shard.piece.hf_box, []).append(shard)
     return [Cell.of(tuple(several)) for several in same.values()]
 
@@ -163,7 +163,7 @@ def _turn_of_pattern(pattern: str) -> int:
     return zlib.crc32(pattern.encode()) & 0xFFFF
 
 
-def turn_of(hf_name: str, experts_per_rank: int = 1) -> int:
+def rotation_of(hf_name: str, experts_per_rank: int = 1) -> int:
     """Whose turn it is among equal sources: experts and layers of one rank follow each other."""
     pattern, layer, expert = locate(hf_name)
     return _turn_of_pattern(pattern) + layer * experts_per_rank + expert
@@ -175,20 +175,20 @@ def overlaps(
     """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
 
     With ``relay`` rectangles are sliced so that every destination on a node without a holder
-    receives one slice from afar and passes it on to the others. Each rectangle has a turn of its
-    own, so that all holders of a tensor serve its shards. Where a stage has too few layers to even
-    out what its ranks send, matrices are sliced.
+    receives one slice from afar and passes it on to the others. Each rectangle has a rotation of
+    its own, so that all owner ranks of a tensor serve its shards. Where a stage has too few layers
+    to even out what its ranks send, matrices are sliced.
     """
-    num_layers, num_experts = source.num_alike(hf_name)
-    turn = turn_of(hf_name, num_experts)
+    num_layers, num_experts = source.num_placed_alike(hf_name)
+    rotation = rotation_of(hf_name, num_experts)
     needs = needs_of(target, hf_name)
     for cell in cells_of(source, hf_name):
         found = [(dst, box) for dst in needs if (box := cell.box.intersect(dst.box))]
         if not found:
             continue
-        wanted = tuple(Wanted(d.holders, b.num_elements, len(b.size) > 1) for d, b in found)
+        wanted = tuple(Wanted(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in found)
         # not the experts: some of a rank's may be needed where they are, and then take no turn
-        shared = share_out(cell.holders, wanted, ranks_per_node, turn, num_layers, relay)
+        shared = share_out(cell.owner_ranks, wanted, ranks_per_node, rotation, num_layers, relay)
         for (dst, box), slices in zip(found, shared, strict=True):
             for i, assigned in enumerate(slices):
                 if (part := box.slice(i, len(slices))).num_elements:
@@ -235,7 +235,7 @@ def plan_reshard(
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     copies: list[Transfer] = []
-    repeats: list[Transfer] = []
+    local_duplicates: list[Transfer] = []
     for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
         for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
             if needed := dst.is_held_by(rank):
@@ -249,12 +249,14 @@ def plan_reshard(
                     piece = (dst if hop == 2 else cell).piece_of(rank)
                     wanted = dst.piece_of(receiver)
                     sends.append(_transfer(piece, wanted, box, rank, receiver, hop))
-        for again, once in repeats_of(target, name).items():
-            if rank in again.holders:
+        for again, once in local_duplicates_of(target, name).items():
+            if rank in again.owner_ranks:
                 box = once.piece.hf_box
-                repeats.append(_transfer(once.piece, again.piece, box, rank, rank, 1))
+                local_duplicates.append(_transfer(once.piece, again.piece, box, rank, rank, 1))
     digest = layout_digest(source, target, ranks_per_node, relay)
-    return ReshardPlan(rank, tuple(sends), tuple(receives), tuple(copies), tuple(repeats), digest)
+    return ReshardPlan(
+        rank, tuple(sends), tuple(receives), tuple(copies), tuple(local_duplicates), digest
+    )
 
 
 def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:

@@ -123,17 +123,19 @@ def plan_schedule(
     if bucket_bytes < 1:
         raise UsageError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
     costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
-    lanes_of: dict[str, dict[int, list[Batch]]] = {}
+    stages_of: dict[str, dict[int, list[Batch]]] = {}
     for unit in sorted(source.units(), key=lambda unit: unit.layer):
-        lanes = lanes_of.setdefault(source.dtype_of(unit.names[0]), {})
+        stages = stages_of.setdefault(source.dtype_of(unit.names[0]), {})
         batches = _tensors(source, unit, bucket_bytes // (2 * item_bytes))
-        lanes.setdefault(unit.lane, []).extend(batches if target.wants_whole_tensors else [(unit,)])
+        stages.setdefault(unit.stage, []).extend(
+            batches if target.wants_whole_tensors else [(unit,)]
+        )
     slots: dict[str, list[Slot]] = {}
     completed: list[tuple[str, ...]] = []
     dtypes: list[str] = []
     staging = 0.0
-    for dtype in sorted(lanes_of):
-        rounds, largest = _fill(list(lanes_of[dtype].values()), costs, bucket_bytes)
+    for dtype in sorted(stages_of):
+        rounds, largest = _fill(list(stages_of[dtype].values()), costs, bucket_bytes)
         staging = max(staging, largest)
         for items in rounds:
             for item in items:
@@ -151,17 +153,17 @@ def plan_schedule(
 
 
 def _tensors(source: ShardLayout, unit: Unit, elements: int) -> Iterator[Batch]:
-    """Every tensor as a unit of its own; those of several holders travel side by side.
+    """Every tensor as a unit of its own; those of several owner ranks travel side by side.
 
     Else the experts of one rank would come one after another and the other ranks wait. A batch has
     one tensor, or at most ``elements``: until its end it lies about in parts.
     """
     width = max(1, elements // prod(source.shape_of(unit.names[0])))
-    of_holders: dict[range, list[Unit]] = {}
+    of_owners: dict[range, list[Unit]] = {}
     for name in unit.names:
-        holders = source.shards(name)[0].holders
-        of_holders.setdefault(holders, []).append(Unit(name, unit.lane, unit.layer, (name,)))
-    for column in zip_longest(*of_holders.values()):
+        owner_ranks = source.shards(name)[0].owner_ranks
+        of_owners.setdefault(owner_ranks, []).append(Unit(name, unit.stage, unit.layer, (name,)))
+    for column in zip_longest(*of_owners.values()):
         present = tuple(tensor for tensor in column if tensor is not None)
         for start in range(0, len(present), width):
             yield present[start : start + width]
@@ -187,7 +189,12 @@ class _Costs:
         """The bounds of a unit."""
         first = unit.names[0]
         expert = locate(first)[2]
-        key = self._source.class_of(first), self._target.class_of(first), expert, len(unit.names)
+        key = (
+            self._source.placement_key(first),
+            self._target.placement_key(first),
+            expert,
+            len(unit.names),
+        )
         if key not in self._known:
             self._known[key] = self._measure(unit)
         return self._known[key]
@@ -207,10 +214,10 @@ class _Costs:
             for cell, dst, box, assigned in found:
                 narrowest = min(narrowest, box.size[box.sliced_dim])
                 num_bytes = float(box.num_elements * size)
-                charges = [(1, ranks, assigned.most_sent) for ranks in cell.holders]
-                charges += [(1, ranks, 1) for ranks in dst.holders]
+                charges = [(1, ranks, assigned.most_sent) for ranks in cell.owner_ranks]
+                charges += [(1, ranks, 1) for ranks in dst.owner_ranks]
                 if assigned.hop.max(initial=0) == 2:
-                    charges += [(2, ranks, 2 if assigned.even else 3) for ranks in dst.holders]
+                    charges += [(2, ranks, 2 if assigned.even else 3) for ranks in dst.owner_ranks]
                 for hop, ranks, times in charges:
                     loads[hop, ranks] = loads.get((hop, ranks), 0.0) + num_bytes * times
         world = 1 + max((ranks[-1] for _, ranks in loads), default=0)
@@ -221,12 +228,12 @@ class _Costs:
 
 
 def _fill(
-    lanes: list[list[Batch]], costs: _Costs, bucket_bytes: int
+    stages: list[list[Batch]], costs: _Costs, bucket_bytes: int
 ) -> tuple[list[list[_Item]], float]:
     """The items of every round, and the largest load of a rank in one of them."""
-    _check_budget(lanes, costs, bucket_bytes)
-    quantum = bucket_bytes / (2 * len(lanes))
-    queues = [[i for batch in lane for i in _slices(batch, costs, quantum)] for lane in lanes]
+    _check_budget(stages, costs, bucket_bytes)
+    quantum = bucket_bytes / (2 * len(stages))
+    queues = [[i for batch in stage for i in _slices(batch, costs, quantum)] for stage in stages]
     world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
     most = max(len(queue) for queue in queues)
     total = np.sum([_total(queue, world) for queue in queues], axis=0)
@@ -242,11 +249,11 @@ def _fill(
         count = min(most, max(count + 1, int(count * 1.1)))
 
 
-def _check_budget(lanes: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> None:
+def _check_budget(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> None:
     """Refuse a budget that the narrowest slice of some unit exceeds, before any is made."""
     narrowest = [
         max(_Item(u, cost, 0, cost.narrowest).loads.max(initial=0.0) for u, cost in priced)
-        for priced in ([(u, costs.of(u)) for batch in lane for u in batch] for lane in lanes)
+        for priced in ([(u, costs.of(u)) for batch in stage for u in batch] for stage in stages)
     ]
     if max(narrowest) > bucket_bytes:
         raise _too_small(bucket_bytes, sum(narrowest))

@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
     Attributes:
         destinations: these ranks.
         size: its elements: what sending it once costs.
-        may_slice: whether it may be cut to even out what its holders send.
+        may_slice: whether it may be cut to even out what its owner ranks send.
     """
 
     destinations: tuple[range, ...]
@@ -83,25 +83,25 @@ def assign_sources(
     sources: tuple[range, ...],
     destinations: tuple[range, ...],
     ranks_per_node: int,
-    turn: int = 0,
+    rotation: int = 0,
     relay: bool = False,
 ) -> SourceAssignment:
     """:func:`share_out` of the first slice of one rectangle."""
-    return share_out(sources, (Wanted(destinations),), ranks_per_node, turn, relay=relay)[0][0]
+    return share_out(sources, (Wanted(destinations),), ranks_per_node, rotation, relay=relay)[0][0]
 
 
 def share_out(
     sources: tuple[range, ...],
     wanted: tuple[Wanted, ...],
     ranks_per_node: int,
-    turn: int = 0,
+    rotation: int = 0,
     alike: int = 1,
     relay: bool = False,
 ) -> tuple[tuple[SourceAssignment, ...], ...]:
     """Choose a source for every destination of rectangles.
 
     A destination that holds a rectangle takes its own. Others take a holder of their node, evenly.
-    What is left is spread over the holders so that the largest number of destinations of one of
+    What is left is spread over the owner ranks so that the largest number of destinations of one of
     them is as small as it can be after the first two rules. Where several would do, those go first
     that send least of the rectangles before.
 
@@ -109,8 +109,8 @@ def share_out(
         sources: the ranks that hold the rectangles.
         wanted: the rectangles.
         ranks_per_node: size of a node.
-        turn: rotates every choice between equals; give neighbouring tensors consecutive turns, or
-            the first of several holders serves them all.
+        rotation: shifts every choice between equals; give neighbouring tensors consecutive
+            rotations, or the first of several owner ranks serves them all.
         alike: how many tensors take turns. Where these are too few, rectangles are sliced.
         relay: let one rank of each node without a holder receive for the others of its node, a
             slice each.
@@ -122,7 +122,7 @@ def share_out(
     if usual.level:
         return usual.slices
     period = sum(map(len, sources)) * (ranks_per_node if relay else 1)
-    return _share_out(sources, wanted, ranks_per_node, turn % period, alike, relay).slices
+    return _share_out(sources, wanted, ranks_per_node, rotation % period, alike, relay).slices
 
 
 @lru_cache(maxsize=1 << 16)
@@ -130,7 +130,7 @@ def _share_out(
     sources: tuple[range, ...],
     wanted: tuple[Wanted, ...],
     ranks_per_node: int,
-    turn: int,
+    rotation: int,
     alike: int,
     relay: bool,
 ) -> Shared:
@@ -147,16 +147,16 @@ def _share_out(
         fixed.fan_out if passes_on else count if rectangle.may_slice else 1
         for fixed, passes_on, rectangle in zip(known, relayed, wanted, strict=True)
     ]
-    order = _Order(known, parts, relayed, turn)
+    order = _Order(known, parts, relayed, rotation)
     sizes = [rectangle.size / count for rectangle, count in zip(wanted, parts, strict=True)]
-    # on nodes of holders there is no other choice: what is left goes by what these then send
+    # on nodes of owner ranks there is no other choice: what is left goes by what these then send
     near = [
         [order.near_choice(fixed, size) for _ in range(count)]
         for fixed, size, count in zip(known, sizes, parts, strict=True)
     ]
     slices = tuple(
         tuple(
-            _assign(fixed, order, choice, size, turn + i if passes_on else None)
+            _assign(fixed, order, choice, size, rotation + i if passes_on else None)
             for i, choice in enumerate(choices)
         )
         for fixed, choices, size, passes_on in zip(known, near, sizes, relayed, strict=True)
@@ -180,10 +180,10 @@ def _shares(known: Sequence[_Fixed]) -> frozenset[tuple[int, int]]:
 
 @lru_cache(maxsize=1 << 12)
 def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
-    """Slices of a matrix with which turns even out what its holders send.
+    """Slices of a matrix with which rotations even out what its owner ranks send.
 
-    When n destinations are shared out among h holders t times, each holder serves t n / h of them,
-    rounded up at most.
+    When n destinations are shared out among h owner ranks t times, each owner serves t n / h of
+    them, rounded up at most.
     """
 
     def unevenness(parts: int) -> float:
@@ -195,14 +195,14 @@ def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
 
 
 class _Order:
-    """Which holders of some rectangles go first: those that send least so far.
+    """Which owner ranks of some rectangles go first: those that send least so far.
 
     Among equals the order rotates, by as much as a turn shares out: the next tensor goes on where
     this one ends.
     """
 
     def __init__(
-        self, known: Sequence[_Fixed], parts: Sequence[int], relayed: Sequence[bool], turn: int
+        self, known: Sequence[_Fixed], parts: Sequence[int], relayed: Sequence[bool], rotation: int
     ) -> None:
         first = known[0]
         size = first.src.size
@@ -215,8 +215,8 @@ class _Order:
         in_node = np.searchsorted(first.src_node, first.src_node, "right") - of_node
         place = np.arange(size)
         self._node = first.src_node
-        self._near_tie = (place - of_node - turn * near[of_node]) % in_node
-        self._far_tie = (place - turn * far) % size
+        self._near_tie = (place - of_node - rotation * near[of_node]) % in_node
+        self._far_tie = (place - rotation * far) % size
         self._load = np.zeros(size)
 
     def near_choice(self, fixed: _Fixed, size: float) -> Ranks:
@@ -238,15 +238,15 @@ class _Order:
 
 
 def _assign(
-    fixed: _Fixed, order: _Order, choice: Ranks, size: float, turn: int | None
+    fixed: _Fixed, order: _Order, choice: Ranks, size: float, rotation: int | None
 ) -> SourceAssignment:
     """The sources of one slice, relayed where it has a ``turn``."""
     src, dst, far, hop = fixed.src, fixed.dst, fixed.far, fixed.hop
     source = fixed.source.copy()
     source[fixed.near.index] = src[choice]
     entering = far.index
-    if turn is not None:
-        leaders = far.first + (turn + far.node) % far.count
+    if rotation is not None:
+        leaders = far.first + (rotation + far.node) % far.count
         passed_on = leaders != np.arange(far.index.size)
         source[far.index[passed_on]] = dst[far.index[leaders[passed_on]]]
         hop = hop.copy()
@@ -263,7 +263,7 @@ def _assign(
         most_sent=int((loads + shares).max()),
         fan_out=fixed.fan_out,
         even=fixed.even,
-        level=turn is None and fixed.near_is_level and not surplus,
+        level=rotation is None and fixed.near_is_level and not surplus,
     )
 
 

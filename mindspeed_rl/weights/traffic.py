@@ -198,7 +198,7 @@ def rank_floor(source: ShardLayout, target: ShardLayout, rank: int, bytes_of: El
     """Bytes that a rank needs and does not hold. Local, pure, O(what the rank needs)."""
 
     def boxes(layout: ShardLayout, name: str) -> tuple[Box, ...]:
-        return tuple(s.piece.hf_box for s in layout.shards(name) if rank in s.holders)
+        return tuple(s.piece.hf_box for s in layout.shards(name) if rank in s.owner_ranks)
 
     return sum(
         missing_elements(boxes(target, name), boxes(source, name)) * bytes_of(name)
@@ -220,7 +220,7 @@ def node_floors(
     def boxes(layout: ShardLayout, name: str) -> dict[int, dict[Box, None]]:
         of_nodes: dict[int, dict[Box, None]] = {}
         for shard in layout.shards(name):
-            for node in {rank // ranks_per_node for rank in shard.holders}:
+            for node in {rank // ranks_per_node for rank in shard.owner_ranks}:
                 of_nodes.setdefault(node, {})[shard.piece.hf_box] = None
         return of_nodes
 
@@ -237,7 +237,7 @@ def node_floors(
     floors: Counter[int] = Counter()
     for unit in source.units():
         first = unit.names[0]
-        key = source.class_of(first), target.class_of(first)
+        key = source.placement_key(first), target.placement_key(first)
         if key not in known:
             known[key] = of_unit(unit)
         floors.update(known[key])

@@ -217,7 +217,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.samples.device_cache import TensorCache
     from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
-    from mindspeed_rl.samples.routes import Holders, plan_hops
+    from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
     from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
     mine = []
@@ -236,7 +236,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     keep_rollouts(cache, columns, mine, table)
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
-    hops = plan_hops(Holders([s.group for s in table]), wanted, layout, (0,), world.rank)
+    hops = plan_hops(OwnerRanks([s.group for s in table]), wanted, layout, (0,), world.rank)
     moved = Redistribution(cache, [SampleMessage.of(s) for s in table], columns, hops)
     moved.run(GroupWire(lambda axis: None))
     moved.keep()

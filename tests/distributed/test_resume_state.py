@@ -47,7 +47,7 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
             optimizer.state[param] = {
                 "step": torch.tensor(2.0), "exp_avg": 0.5 * ones, "exp_avg_sq": ones
             }  # fmt: skip
-    found = {"sum": float(policy.sum_over_tokens(torch.tensor([1.0 + world.rank])))}
+    found = {"sum": float(policy.all_reduce_dp_cp(torch.tensor([1.0 + world.rank])))}
     policy.schedule.num_updates, critic.schedule.num_updates = 3, 2
     torch.manual_seed(100 + world.rank)
     drawn = torch.rand(5)

@@ -110,14 +110,12 @@ def planted(fault: str) -> Any:
         "none": nullcontext,
         "local-denominator": lambda: mock.patch.object(losses, "token_weights", local_denominator),
         "doubled-cp-scale": lambda: mock.patch.object(TrainEngine, "forward_backward", scaled),
-        "sequences-of-one-rank": lambda: mock.patch.object(TrainEngine, "sum_over_context", alone),
-        "selection-of-one-rank": lambda: mock.patch.object(TrainEngine, "sum_over_tokens", alone),
+        "sequences-of-one-rank": lambda: mock.patch.object(TrainEngine, "all_reduce_cp", alone),
+        "selection-of-one-rank": lambda: mock.patch.object(TrainEngine, "all_reduce_dp_cp", alone),
         "critic-local-denominator": lambda: mock.patch.object(
             value_loss, "token_weights", local_denominator
         ),
-        "critic-values-of-one-rank": lambda: mock.patch.object(
-            TrainEngine, "sum_over_context", alone
-        ),
+        "critic-values-of-one-rank": lambda: mock.patch.object(TrainEngine, "all_reduce_cp", alone),
         "critic-rows-summed": lambda: mock.patch.object(
             heads, "gather_from_sequence_parallel_region", lambda rows, **_: gather(rows)
         ),

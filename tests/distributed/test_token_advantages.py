@@ -83,7 +83,7 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
                 state = RunState(kl_beta=BETA)
                 found = compute_advantages(cast(Any, run), state, step, samples, 1)
                 mine: Advantages = {}
-                for m in found.micro_batches if engine.is_last else []:
+                for m in found.micro_batches if engine.is_last_stage else []:
                     places = (m.positions[m.loss_mask] - 3).tolist()
                     owners = m.sequence_of.tolist()
                     values = m.column("advantages").tolist()

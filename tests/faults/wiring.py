@@ -170,7 +170,7 @@ WIRING = (
           _REPORT + "test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run",
           "A run would train on numbers that are none."),
     Fault("sums-over-tokens-forget-context",
-          "mindspeed_rl.trainer.train_engine:TrainEngine.sum_over_tokens",
+          "mindspeed_rl.trainer.train_engine:TrainEngine.all_reduce_dp_cp",
           _forgets_context, _STATE + "test_sums_over_tokens_are_over_the_context_as_well",
           "KL in the reward and whitening would see a part of each sequence."),
     Fault("gae-decay-is-gamma", "mindspeed_rl.rl.critic:value_targets",

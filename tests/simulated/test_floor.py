@@ -246,28 +246,30 @@ def best_largest_send(
 ) -> float:
     """The smallest possible largest number of bytes that a rank sends: a linear programme.
 
-    Each set of holders must send what the ranks outside it need of their shard, split among them
+    Each set of owners must send what the ranks outside it need of their shard, split among them
     as they like, elements included; that is the optimum of the maximum flow. With
-    ``ranks_per_node`` a rank with holders on its node receives from these alone.
+    ``ranks_per_node`` a rank with owner ranks on its node receives from these alone.
     """
     bytes_of = element_bytes_of(source, BF16)
     demand: Counter[tuple[int, ...]] = Counter()
     for name in source.hf_shapes:
         holders_of: dict[Box, set[int]] = {}
         for src in source.shards(name):
-            holders_of.setdefault(src.piece.hf_box, set()).update(src.holders)
+            holders_of.setdefault(src.piece.hf_box, set()).update(src.owner_ranks)
         needed_by: dict[Box, set[int]] = {}
         for dst in target.shards(name):
-            needed_by.setdefault(dst.piece.hf_box, set()).update(dst.holders)
-        for box, holders in holders_of.items():
+            needed_by.setdefault(dst.piece.hf_box, set()).update(dst.owner_ranks)
+        for box, owner_ranks in holders_of.items():
             for wanted, ranks in needed_by.items():
                 common = box.intersect(wanted)
-                for rank in ranks - holders if common else ():
+                for rank in ranks - owner_ranks if common else ():
                     node = rank // (ranks_per_node or 1)
-                    near = [r for r in holders if ranks_per_node and r // ranks_per_node == node]
-                    group = tuple(sorted(near or holders))
+                    near = [
+                        r for r in owner_ranks if ranks_per_node and r // ranks_per_node == node
+                    ]
+                    group = tuple(sorted(near or owner_ranks))
                     demand[group] += common.num_elements * bytes_of(name)
-    flows = [(group, rank) for group, holders in enumerate(demand) for rank in holders]
+    flows = [(group, rank) for group, owner_ranks in enumerate(demand) for rank in owner_ranks]
     columns = len(flows) + 1  # the last is the largest load
     supply = np.zeros((len(demand), columns))
     load = np.zeros((world, columns))
@@ -292,7 +294,7 @@ def largest_send(source: ShardLayout, target: ShardLayout, case: FloorCase) -> f
     return float(sent.max())
 
 
-# real depth, few holders of large matrices
+# real depth, few owner ranks of large matrices
 _DEEP = (
     FloorCase("qwen3-8b", Training(16, pp=4), Rollout(16, tp=16)),
     FloorCase("qwen3-8b", Training(16, tp=4, pp=4), Rollout(16, tp=16)),

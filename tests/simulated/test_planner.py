@@ -204,13 +204,13 @@ def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
     source, target = layouts_of(case)
     hf = hf_arrays(case)
     bytes_of = element_bytes_of(source, ITEM_BYTES)
-    num_repeats = 0
+    num_duplicates = 0
     for plan in plans_of(source, target, case, relay):
         received = rank_traffic(plan, bytes_of, case.ranks_per_node).receive_bytes
         assert received == rank_floor(source, target, plan.rank, bytes_of)
-        num_repeats += len(plan.repeats)
+        num_duplicates += len(plan.local_duplicates)
     num_engines, num_layers, num_matrices = case.world // 4, sum(case.moe_layers), 3
-    assert num_repeats == num_engines * num_layers * num_matrices
+    assert num_duplicates == num_engines * num_layers * num_matrices
     bucket_bytes = smallest_bucket(case, source, target, relay)
     for rank, written in enumerate(move(case, source, target, bucket_bytes, relay)):
         for name, wanted in vllm_params(case, hf, rank).items():
@@ -244,7 +244,7 @@ def test_plans_of_all_ranks_fit_together(case: Case, relay: bool) -> None:
             mine = transfer.src_view.of(param)[transfer.src_box.slices]
             np.testing.assert_array_equal(mine, hf[transfer.hf_name][transfer.hf_box.slices])
         times = {n: np.zeros(s, int) for n, s in target.local_shapes(plan.rank).items()}
-        for transfer in (*plan.receives, *plan.copies, *plan.repeats):
+        for transfer in (*plan.receives, *plan.copies, *plan.local_duplicates):
             assert transfer.dst_rank == plan.rank
             transfer.dst_view.of(times[transfer.dst_param])[transfer.dst_box.slices] += 1
         for name, wanted in vllm_params(case, hf, plan.rank).items():
@@ -333,6 +333,6 @@ def test_shards_that_are_no_mirrors_partition_every_tensor(case: Case) -> None:
         for name, shape in layout.hf_shapes.items():
             times = np.zeros(shape, int)
             for shard in layout.shards(name):
-                if not shard.mirror:
+                if not shard.is_replica:
                     times[shard.piece.hf_box.slices] += 1
             assert np.all(times == 1), name

@@ -122,7 +122,7 @@ class World:
                     found = requests.finish(ended, VERSION)
                     assert not found.keys() & done.keys()
                     done |= found
-            self.settle()
+            self.rebalance_point()
         return done
 
     def random_moves(
@@ -136,7 +136,7 @@ class World:
                     found.append(Move(one.sample_id, source, whims.choice(targets)))
         return found
 
-    def settle(self) -> None:
+    def rebalance_point(self) -> None:
         groups = [r.progress() for r in self.open]
         plans = [side.plan(groups) for side in self.sides]
         assert all(plan == plans[0] for plan in plans)

@@ -123,9 +123,9 @@ def test_tensors_of_one_class_are_placed_alike(case: Case) -> None:
     for layout in layouts_of(case):
         placed: dict[object, object] = {}
         for unit in layout.units():
-            key = layout.class_of(unit.names[0]), len(unit.names)
+            key = layout.placement_key(unit.names[0]), len(unit.names)
             where = [
-                [(s.piece.hf_box, s.holders, s.mirror) for s in layout.shards(name)]
+                [(s.piece.hf_box, s.owner_ranks, s.is_replica) for s in layout.shards(name)]
                 for name in unit.names
             ]
             assert placed.setdefault(key, where) == where, unit.key

@@ -36,10 +36,14 @@ NODES, TURNS = st.integers(1, 40), st.integers(0, 1000)
 @example((range(3, 4),), (range(3, 4),), 8, 5, True)
 @example((range(3, 4),), (range(17, 18),), 8, 5, True)
 def test_both_views_tell_the_same(
-    sources: tuple[range, ...], destinations: tuple[range, ...], node: int, turn: int, relay: bool
+    sources: tuple[range, ...],
+    destinations: tuple[range, ...],
+    node: int,
+    rotation: int,
+    relay: bool,
 ) -> None:
     """What a sender serves is the inverse of what the receivers chose."""
-    assigned = assign_sources(sources, destinations, node, turn, relay)
+    assigned = assign_sources(sources, destinations, node, rotation, relay)
     chosen = {d: assigned.source_of(d) for d in ranks_of(destinations)}
     for src in {rank for ranks in sources for rank in ranks} | set(chosen):
         served = [(d, hop) for d, (s, hop) in chosen.items() if s == src and hop]
@@ -51,22 +55,26 @@ def test_both_views_tell_the_same(
 @given(SEVERAL, SEVERAL, NODES, TURNS, st.booleans())
 @settings(max_examples=600, deadline=None)
 def test_the_choice_prefers_itself_then_its_node(
-    sources: tuple[range, ...], destinations: tuple[range, ...], node: int, turn: int, relay: bool
+    sources: tuple[range, ...],
+    destinations: tuple[range, ...],
+    node: int,
+    rotation: int,
+    relay: bool,
 ) -> None:
-    holders = set(ranks_of(sources))
-    nodes = {rank // node for rank in holders}
-    assigned = assign_sources(sources, destinations, node, turn, relay)
+    owner_ranks = set(ranks_of(sources))
+    nodes = {rank // node for rank in owner_ranks}
+    assigned = assign_sources(sources, destinations, node, rotation, relay)
     entering: Counter[int] = Counter()
     for dst in ranks_of(destinations):
         src, hop = assigned.source_of(dst)
-        if dst in holders:
+        if dst in owner_ranks:
             assert (src, hop) == (dst, 0)
         elif dst // node in nodes:
-            assert src in holders and src // node == dst // node and hop == 1
+            assert src in owner_ranks and src // node == dst // node and hop == 1
         elif hop == 2:
             assert src // node == dst // node and assigned.source_of(src)[1] == 1
         else:
-            assert src in holders and hop == 1
+            assert src in owner_ranks and hop == 1
             entering[dst // node] += 1
     if relay:
         assert set(entering.values()) <= {1}, "a rectangle enters a node once"
@@ -75,22 +83,22 @@ def test_the_choice_prefers_itself_then_its_node(
 @given(SEVERAL, SEVERAL, NODES, TURNS)
 @settings(max_examples=300, deadline=None)
 def test_the_largest_load_is_the_least_possible(
-    sources: tuple[range, ...], destinations: tuple[range, ...], node: int, turn: int
+    sources: tuple[range, ...], destinations: tuple[range, ...], node: int, rotation: int
 ) -> None:
     """After each node has served its own in turns, far destinations fill up the smallest loads."""
-    holders, needing_ranks = ranks_of(sources), ranks_of(destinations)
-    near = {h: 0 for h in holders}
+    owner_ranks, needing_ranks = ranks_of(sources), ranks_of(destinations)
+    near = {h: 0 for h in owner_ranks}
     far = 0
     for number in {d // node for d in needing_ranks}:
-        local = [h for h in holders if h // node == number]
-        needing = [d for d in needing_ranks if d // node == number and d not in holders]
+        local = [h for h in owner_ranks if h // node == number]
+        needing = [d for d in needing_ranks if d // node == number and d not in owner_ranks]
         far += 0 if local else len(needing)
         for i, h in enumerate(local):
             near[h] = len(needing) // len(local) + (i < len(needing) % len(local))
     level = max(near.values())
     while sum(max(0, level - load) for load in near.values()) < far:
         level += 1
-    assigned = assign_sources(sources, destinations, node, turn)
+    assigned = assign_sources(sources, destinations, node, rotation)
     if far or level:
         assert assigned.most_sent <= level
 
@@ -100,8 +108,8 @@ def test_turns_share_what_does_not_divide(relay: bool) -> None:
     """Two destinations of four sources: over four tensors everybody sends equally often."""
     load: Counter[int] = Counter()
     wanted = (Wanted((range(64, 66),)),)
-    for turn in range(4):
-        for assigned in share_out((range(4),), wanted, 8, turn, relay=relay)[0]:
+    for rotation in range(4):
+        for assigned in share_out((range(4),), wanted, 8, rotation, relay=relay)[0]:
             load.update(s for d in (64, 65) for s, hop in [assigned.source_of(d)] if hop == 1)
     assert len(load) == 4 and len(set(load.values())) == 1
 
@@ -111,8 +119,8 @@ def loads_of(
 ) -> Counter[int]:
     """What each source sends in ``alike`` turns."""
     load: Counter[int] = Counter(dict.fromkeys(ranks_of(sources), 0))
-    for turn in range(alike):
-        shared = share_out(sources, wanted, node, turn, alike)
+    for rotation in range(alike):
+        shared = share_out(sources, wanted, node, rotation, alike)
         for rectangle, slices in zip(wanted, shared, strict=True):
             for assigned in slices:
                 for d in ranks_of(rectangle.destinations):
@@ -123,7 +131,7 @@ def loads_of(
 
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 3), st.integers(1, 6))
 @settings(max_examples=200, deadline=None)
-@example(8, 1, 1, 1)  # one matrix, eight holders, one destination
+@example(8, 1, 1, 1)  # one matrix, eight owner ranks, one destination
 @example(6, 4, 1, 2)
 def test_few_turns_are_made_up_for_by_slices(
     num_holders: int, num_destinations: int, num_rectangles: int, num_turns: int
@@ -143,14 +151,14 @@ def test_few_turns_are_made_up_for_by_slices(
 def test_what_must_come_from_one_source_spares_it_elsewhere() -> None:
     """Rank 0 serves its node; the other rectangle comes from the other holder."""
     wanted = (Wanted((range(8, 9),)), Wanted((range(1, 2),)))
-    for turn in range(4):
-        assert loads_of((range(0, 8, 4),), wanted, 2, 1) == {0: 1, 4: 1}, turn
+    for rotation in range(4):
+        assert loads_of((range(0, 8, 4),), wanted, 2, 1) == {0: 1, 4: 1}, rotation
 
 
 def test_leaders_of_a_node_take_turns() -> None:
     leaders = set()
-    for turn in range(8):
-        assigned = assign_sources((range(2),), (range(8, 16),), 8, turn, relay=True)
+    for rotation in range(8):
+        assigned = assign_sources((range(2),), (range(8, 16),), 8, rotation, relay=True)
         assert assigned.fan_out == 8
         leaders |= {d for d in range(8, 16) if assigned.source_of(d)[1] == 1}
     assert leaders == set(range(8, 16))

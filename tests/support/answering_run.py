@@ -113,7 +113,7 @@ def make_run(
     job = SimpleNamespace(
         config=config,
         world=world,
-        say=lambda *lines: None,
+        log_rank0=lambda *lines: None,
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
     )
     names = tuple(r.partition("=")[0] for r in rewards)

@@ -56,7 +56,7 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
     import torch.distributed as dist
 
     where, phase, action = os.environ.get("MINDSPEED_RL_TEST_FAULT", "::").split(":")
-    job.say(f"ranks {dist.get_world_size()}")
+    job.log_rank0(f"ranks {dist.get_world_size()}")
     for step in (1, 2):
         for name in ("rollout", "train"):
             with job.watchdog.phase(name):

@@ -42,7 +42,7 @@ class Shaker:
         self._draw = random.Random(1)
         self.prefix_tokens = 0
 
-    def settle(self, requests: OpenRequests, stats: StepStats) -> bool:
+    def rebalance_point(self, requests: OpenRequests, stats: StepStats) -> bool:
         """Half of the requests. Local."""
         chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
         self.prefix_tokens += sum(p.computed for p in chosen)

@@ -138,7 +138,7 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
 
     with RewardPool(RewardSettings(RewardConfig(reward_function=("format",)))) as pool:
         dist.barrier()
-        job.say("rehearsal starts")
+        job.log_rank0("rehearsal starts")
         for step in range(REHEARSED_STEPS):
             for name in REHEARSED_PHASES:
                 with job.watchdog.phase(name):

@@ -83,7 +83,7 @@ class TablePolicy:
         gradients: of every update.
     """
 
-    is_last = reports = True
+    is_last_stage = is_metrics_rank = True
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table.clone().requires_grad_()
@@ -94,7 +94,7 @@ class TablePolicy:
         """The table."""
         return {"table": self.table}
 
-    def weights_changed(self) -> None:
+    def reload_master_weights(self) -> None:
         """Counted."""
         self.num_writes += 1
 
@@ -129,13 +129,13 @@ class TablePolicy:
     def _loss_inputs(self, micro: MicroBatch) -> Any:
         logprobs = self._logprobs(micro)
         entropy = torch.zeros_like(logprobs)
-        return policy_inputs(micro, logprobs, entropy, self.sum_over_context)
+        return policy_inputs(micro, logprobs, entropy, self.all_reduce_cp)
 
-    def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
         return values
 
-    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_dp_cp(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
         return values
 
@@ -156,7 +156,7 @@ class TableCritic(TablePolicy):
         return self.logprobs(batches)
 
     def _loss_inputs(self, micro: MicroBatch) -> Any:
-        return value_inputs(micro, self._logprobs(micro), self.sum_over_context)
+        return value_inputs(micro, self._logprobs(micro), self.all_reduce_cp)
 
 
 class TableScorer(TablePolicy):

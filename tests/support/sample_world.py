@@ -13,7 +13,7 @@ from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution, SampleMessage, num_words
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import AXES, Holders, Hop, plan_hops
+from mindspeed_rl.samples.routes import AXES, Hop, OwnerRanks, plan_hops
 
 EXPERTS = Column("experts", torch.uint8, "the engine", 3)
 COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS, EXPERTS)
@@ -48,12 +48,12 @@ class Case:
         return [SampleMessage(SampleKey(STEP, i), 100 + i, n) for i, n in enumerate(self.lengths)]
 
     @property
-    def holders(self) -> Holders:
+    def owner_ranks(self) -> OwnerRanks:
         first = [g * self.engine_tp for g in self.groups]
-        return Holders(first, self.engine_tp if self.mirrored else 1)
+        return OwnerRanks(first, self.engine_tp if self.mirrored else 1)
 
     def holds(self, rank: int, item: int) -> bool:
-        return 0 <= rank - self.holders.first[item] < self.holders.count
+        return 0 <= rank - self.owner_ranks.first[item] < self.owner_ranks.count
 
     def needs(self, rank: int, item: int) -> bool:
         at = self.layout.coords(rank)
@@ -61,7 +61,7 @@ class Case:
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
         return plan_hops(
-            self.holders,
+            self.owner_ranks,
             self.destinations,
             self.layout,
             self.stages,

@@ -352,7 +352,7 @@ def _by_sample(
 ) -> list[torch.Tensor]:
     """[N] per micro-batch -> one tensor per sample, gathered from the last stage of all ranks."""
     mine: dict[tuple[int, int], torch.Tensor] = {}
-    if engine.is_last:
+    if engine.is_last_stage:
         for prepared, tensor in zip(batches, tensors, strict=True):
             for i, sample_id in enumerate(prepared.sample_ids):
                 own = prepared.sequence_of == i

@@ -38,7 +38,7 @@ from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import GroupWire, Redistribution, SampleMessage
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import Holders, plan_hops
+from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
 NUM_SAMPLES = 1024
 TOKEN_BYTES = 8  # an id and a log-prob
@@ -93,7 +93,7 @@ class Worker:
         makers = [i % self._workers for i in range(NUM_SAMPLES)]
         wanted = [(maker + 1) % self._workers for maker in makers]
         layout = ParallelLayout.build(world=self._workers, stages=even_stages(1))
-        hops = plan_hops(Holders(makers), wanted, layout, (0,), self._rank)
+        hops = plan_hops(OwnerRanks(makers), wanted, layout, (0,), self._rank)
         messages = [
             SampleMessage(SampleKey(self._step, i), VERSION, n) for i, n in enumerate(self._lengths)
         ]

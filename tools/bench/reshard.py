@@ -255,9 +255,9 @@ class Gather:
         of_sender: dict[int, list[Shard]] = {}
         for name in names:
             for shard in self._source.shards(name):
-                holders = [rank for rank in shard.holders if rank in ranks]
-                if holders and not shard.mirror:
-                    of_sender.setdefault(holders[0], []).append(shard)
+                owner_ranks = [rank for rank in shard.owner_ranks if rank in ranks]
+                if owner_ranks and not shard.is_replica:
+                    of_sender.setdefault(owner_ranks[0], []).append(shard)
         sent, packs, cuts, start = {}, [], [], 0
         for sender, shards in sorted(of_sender.items()):
             first = start

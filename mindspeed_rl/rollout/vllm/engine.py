@@ -328,7 +328,7 @@ class VllmEngine:
         going_on = True
         while going_on:
             yield from self._steps(rebalancer.steps)
-            going_on = rebalancer.settle(self._open, self.stats)
+            going_on = rebalancer.rebalance_point(self._open, self.stats)
 
     @property
     def max_num_seqs(self) -> int:

@@ -15,7 +15,7 @@ from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Cut, Share, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.holders import boxes_kept_twice, merge_holders
+from mindspeed_rl.weights.layouts.owner_ranks import boxes_kept_twice, merge_owner_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Piece:
 class Shard:
     """A piece together with every rank that holds exactly this piece.
 
-    ``holders`` is an arithmetic progression, so that it costs nothing for 4096 ranks. A ``mirror``
+    ``owner_ranks`` is an arithmetic progression, so that it costs nothing for 4096 ranks. A replica
     repeats another shard (tied embeddings, replicated key/value heads, redundant experts): the
-    shards that are no mirrors hold every element exactly once.
+    shards that are no replicas hold every element exactly once.
     """
 
     piece: Piece
-    holders: range
-    mirror: bool = False
+    owner_ranks: range
+    is_replica: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Unit:
     """
 
     key: str
-    lane: int
+    stage: int
     layer: int
     names: tuple[str, ...]
 
@@ -77,7 +77,7 @@ class ShardLayout(Protocol):
         ...
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
-        """All distinct pieces of an HF tensor with their holders."""
+        """All distinct pieces of an HF tensor with their owner ranks."""
         ...
 
     def held_names(self, rank: int) -> Iterable[str]:
@@ -92,12 +92,12 @@ class ShardLayout(Protocol):
         """Key of the unit that a tensor belongs to."""
         ...
 
-    def class_of(self, hf_name: str) -> Hashable:
+    def placement_key(self, hf_name: str) -> Hashable:
         """Equal for tensors of equal rectangles on equal ranks, wherever these store them."""
         ...
 
-    def num_alike(self, hf_name: str) -> tuple[int, int]:
-        """Layers and experts of one kind that the same ranks hold: their turns even out."""
+    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+        """Layers and experts of one kind that the same ranks hold: their rotations even out."""
         ...
 
     @property
@@ -118,7 +118,7 @@ def pieces_of(layout: ShardLayout, rank: int) -> Iterator[Shard]:
     """The shards of ``layout`` that ``rank`` holds, tensor by tensor."""
     for hf_name in layout.held_names(rank):
         for shard in layout.shards(hf_name):
-            if rank in shard.holders:
+            if rank in shard.owner_ranks:
                 yield shard
 
 
@@ -132,7 +132,7 @@ def expert_name(pattern: str, expert: int) -> str:
     return pattern.replace("{e}", str(expert))
 
 
-_LANE_OF_NO_STAGE = -1
+_NO_STAGE = -1
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -152,7 +152,7 @@ class Placed:
     """A share of a row and the ranks that hold it."""
 
     share: Share
-    holders: range
+    owner_ranks: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class RowPlacement:
     row: WeightRow
     param: str
     shares: tuple[Placed, ...]
-    mirror: bool = False
+    is_replica: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class TableLayout(ABC):
         """Row, layer and expert of everything that a rank holds, in the order of the table."""
 
     @abstractmethod
-    def lane_of(self, row: WeightRow, layer: int) -> int:
+    def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage that holds a row at a layer."""
 
     @property
@@ -263,35 +263,35 @@ class TableLayout(ABC):
                 named = layer_name(pattern, layer)
                 names = tuple(expert_name(named, expert) for expert in experts)
                 # a tied embedding is on two stages: it waits behind the layers of neither
-                lane = self.lane_of(row, layer) if len(rows) == 1 else _LANE_OF_NO_STAGE
-                yield Unit(named, lane, layer, names)
+                stage = self.pipeline_stage_of(row, layer) if len(rows) == 1 else _NO_STAGE
+                yield Unit(named, stage, layer, names)
 
     def unit_of(self, hf_name: str) -> str:
         """The name with its expert left open."""
         pattern, layer, _ = locate(hf_name)
         return layer_name(pattern, layer)
 
-    def class_of(self, hf_name: str) -> Hashable:
+    def placement_key(self, hf_name: str) -> Hashable:
         """Pattern and pipeline stage: a row cuts one pattern alike at all layers and experts.
 
         Patterns of one shape may be cut apart: keys and values, where more ranks share them than
         there are heads.
         """
         pattern, layer, _ = locate(hf_name)
-        return pattern, self.lane_of(self._rows_of_patterns[pattern][0], layer)
+        return pattern, self.pipeline_stage_of(self._rows_of_patterns[pattern][0], layer)
 
     @cached_property
     def _layers_of_classes(self) -> Counter[Hashable]:
         return Counter(
-            (pattern, self.lane_of(rows[0], layer))
+            (pattern, self.pipeline_stage_of(rows[0], layer))
             for pattern, rows in self._rows_of_patterns.items()
             for layer in rows[0].layers(self.spec)
         )
 
-    def num_alike(self, hf_name: str) -> tuple[int, int]:
-        """Layers and experts of one kind that the same ranks hold: their turns even out."""
+    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+        """Layers and experts of one kind that the same ranks hold: their rotations even out."""
         is_expert = isinstance(self._rows_of_patterns[locate(hf_name)[0]][0], ExpertRow)
-        num_layers = self._layers_of_classes[self.class_of(hf_name)]
+        num_layers = self._layers_of_classes[self.placement_key(hf_name)]
         return num_layers, self.experts_per_rank if is_expert else 1
 
     @property
@@ -321,7 +321,7 @@ class TableLayout(ABC):
         return {}
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
-        """All distinct pieces of an HF tensor with their holders."""
+        """All distinct pieces of an HF tensor with their owner ranks."""
         known = self._shards.get(hf_name)
         if known is None:
             known = tuple(self._make_shards(hf_name))
@@ -337,14 +337,14 @@ class TableLayout(ABC):
                 for placed in place.shares:
                     for cut in self._cuts_of(row, placed.share):
                         if tied or cut.hf_name == pattern:
-                            key = (id(cut), place.param, place.mirror)
-                            found.setdefault(key, (cut, []))[1].append(placed.holders)
+                            key = (id(cut), place.param, place.is_replica)
+                            found.setdefault(key, (cut, []))[1].append(placed.owner_ranks)
         kept_twice = boxes_kept_twice(found.values())
-        for (_, param, mirror), (cut, several) in found.items():
+        for (_, param, is_replica), (cut, several) in found.items():
             piece = Piece(hf_name, cut.hf_box, param, cut.param_box, cut.view)
-            merged = several if cut.hf_box in kept_twice else merge_holders(several)
-            for position, holders in enumerate(merged):
-                yield Shard(piece, holders, mirror or position > 0)
+            merged = several if cut.hf_box in kept_twice else merge_owner_ranks(several)
+            for position, owner_ranks in enumerate(merged):
+                yield Shard(piece, owner_ranks, is_replica or position > 0)
 
     def _parameters(self, rank: int) -> dict[str, tuple[WeightRow, Share]]:
         """Row and share of every local parameter of a rank, in the order of the table."""
@@ -353,7 +353,7 @@ class TableLayout(ABC):
             for row, layer, expert in self.held_by(rank)
             for place in self.places(row, layer, expert)
             for placed in place.shares
-            if rank in placed.holders
+            if rank in placed.owner_ranks
         }
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:

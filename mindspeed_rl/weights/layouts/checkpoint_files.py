@@ -68,8 +68,8 @@ class CheckpointLayout(MegatronLayout):
         if (layer >= self.spec.num_layers) != (row.stage == "mtp"):
             return
         for place in super().places(row, layer, expert):
-            mirror = place.mirror or _repeats_embedding(row)
-            yield RowPlacement(place.row, place.param, place.shares, mirror)
+            is_replica = place.is_replica or _repeats_embedding(row)
+            yield RowPlacement(place.row, place.param, place.shares, is_replica)
 
     # --- files ---
 

@@ -48,7 +48,7 @@ class HfFileLayout:
     def _num_of_shapes(self) -> Counter[tuple[int, ...]]:
         return Counter(self.hf_shapes.values())
 
-    def num_alike(self, hf_name: str) -> tuple[int, int]:
+    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
         """All tensors of a shape."""
         return self._num_of_shapes[self.hf_shapes[hf_name]], 1
 
@@ -69,7 +69,7 @@ class HfFileLayout:
         """The name itself."""
         return hf_name
 
-    def class_of(self, hf_name: str) -> Hashable:
+    def placement_key(self, hf_name: str) -> Hashable:
         """The shape."""
         return self.hf_shapes[hf_name]
 

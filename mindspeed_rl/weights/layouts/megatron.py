@@ -34,7 +34,7 @@ class MegatronLayout(TableLayout):
     Local parameter names count layers and experts from 0 on every rank, as megatron-core does;
     chunks of an interleaved pipeline have a prefix. ``modules`` says after which implementation of
     the layers they are named. With tied embeddings and several stages the
-    last one keeps a mirror of the embedding.
+    last one keeps a replica of the embedding.
     """
 
     parallel: ParallelLayout
@@ -90,7 +90,7 @@ class MegatronLayout(TableLayout):
         """Name of the parameter of a row at a layer, its number left open."""
         return self.modules.param(row.param, self.spec, layer)
 
-    def lane_of(self, row: WeightRow, layer: int) -> int:
+    def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage of a row at a layer."""
         return self._place_of(row, layer).stage
 
@@ -117,7 +117,7 @@ class MegatronLayout(TableLayout):
             Placed(Share(tp, parallel.tp, multiple=multiple), parallel.replicas(tp, place.stage))
             for tp in range(parallel.tp)
         )
-        yield RowPlacement(row, name, shares, mirror=self._is_tied(row))
+        yield RowPlacement(row, name, shares, is_replica=self._is_tied(row))
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Row, layer and expert of everything that a rank holds."""

@@ -120,7 +120,7 @@ class VllmLayout(TableLayout):
             return (0, last) if self.spec.tie_embeddings and last else (0,)
         return (last,) if row.stage == "last" else (self._stage_of_layers[layer],)
 
-    def lane_of(self, row: WeightRow, layer: int) -> int:
+    def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
         """The pipeline stage of a row at a layer."""
         return self._stages(row, layer)[0]
 
@@ -156,7 +156,7 @@ class VllmLayout(TableLayout):
                 )
                 for tp in range(engine.tp)
             )
-            yield RowPlacement(row, name, shares, mirror=stage != stages[0])
+            yield RowPlacement(row, name, shares, is_replica=stage != stages[0])
 
     def _keeps_whole(self, row: WeightRow) -> bool:
         """Whether tensor-parallel ranks keep a row whole that they could cut.
@@ -180,7 +180,7 @@ class VllmLayout(TableLayout):
                 )
                 for tp in range(engine.expert_tp)
             )
-            yield RowPlacement(row, expert_name(name, local), shares, mirror=copy > 0)
+            yield RowPlacement(row, expert_name(name, local), shares, is_replica=copy > 0)
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Row, layer and expert of everything that a rank holds."""

@@ -198,13 +198,13 @@ def test_what_is_where_in_every_state(mode: OffloadMode) -> None:
 
 def test_the_reference_comes_for_its_pass_only() -> None:
     machine = Machine(mode=OffloadMode.ALL)
-    with machine.phases.resident(MemoryOwner.REFERENCE):
+    with machine.phases.onloaded(MemoryOwner.REFERENCE):
         assert torch.equal(machine.tensors[MemoryOwner.REFERENCE], first_table() - 7)
     machine.check()
     machine.to_rollout(0)
     with (
         pytest.raises(RuntimeError, match="reference: allowed in train only, not in rollout"),
-        machine.phases.resident(MemoryOwner.REFERENCE),
+        machine.phases.onloaded(MemoryOwner.REFERENCE),
     ):
         pass
     machine.check()
@@ -214,7 +214,7 @@ def test_the_reference_comes_for_its_pass_only() -> None:
 def test_a_critic_comes_for_its_own_updates_only(mode: OffloadMode) -> None:
     machine = Machine(mode=mode)
     critic = (MemoryOwner.CRITIC, *CRITIC_UPDATE)
-    with machine.phases.resident(*critic):
+    with machine.phases.onloaded(*critic):
         assert all(machine.tensors[o].untyped_storage().nbytes() for o in critic)
         machine.tensors[MemoryOwner.CRITIC].add_(1)
         machine.tensors[MemoryOwner.CRITIC_OPTIMIZER].sub_(1)
@@ -223,7 +223,7 @@ def test_a_critic_comes_for_its_own_updates_only(mode: OffloadMode) -> None:
     machine.check()
     machine.step(0)
     machine.check()
-    with machine.phases.resident(*critic):
+    with machine.phases.onloaded(*critic):
         for owner in (MemoryOwner.CRITIC, MemoryOwner.CRITIC_OPTIMIZER):
             assert torch.equal(machine.tensors[owner], machine.expected[owner])
 
@@ -247,11 +247,11 @@ def test_an_error_while_visitors_come_or_leave_takes_all_away(
         real()
 
     monkeypatch.setattr(group, at, fails_once)
-    with pytest.raises(Fault, match=at), machine.phases.resident(*CRITIC):
+    with pytest.raises(Fault, match=at), machine.phases.onloaded(*CRITIC):
         assert at == "release", "all came"
     assert machine.phases.state is Phase.TRAIN
     machine.check()
-    with machine.phases.resident(*CRITIC):
+    with machine.phases.onloaded(*CRITIC):
         assert all(machine.groups[o].resident for o in CRITIC)
     machine.step(1)
     machine.check()
@@ -264,14 +264,14 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
         raise Fault("host memory is gone")
 
     monkeypatch.setattr(machine.groups[MemoryOwner.CRITIC], "release", lost)
-    with pytest.raises(Fault), machine.phases.resident(*CRITIC):
+    with pytest.raises(Fault), machine.phases.onloaded(*CRITIC):
         pass
     assert machine.phases.state is Phase.BROKEN
     assert not any(machine.groups[o].resident for o in CRITIC_UPDATE), "the others left"
     with pytest.raises(
         RuntimeError, match="critic_optimizer: allowed in train only, not in broken"
     ):
-        machine.phases.resident(*CRITIC).__enter__()
+        machine.phases.onloaded(*CRITIC).__enter__()
 
 
 @pytest.mark.parametrize("mode", [OffloadMode.OPTIMIZER, OffloadMode.ALL])
@@ -287,7 +287,7 @@ def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode
         machine.check()
         machine.phases.to_train()
         assert torch.equal(machine.trainer, machine.expected[MemoryOwner.PARAMETERS])
-        with machine.phases.resident(MemoryOwner.REFERENCE, *CRITIC):
+        with machine.phases.onloaded(MemoryOwner.REFERENCE, *CRITIC):
             for owner in (MemoryOwner.REFERENCE, MemoryOwner.CRITIC, MemoryOwner.CRITIC_OPTIMIZER):
                 assert torch.equal(machine.tensors[owner], machine.expected[owner]), owner
         platform.wait_for_copies()
@@ -394,10 +394,10 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
             with nullcontext() if before is not Phase.TRAIN else pytest.raises(RuntimeError):
                 phases.to_train()
         elif call == "reference" and before is Phase.TRAIN:
-            with phases.resident(MemoryOwner.REFERENCE):
+            with phases.onloaded(MemoryOwner.REFERENCE):
                 assert machine.tensors[MemoryOwner.REFERENCE].untyped_storage().nbytes() > 0
         elif call == "critic" and before is Phase.TRAIN:
-            with phases.resident(*CRITIC):
+            with phases.onloaded(*CRITIC):
                 machine.tensors[MemoryOwner.CRITIC_OPTIMIZER].add_(1)
             machine.expected[MemoryOwner.CRITIC_OPTIMIZER] += 1
         machine.check()

@@ -40,7 +40,7 @@ FILES = (
     vllm_engine,
 )
 # Between two actions, or after the last: not inside one.
-AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "_onward", "_back", "resident",
+AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "_onward", "_back", "onloaded",
           "_finish_release")  # fmt: skip
 DROPPED = (MemoryOwner.GRAD_BUFFERS,)
 
@@ -103,7 +103,7 @@ class World:
     def cycle(self, version: int) -> None:
         self.to_rollout(version)
         self.phases.to_train()
-        with self.phases.resident(MemoryOwner.REFERENCE):
+        with self.phases.onloaded(MemoryOwner.REFERENCE):
             pass
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Rank arithmetic of the training grid and the engines, and the merging of holders."""
+"""Rank arithmetic of the training grid and the engines, and the merging of owner ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl.core.layout import Coords, EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, even_stages, listed_stages
 from mindspeed_rl.parallel.groups import rank_lists
-from mindspeed_rl.weights.layouts.holders import merge_holders
+from mindspeed_rl.weights.layouts.owner_ranks import merge_owner_ranks
 
 sizes = st.integers(1, 4)
 layouts = st.builds(
@@ -164,9 +164,9 @@ def test_engines_that_do_not_fill_the_world_are_refused(tp: int) -> None:
 @example([range(0, 8, 4), range(1, 8, 4)])
 @settings(deadline=None)
 def test_merging_keeps_every_holder_once(several: list[range]) -> None:
-    merged = merge_holders(several)
-    held = sorted(rank for holders in several for rank in holders)
-    assert sorted(rank for holders in merged for rank in holders) == held
+    merged = merge_owner_ranks(several)
+    held = sorted(rank for owner_ranks in several for rank in owner_ranks)
+    assert sorted(rank for owner_ranks in merged for rank in owner_ranks) == held
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_merging_keeps_every_holder_once(several: list[range]) -> None:
     ],
 )
 def test_ranges_that_interleave_become_one(several: list[range], merged: list[range]) -> None:
-    assert [list(r) for r in merge_holders(several)] == [list(r) for r in merged]
+    assert [list(r) for r in merge_owner_ranks(several)] == [list(r) for r in merged]
 
 
 def test_a_layout_in_words_names_every_size_that_is_in_use() -> None:

@@ -49,7 +49,7 @@ def renamed(model: str, layer: int, modules: ModuleNames, *, ep: int = 1) -> dic
             for name in layout.held_names(0)
             if name.startswith(f"model.layers.{layer}.")
             for shard in layout.shards(name)
-            if 0 in shard.holders
+            if 0 in shard.owner_ranks
         })  # fmt: skip
     assert of[0].keys() == of[1].keys()
     for name, before in of[0].items():

@@ -180,7 +180,7 @@ def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatc
         release_cached_memory=lambda: None,
         wait_for_copies=lambda: None,
     )
-    job = SimpleNamespace(config=config, platform=platform, say=lambda *lines: None)
+    job = SimpleNamespace(config=config, platform=platform, log_rank0=lambda *lines: None)
     sharing = build_engine.share_memory(cast(Any, job), Models(cast(Any, None)))
     assert set(everything) - set(sharing.groups) == {
         MemoryOwner.OPTIMIZER,

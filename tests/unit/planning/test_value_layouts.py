@@ -60,7 +60,7 @@ def test_a_critic_has_the_layout_of_the_policy_and_one_output(tmp_path: Path) ->
     assert shapes["score.weight"] == (1, 48) and "lm_head.weight" not in shapes
     first, last = plan.critic.local_shapes(0), plan.critic.local_shapes(3)
     assert "output_layer.weight" not in first and last["output_layer.weight"] == (1, 48)
-    # the policy's tied head keeps a mirror of the embedding on its last stage
+    # the policy's tied head keeps a replica of the embedding on its last stage
     assert plan.megatron.local_shapes(3)["output_layer.weight"] != (1, 48)
 
 

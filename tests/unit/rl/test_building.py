@@ -43,7 +43,7 @@ class Engines:
     def __call__(self, role: str, **arguments: Any) -> Any:
         assert role not in self.built
         self.built[role] = {"temperature": 1.0, **arguments}
-        return SimpleNamespace(named_parameters=dict, weights_changed=lambda: None)
+        return SimpleNamespace(named_parameters=dict, reload_master_weights=lambda: None)
 
 
 def nothing(*_: Any, **__: Any) -> None:

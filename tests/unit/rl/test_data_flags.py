@@ -73,7 +73,7 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
         job=None,
         models=SimpleNamespace(policy=None, critic=None, reference=None),
         scheduler=SimpleNamespace(
-            require=lambda phase, what: None, resident=lambda *owners: nullcontext()
+            require=lambda phase, what: None, onloaded=lambda *owners: nullcontext()
         ),
         data=SimpleNamespace(sampler=sampler),
     )

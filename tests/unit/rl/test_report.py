@@ -207,7 +207,7 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
     """By the flag, in the run."""
     run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
     said: list[str] = []
-    cast(Any, run.job).say = said.append
+    cast(Any, run.job).log_rank0 = said.append
     report = RunReporter(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)

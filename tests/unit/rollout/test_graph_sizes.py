@@ -91,7 +91,7 @@ def test_auto_takes_the_best_sizes_of_earlier_steps_and_tells_their_waste(tmp_pa
         engine = EngineTuningConfig(rollout_graph_sizes=sizes, rollout_graph_count=2)
         logging = SimpleNamespace(output_dir=str(tmp_path))
         config = SimpleNamespace(engine=engine, logging=logging)
-        return SimpleNamespace(config=config, world=SimpleNamespace(rank=0), say=told.append)
+        return SimpleNamespace(config=config, world=SimpleNamespace(rank=0), log_rank0=told.append)
 
     with single_rank():
         assert graph_sizes(job(*AUTO)) == (5, 8)

@@ -14,7 +14,7 @@ from support.sample_world import COLUMNS, Case, layout_of, simulate
 from mindspeed_rl.samples.columns import TOKEN_IDS
 from mindspeed_rl.samples.exchange import Redistribution, SampleMessage
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import AXES, Holders, copies_moved, plan_gather, plan_hops
+from mindspeed_rl.samples.routes import AXES, OwnerRanks, copies_moved, plan_gather, plan_hops
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 
@@ -65,7 +65,7 @@ def test_the_first_leg_moves_one_copy_and_only_where_there_is_none(case: Case) -
 @settings(deadline=None, max_examples=100)
 def test_what_a_placement_is_chosen_by_is_what_moves(case: Case) -> None:
     """The copies of all samples at all data-parallel ranks, counted without a plan of hops."""
-    copies = copies_moved(case.holders, len(case.lengths), case.layout, case.stages)
+    copies = copies_moved(case.owner_ranks, len(case.lengths), case.layout, case.stages)
     expected = sum(int(copies[i, dp]) * case.words([i]) for i, dp in enumerate(case.destinations))
     assert sum(simulate(case).values()) == expected
 
@@ -110,21 +110,21 @@ def test_plans_are_of_ranks_that_exist() -> None:
     first = [(37 * i % 512) * 2 for i in range(samples)]
     wanted = [i * 7 % layout.dp for i in range(samples)]
     rank = 8 * 2 * 5 + 3
-    (hop, *_) = plan_hops(Holders(first, 2), wanted, layout, (0, 3), rank)
+    (hop, *_) = plan_hops(OwnerRanks(first, 2), wanted, layout, (0, 3), rank)
     assert hop.axis == "dp-cp" and hop.peers == tuple(layout.replicas(3, 0))
     for peer, items in hop.receives.items():
-        (theirs, *_) = plan_hops(Holders(first, 2), wanted, layout, (0, 3), peer)
+        (theirs, *_) = plan_hops(OwnerRanks(first, 2), wanted, layout, (0, 3), peer)
         assert theirs.sends[rank] == items
         assert all(first[i] <= peer < first[i] + 2 and wanted[i] == 5 for i in items)
 
 
 def test_everything_comes_to_one_rank() -> None:
-    holders = Holders([0, 2, 2, 3], 1)
-    hops = [plan_gather(holders, 2, 4, rank) for rank in range(4)]
+    owner_ranks = OwnerRanks([0, 2, 2, 3], 1)
+    hops = [plan_gather(owner_ranks, 2, 4, rank) for rank in range(4)]
     assert [hop.sends for (hop,) in hops] == [{2: (0,)}, {}, {}, {2: (3,)}]
     assert [hop.receives for (hop,) in hops] == [{}, {}, {0: (0,), 3: (3,)}, {}]
     assert all(hop.axis == "world" and hop.peers == (0, 1, 2, 3) for (hop,) in hops)
-    assert plan_gather(Holders([2, 1], 2), 2, 4, 0) == ()
+    assert plan_gather(OwnerRanks([2, 1], 2), 2, 4, 0) == ()
 
 
 def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:

@@ -22,7 +22,7 @@ def job_of(said: list[str], flag: str = "loss") -> Any:
         config=SimpleNamespace(rl=SimpleNamespace(rl_selftest=flag)),
         world=SimpleNamespace(size=2),
         platform=SimpleNamespace(device=torch.device("cpu")),
-        say=lambda *lines: said.extend(lines),
+        log_rank0=lambda *lines: said.extend(lines),
     )
 
 

@@ -8,12 +8,12 @@ from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.rules import Cut
 
 
-def merge_holders(several: list[range]) -> list[range]:
+def merge_owner_ranks(several: list[range]) -> list[range]:
     """The ranges as one, where they interleave into an arithmetic progression."""
     first, count = several[0], len(several)
     if count == 1:
         return several
-    starts = [holders.start for holders in several]
+    starts = [owner_ranks.start for owner_ranks in several]
     gap = starts[1] - starts[0]
     evenly = gap > 0 and starts == list(range(starts[0], starts[0] + gap * count, gap))
     alike = all(h.step == first.step and len(h) == len(first) for h in several)
@@ -25,7 +25,7 @@ def merge_holders(several: list[range]) -> list[range]:
 def boxes_kept_twice(found: Iterable[tuple[Cut, list[range]]]) -> set[Box]:
     """Rectangles that some rank keeps in two places (redundant experts).
 
-    Their holders stay as they are, so that the places of one rank are known by equal holders.
+    Their owner ranks are not merged, so that the places of one rank are known by equal ranges.
     """
     of_box: dict[Box, list[range]] = {}
     for cut, several in found:
