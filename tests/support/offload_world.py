@@ -83,7 +83,7 @@ def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type
     sharing = ColocationPlan(groups, mode, wait_for_copies=job.platform.wait_for_copies)
     samples = make_samples(VOCAB)
     batches = local_batches(job, policy, samples)
-    loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+    loss = make_loss(Case("sft", loss="sft"), samples, [])
     refusal = ""
     for step in range(NUM_STEPS):
         policy.forward_backward(batches, loss)
