@@ -71,13 +71,12 @@ def build(
     world: World, flags: Sequence[str], model: str
 ) -> tuple[Job[RLRunConfig, RLPlan], TrainEngine]:
     """A job and its policy, with all random states as at the start of a run."""
-    from support.training_worlds import make_job
+    from support.training_worlds import start_job
 
     from mindspeed_rl.launch.bootstrap import seed_everything
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
 
-    job = make_job(world, model, [*FLAGS, *flags])
-    initialize_parallel(job)
+    job = start_job(world, model, [*FLAGS, *flags])
     seed_everything(job.config.train.seed)
     return job, build_engine(job, "policy", NUM_STEPS)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from support.layout_arrays import Case
 from support.layout_oracle import vllm_params
 from support.spawn import run_ranks
-from support.training_worlds import make_job
+from support.training_worlds import start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -77,7 +77,7 @@ class RunReporter:
 
 def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, RunReporter]:
     """Reshard both models to every engine size, then export the first, doubled."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.export import export_policy
 
     reports: dict[str, RunReporter] = {}
@@ -85,9 +85,7 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
         layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
         for size in ENGINE_SIZES:
             flags = [*layout, "--make-vocab-size-divisible-by", "8", "--rollout-tp", str(size)]
-            job = make_job(world, folder, flags)
-            if not reports:
-                initialize_parallel(job)
+            job = start_job(world, folder, flags)
             engine = build_engine(job, "policy", 1)
             for dtype in (torch.float32, torch.bfloat16):
                 name = f"{model}-tp{size}-{str(dtype).removeprefix('torch.')}"

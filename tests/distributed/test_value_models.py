@@ -13,7 +13,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.memory_worlds import as_predicted
 from support.spawn import run_ranks
 from support.tiers import slow_but
-from support.training_worlds import make_job, make_samples
+from support.training_worlds import make_samples, start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -75,7 +75,6 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
         build_critic,
         build_engine,
         build_reward_model,
-        initialize_parallel,
     )
     from mindspeed_rl.rl.reward_model import last_token_values
     from mindspeed_rl.samples.packing import TrainSample
@@ -84,8 +83,7 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     own = ("--rl-advantage-estimator", "gae", "--critic-hf-checkpoint", scorer)
     own += ("--critic-lr", "1e-2", "--reward-model-hf-checkpoint", scorer, "--lr", "1e-2")
     own += ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "3", "--save", save)
-    job = make_job(world, model, [*flags, *own])
-    initialize_parallel(job)
+    job = start_job(world, model, [*flags, *own])
     samples = make_samples(VOCAB)
 
     def build() -> tuple[TrainEngine, TrainEngine]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from support.training_worlds import Case, make_job, make_loss, make_samples
+from support.training_worlds import Case, make_loss, make_samples, start_job
 
 from mindspeed_rl.colocation.scheduler import ColocationPlan
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
@@ -58,15 +58,10 @@ def tensor_bytes(device_only: set[int]) -> int:
 
 def offload_world(world: World, model: str, flags: Sequence[str]) -> OffloadFacts:
     """Rank function: the same ten steps in every mode."""
-    from mindspeed_rl.rl.build_models import initialize_parallel
 
     facts = OffloadFacts({}, {}, {}, {}, {}, 0, "")
-    started = False
     for mode in MODES:
-        job = make_job(world, model, flags)
-        if not started:
-            initialize_parallel(job)
-            started = True
+        job = start_job(world, model, flags)
         facts = _train(job, mode, facts)
     return facts
 

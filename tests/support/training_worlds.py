@@ -168,6 +168,21 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     return Job(config, plan, world, platform, watchdog, ())
 
 
+def start_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:
+    """The same in a process whose grid of groups is there; the first job of a process makes it.
+
+    Collective: the world.
+    """
+    from megatron.core import parallel_state
+
+    from mindspeed_rl.rl.build_models import initialize_parallel
+
+    job = make_job(world, model, flags)
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_parallel(job)
+    return job
+
+
 def train_world(
     world: World,
     layout: Sequence[str],
@@ -176,14 +191,12 @@ def train_world(
     samples: Sequence[TrainSample],
 ) -> WorldResult | None:
     """Rank function: run all cases in one layout; the result is on rank 0."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
 
     results: dict[str, CaseResult] = {}
     deallocates = False
     for case in cases:
-        job = make_job(world, case.model or model, [*layout, *case.flags])
-        if not results:
-            initialize_parallel(job)
+        job = start_job(world, case.model or model, [*layout, *case.flags])
         updates = max(1, case.num_steps)
         engine = build_engine(job, "policy", updates, job.config.rl.rl_default_temperature)
         results[case.name] = run_case(job, engine, case, samples)
