@@ -30,6 +30,7 @@ setup(
     description="RL post-training (GRPO) for Megatron and MindSpeed users",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
     packages=find_packages(include=["mindspeed_rl", "mindspeed_rl.*"]),
     package_data={"mindspeed_rl": ["versions.cfg", "compat/foreign_flags.toml", "**/README.md"]},
     python_requires=f">={matrix['python']['minimum']}",

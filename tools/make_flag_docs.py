@@ -1,19 +1,35 @@
-"""Writes docs/flags.md from the configuration: python tools/make_flag_docs.py [--check]."""
+"""Writes what the pages say of flags and algorithms: python tools/make_flag_docs.py [--check].
+
+``docs/flags.md`` as a whole, and in other pages the tables between ``<!-- table: NAME -->`` and
+``<!-- end -->``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from mindspeed_rl.algorithms.advantages import ESTIMATORS
+from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
+from mindspeed_rl.algorithms.catalogue import Catalogue
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
 from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
+from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
 from mindspeed_rl.config.vllm_options import RESERVED, as_flag
+from mindspeed_rl.rewards.registry import built_in_reward, verdicts
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FLAGS_PAGE = "flags.md"
+PAGES_WITH_TABLES = ("algorithms.md", "rewards.md")
+_TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """\
 # Flags
 
@@ -53,7 +69,7 @@ def own_rows() -> Iterator[str]:
         for flag in flags:
             choices = f" {{{', '.join(flag.info.choices)}}}" if flag.info.choices else ""
             names = ", ".join(f"`{name}`" for name in flag.spellings)
-            yield f"| {names}{choices} | {flag.help.replace('|', chr(92) + '|')} |"
+            yield f"| {names}{choices} | {_cell(flag.help)} |"
         yield ""
 
 
@@ -84,21 +100,102 @@ def foreign_name(flag: ForeignFlag) -> str:
     return "/".join(f"`{name}`" for name in flag.spellings) + values
 
 
-def render() -> str:
-    """The whole document."""
+def flags_page() -> str:
+    """The page of all flags."""
     parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved_rows(), "", FOREIGN_HEAD, *foreign_rows()]
     return "\n".join(parts).rstrip() + "\n"
 
 
+Columns = Mapping[str, Callable[[Any], str]]
+_NEEDS: Columns = {
+    "group": lambda e: f"at least {e.min_group_size}",
+    "needs": lambda e: "a critic" if e.needs_critic else "greedy responses" * e.needs_greedy,
+}
+
+
+def choice_table(catalogue: Catalogue[Any], what: str, more: Columns) -> Iterator[str]:
+    """The choices of a flag, with columns of ``more``; one that would be empty is left out."""
+    rows = [
+        {
+            "name": f"`{name}`",
+            what: choice.summary,
+            **{column: text(choice) for column, text in more.items()},
+            "reads": ", ".join(f"`{_spelled(setting)}`" for setting in choice.reads),
+            "source": choice.source,
+        }
+        for name, choice in catalogue.items()
+    ]
+    return _table(rows)
+
+
+def reward_table() -> Iterator[str]:
+    """The built-in rewards."""
+    rows = []
+    for name, summary in BUILT_IN_REWARDS.items():
+        reward = built_in_reward(name)
+        rank = str(verdicts().index(name) + 1) if reward.verdict else ""
+        read = [*reward.columns, *map(_spelled, reward.flags)]
+        rows.append(
+            {
+                "name": f"`{name}`",
+                "score": summary,
+                "reads": ", ".join(f"`{name}`" for name in read),
+                "verdict": rank,
+            }
+        )
+    return _table(rows)
+
+
+TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "advantage estimators": lambda: choice_table(ESTIMATORS, "advantage", _NEEDS),
+    "policy losses": lambda: choice_table(
+        POLICY_LOSSES, "loss of a token", {"aggregation": lambda loss: f"`{loss.aggregation}`"}
+    ),
+    "aggregations": lambda: choice_table(AGGREGATIONS, "weight of a token", {}),
+    "KL estimators": lambda: choice_table(KL_ESTIMATORS, "estimate", {}),
+    "rewards": reward_table,
+}
+
+
+def _table(rows: list[dict[str, str]]) -> Iterator[str]:
+    columns = [column for column in rows[0] if any(row[column] for row in rows)]
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(_cell(row[column]) for column in columns)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _spelled(field: str) -> str:
+    """The flag of a configuration field of train_rl."""
+    flags = (flag for _, own in own_flags(ENTRIES["mindspeed_rl.train_rl"]) for flag in own)
+    return next(flag.spellings[0] for flag in flags if flag.field == field)
+
+
+def with_tables(text: str) -> str:
+    """A page with its tables written anew."""
+
+    def written(match: re.Match[str]) -> str:
+        return match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3]
+
+    return _TABLE.sub(written, text)
+
+
 def main() -> None:
-    """Writes the file, or with ``--check`` fails when it is not up to date."""
-    parser = argparse.ArgumentParser(description="Write docs/flags.md.")
+    """Writes the pages, or with ``--check`` fails when one is not up to date."""
+    parser = argparse.ArgumentParser(description="Write the pages of flags and algorithms.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    if not parser.parse_args().check:
-        TARGET.parent.mkdir(exist_ok=True)
-        TARGET.write_text(render())
-    elif not TARGET.is_file() or TARGET.read_text() != render():
-        sys.exit(f"{TARGET} is out of date: run python tools/make_flag_docs.py")
+    check = parser.parse_args().check
+    pages = {DOCS / FLAGS_PAGE: flags_page()}
+    pages |= {DOCS / name: with_tables((DOCS / name).read_text()) for name in PAGES_WITH_TABLES}
+    for path, text in pages.items():
+        if not check:
+            path.write_text(text)
+        elif not path.is_file() or path.read_text() != text:
+            sys.exit(f"{path} is out of date: run python tools/make_flag_docs.py")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,64 @@
-"""Advantages of whole samples, relative to their group or to a baseline of their prompt.
+"""Advantage estimators: how the rewards of a step become the advantages of its samples or tokens.
 
-Shapes: G groups (prompts) of n samples each.
+Shapes: G groups (prompts) of n samples each; N trained tokens of whole sequences.
 
-Every estimator gives an abstained reward (NaN) the advantage 0 and keeps it out of all baselines.
-A group whose rewards are all equal teaches nothing: where the baseline is the group's own, its
-advantages are exactly 0, also when rounding makes the rewards differ from their mean.
+An estimator gives every sample a value that is relative to its group or to a baseline of its
+prompt. That is the advantage of all its tokens, or, where tokens differ, a reward at its last token
+from which the estimator makes those of tokens. An abstained reward (NaN) has the value 0 and is
+kept out of all baselines. A group whose rewards are all equal teaches nothing: where the baseline
+is the group's own, its values are exactly 0, also when rounding makes the rewards differ from their
+mean.
+
+A new estimator is a function here with its declaration above it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from mindspeed_rl.algorithms.bounds import MIN_STD
+from mindspeed_rl.algorithms.catalogue import Catalogue, Choice
+from mindspeed_rl.core.flag import flag
 
-# Below this a standard deviation is rounding: what is divided by it becomes 0.
-MIN_STD = 1e-4
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed_rl.algorithms.token_advantages import ValueTargets
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageSettings:
+    """Settings of the advantage estimators.
+
+    Each is read by the estimators that it names.
+    """
+
+    gamma: float = flag(
+        1.0,
+        "Discount of the reward per token back from the end.",
+        minimum=0.0,
+        maximum=1.0,
+        names=("--rl-gamma", "--gae-gamma"),
+    )
+    gae_lambda: float = flag(
+        1.0,
+        "Decay of later errors of the critic in an advantage: 1 is the return less the value, 0 "
+        "the error of one token.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    no_std_normalization: bool = flag(
+        False,
+        "Do not divide by the standard deviation of the group, as dr_grpo does.",
+        names=("--grpo-no-std-normalization",),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """What an estimator knows of a step; the same on all ranks.
+    """What an estimator knows of the samples of a step; the same on all ranks.
 
     Attributes:
         rewards: [G, n], NaN where a reward abstained.
@@ -32,6 +70,84 @@ class GroupRewards:
     rewards: torch.Tensor
     lengths: torch.Tensor
     greedy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """What an estimator knows of the tokens of a micro-batch.
+
+    Attributes:
+        rewards: [N], the value of each sample at its last token, less the KL of each token where
+            the KL is in the reward.
+        lengths: trained tokens of each sequence; they add up to N.
+        values: [N] of the critic, without gradient; ``None`` unless the estimator asks for it.
+    """
+
+    rewards: torch.Tensor
+    lengths: Sequence[int]
+    values: torch.Tensor | None = None
+
+
+OfSamples = Callable[[GroupRewards, AdvantageSettings], "torch.Tensor"]
+OfTokens = Callable[[TokenRewards, AdvantageSettings], "ValueTargets"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator(Choice):
+    """An advantage estimator.
+
+    Attributes:
+        of_samples: the value of each sample, [G, n] of the rewards' type.
+        of_tokens: advantages of tokens, and the targets of a critic; ``None``: every token has the
+            value of its sample.
+        min_group_size: smallest n that has a signal.
+        whiten: whiten over the trained tokens of the step afterwards.
+        needs_greedy: whether :attr:`GroupRewards.greedy` must be there.
+        needs_critic: whether :attr:`TokenRewards.values` must be there.
+    """
+
+    of_samples: OfSamples
+    of_tokens: OfTokens | None = None
+    min_group_size: int = 2
+    whiten: bool = False
+    needs_greedy: bool = False
+    needs_critic: bool = False
+
+
+ESTIMATORS: Catalogue[Estimator] = Catalogue("--rl-advantage-estimator", AdvantageSettings)
+
+
+def _estimator(
+    summary: str,
+    source: str,
+    *,
+    reads: tuple[str, ...] = (),
+    of_tokens: OfTokens | None = None,
+    min_group_size: int = 2,
+    whiten: bool = False,
+    needs_greedy: bool = False,
+    needs_critic: bool = False,
+) -> Callable[[OfSamples], OfSamples]:
+    """Declare a function as the estimator of its name; arguments are those of the classes."""
+
+    def declare(function: OfSamples) -> OfSamples:
+        ESTIMATORS.add(
+            Estimator(
+                name=function.__name__,
+                summary=summary,
+                source=source,
+                reads=reads,
+                of_samples=function,
+                of_tokens=of_tokens,
+                min_group_size=min_group_size,
+                whiten=whiten,
+                needs_greedy=needs_greedy,
+                needs_critic=needs_critic,
+            )
+        )
+        return function
+
+    return declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +179,29 @@ def teaches(rewards: torch.Tensor) -> torch.Tensor:
     return ~_statistics(rewards).degenerate[:, 0]
 
 
-def grpo(step: GroupRewards) -> torch.Tensor:
-    """A = (r - mean) / (std + 1e-4) of the group (Shao et al. 2024, arXiv:2402.03300)."""
+@_estimator(
+    "(r - mean) / (standard deviation + 1e-4) of the group",
+    "arXiv:2402.03300",
+    reads=("no_std_normalization",),
+)
+def grpo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = (r - mean) / (std + 1e-4) of the group (Shao et al. 2024)."""
+    if settings.no_std_normalization:
+        return dr_grpo(step, settings)
     group = _statistics(step.rewards)
     return (group.centred / (group.std + MIN_STD)).masked_fill(group.degenerate, 0.0)
 
 
-def dr_grpo(step: GroupRewards) -> torch.Tensor:
-    """A = r - mean of the group (Liu et al. 2025, arXiv:2503.20783)."""
+@_estimator("r - mean of the group", "arXiv:2503.20783")
+def dr_grpo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = r - mean of the group (Liu et al. 2025)."""
     group = _statistics(step.rewards)
     return group.centred.masked_fill(group.degenerate, 0.0)
 
 
-def rloo(step: GroupRewards) -> torch.Tensor:
-    """A = r - mean of the other samples of the group (Ahmadian et al. 2024, arXiv:2402.14740).
+@_estimator("r - mean of the other samples of the group", "arXiv:2402.14740")
+def rloo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = r - mean of the other samples of the group (Ahmadian et al. 2024).
 
     That is n / (n - 1) times the distance from the mean of all n.
     """
@@ -85,28 +210,43 @@ def rloo(step: GroupRewards) -> torch.Tensor:
     return scaled.masked_fill(group.degenerate, 0.0)
 
 
-def gpg(step: GroupRewards) -> torch.Tensor:
-    """A = a (r - mean), a = G / groups that teach something (Chu et al. 2025, arXiv:2504.02546).
+def _discounted_returns(step: TokenRewards, settings: AdvantageSettings) -> ValueTargets:
+    """The discounted sum of the rewards from each token on."""
+    from mindspeed_rl.algorithms.token_advantages import ValueTargets, discounted_sums
 
-    The factor makes up for the groups of equal rewards, which add nothing to the gradient but
-    count in its denominator.
-    """
-    group = _statistics(step.rewards)
-    useful = (~group.degenerate).sum().clamp(min=1)
-    return dr_grpo(step) * group.degenerate.numel() / useful
+    returns = discounted_sums(step.rewards, step.lengths, settings.gamma)
+    return ValueTargets(returns, returns)
 
 
-def opo(step: GroupRewards) -> torch.Tensor:
-    """A = r - sum(length r) / sum(length) of the group (Hao et al. 2025, arXiv:2505.23585)."""
-    group = _statistics(step.rewards)
-    weight = step.lengths.to(step.rewards.dtype).masked_fill(~group.known, 0.0)
-    # of distances from the mean, so that a large common reward does not cancel
-    shift = (weight * group.centred).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
-    return (group.centred - shift).masked_fill(group.degenerate | ~group.known, 0.0)
+@_estimator(
+    "discounted r (less the KL) from each token on, whitened over all tokens of the step",
+    "arXiv:2501.03262",
+    reads=("gamma",),
+    of_tokens=_discounted_returns,
+    min_group_size=1,
+    whiten=True,
+)
+def reinforce_plus_plus(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """The reward itself, at the last token (Hu 2025)."""
+    return _known_rewards(step)
 
 
-def remax(step: GroupRewards) -> torch.Tensor:
-    """A = r - reward of the greedy response (Li et al. 2023, arXiv:2310.10505).
+@_estimator(
+    "r - mean of the group, whitened over all tokens of the step", "arXiv:2501.03262", whiten=True
+)
+def reinforce_plus_plus_baseline(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = r - mean of the group, before it is whitened (Hu 2025)."""
+    return dr_grpo(step, settings)
+
+
+@_estimator(
+    "r - reward of the greedy response, which is sampled as well",
+    "arXiv:2310.10505",
+    min_group_size=1,
+    needs_greedy=True,
+)
+def remax(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = r - reward of the greedy response (Li et al. 2023).
 
     0 for the whole group where the greedy response has no reward.
     """
@@ -116,47 +256,56 @@ def remax(step: GroupRewards) -> torch.Tensor:
     return difference.masked_fill(difference.isnan(), 0.0)
 
 
-def plain_reward(step: GroupRewards) -> torch.Tensor:
-    """A = r, for estimators of tokens: REINFORCE++ (Hu 2025, arXiv:2501.03262) and GAE."""
-    return step.rewards.masked_fill(step.rewards.isnan(), 0.0)
+@_estimator("(r - mean of the group) x groups / groups whose rewards differ", "arXiv:2504.02546")
+def gpg(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = a (r - mean), a = G / groups that teach something (Chu et al. 2025).
 
-
-@dataclass(frozen=True, slots=True)
-class Estimator:
-    """An advantage estimator.
-
-    Attributes:
-        of_samples: the advantage, or reward, of each sample, [G, n] of the rewards' type.
-        min_group_size: smallest n that has a signal.
-        whiten: whiten over the trained tokens of the step afterwards.
-        returns: the sample's value is a reward at its last token, discounted back over it.
-        needs_greedy: whether :attr:`GroupRewards.greedy` must be there.
-        needs_critic: the sample's value is a reward at its last token, for
-            :func:`~mindspeed_rl.algorithms.token_advantages.generalized_advantages`.
+    The factor makes up for the groups of equal rewards, which add nothing to the gradient but
+    count in its denominator.
     """
-
-    of_samples: Callable[[GroupRewards], torch.Tensor]
-    min_group_size: int = 2
-    whiten: bool = False
-    returns: bool = False
-    needs_greedy: bool = False
-    needs_critic: bool = False
-
-    @property
-    def of_tokens(self) -> bool:
-        """Whether the sample's value is a reward at its last token."""
-        return self.returns or self.needs_critic
+    group = _statistics(step.rewards)
+    useful = (~group.degenerate).sum().clamp(min=1)
+    return dr_grpo(step, settings) * group.degenerate.numel() / useful
 
 
-ESTIMATORS = {
-    "grpo": Estimator(grpo),
-    "dr_grpo": Estimator(dr_grpo),
-    "rloo": Estimator(rloo),
-    "reinforce_plus_plus": Estimator(plain_reward, min_group_size=1, whiten=True, returns=True),
-    "reinforce_plus_plus_baseline": Estimator(dr_grpo, whiten=True),
-    "remax": Estimator(remax, min_group_size=1, needs_greedy=True),
-    "gpg": Estimator(gpg),
-    "opo": Estimator(opo),
-    "gae": Estimator(plain_reward, min_group_size=1, whiten=True, needs_critic=True),
-}
-"""By the name of ``--rl-advantage-estimator``."""
+@_estimator("r - mean of the group weighted by response length", "arXiv:2505.23585")
+def opo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """A = r - sum(length r) / sum(length) of the group (Hao et al. 2025)."""
+    group = _statistics(step.rewards)
+    weight = step.lengths.to(step.rewards.dtype).masked_fill(~group.known, 0.0)
+    # of distances from the mean, so that a large common reward does not cancel
+    shift = (weight * group.centred).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
+    return (group.centred - shift).masked_fill(group.degenerate | ~group.known, 0.0)
+
+
+def _errors_of_the_critic(step: TokenRewards, settings: AdvantageSettings) -> ValueTargets:
+    """Generalized advantages of the tokens, and the returns that the critic learns."""
+    from mindspeed_rl.algorithms.token_advantages import generalized_advantages
+
+    if step.values is None:
+        raise RuntimeError("gae needs the values of a critic")
+    return generalized_advantages(
+        step.rewards,
+        step.values,
+        step.lengths,
+        discount=settings.gamma,
+        trace_decay=settings.gae_lambda,
+    )
+
+
+@_estimator(
+    "errors of a critic from each token on, whitened over all tokens of the step (PPO)",
+    "arXiv:1506.02438",
+    reads=("gamma", "gae_lambda"),
+    of_tokens=_errors_of_the_critic,
+    min_group_size=1,
+    whiten=True,
+    needs_critic=True,
+)
+def gae(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """The reward itself, at the last token (Schulman et al. 2015)."""
+    return _known_rewards(step)
+
+
+def _known_rewards(step: GroupRewards) -> torch.Tensor:
+    return step.rewards.masked_fill(step.rewards.isnan(), 0.0)

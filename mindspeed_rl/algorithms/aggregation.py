@@ -2,13 +2,97 @@
 
 Shapes: N trained tokens of one micro-batch. The denominators are global, so the weighted sums
 of all micro-batches and ranks add up to the loss, whatever the split.
+
+A new aggregation is a function here with its declaration above it.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mindspeed_rl.algorithms.types import Denominators, Sequences
+from mindspeed_rl.algorithms.catalogue import Catalogue, Choice
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed_rl.algorithms.types import Denominators, Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the weights of the tokens of a micro-batch are made of.
+
+    Attributes:
+        ones: [N] fp32.
+        sequences: of the micro-batch.
+        total: of the optimizer step; sequences without a trained token do not count.
+        longest: the limit on the length of a response, in tokens.
+    """
+
+    ones: torch.Tensor
+    sequences: Sequences
+    total: Denominators
+    longest: int
+
+    @property
+    def per_sequence(self) -> torch.Tensor:
+        """1 / sequences, [N]."""
+        return self.ones / max(1, self.total.sequences)
+
+
+Weights = Callable[[Counts], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation(Choice):
+    """A way of making one loss of those of tokens; ``weights`` are [N] fp32."""
+
+    weights: Weights
+
+
+AGGREGATIONS: Catalogue[Aggregation] = Catalogue("--rl-loss-aggregation")
+
+
+def _aggregation(name: str, summary: str, source: str = "") -> Callable[[Weights], Weights]:
+    """Declare a function as the weights of an aggregation."""
+
+    def declare(function: Weights) -> Weights:
+        AGGREGATIONS.add(Aggregation(name=name, summary=summary, source=source, weights=function))
+        return function
+
+    return declare
+
+
+@_aggregation("token-mean", "1 / tokens", "arXiv:2503.14476")
+def _token_mean(counts: Counts) -> torch.Tensor:
+    return counts.ones / max(1, counts.total.tokens)
+
+
+@_aggregation("token-sum", "1")
+def _token_sum(counts: Counts) -> torch.Tensor:
+    return counts.ones
+
+
+@_aggregation("seq-mean-token-sum", "1 / sequences")
+def _sequence_mean_of_sums(counts: Counts) -> torch.Tensor:
+    return counts.per_sequence
+
+
+@_aggregation(
+    "seq-mean-token-sum-norm",
+    "1 / (sequences x --rollout-max-response-length), a constant where the length of the own "
+    "sequence would favour short answers",
+    "arXiv:2503.20783",
+)
+def _sequence_mean_of_scaled_sums(counts: Counts) -> torch.Tensor:
+    return counts.per_sequence / counts.longest
+
+
+@_aggregation("seq-mean-token-mean", "1 / (sequences x tokens of its sequence)", "arXiv:2402.03300")
+def _sequence_mean_of_means(counts: Counts) -> torch.Tensor:
+    return counts.per_sequence / counts.sequences.spread(counts.sequences.num_trained)
 
 
 def token_weights(
@@ -16,14 +100,8 @@ def token_weights(
 ) -> torch.Tensor:
     """Weight of each trained token in the loss.
 
-    token-mean: 1 / tokens (Yu et al. 2025, arXiv:2503.14476). token-sum: 1. seq-mean-token-sum:
-    1 / sequences. seq-mean-token-sum-norm: 1 / (sequences longest), a constant where the length of
-    the own sequence would favour short answers (Liu et al. 2025, arXiv:2503.20783).
-    seq-mean-token-mean: 1 / (sequences tokens of the own sequence) (Shao et al. 2024,
-    arXiv:2402.03300).
-
     Args:
-        mode: a value of ``--rl-loss-aggregation``.
+        mode: a name of :data:`AGGREGATIONS`.
         sequences: of the micro-batch.
         denominators: of the optimizer step; sequences without a trained token do not count.
         longest: the limit on the length of a response, in tokens.
@@ -31,15 +109,5 @@ def token_weights(
     Returns:
         [N] fp32.
     """
-    ones = torch.ones_like(sequences.of_token, dtype=sequences.num_trained.dtype)
-    if mode == "token-sum":
-        return ones
-    if mode == "token-mean":
-        return ones / max(1, denominators.tokens)
-    per_sequence = ones / max(1, denominators.sequences)
-    if mode == "seq-mean-token-sum":
-        return per_sequence
-    if mode == "seq-mean-token-sum-norm":
-        return per_sequence / longest
-    assert mode == "seq-mean-token-mean", mode
-    return per_sequence / sequences.spread(sequences.num_trained)
+    ones = sequences.num_trained.new_ones(sequences.of_token.shape)
+    return AGGREGATIONS[mode].weights(Counts(ones, sequences, denominators, longest))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed_rl.algorithms.bounds import bounded
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.types import MaxTerm, MeanTerm, Sequences, Term
 
 
@@ -81,8 +82,8 @@ def correct(
             weights = rho.masked_fill(bent, 0.0)
         terms["correction/bounded_fraction"] = MeanTerm(bent.sum().to(count), count)
     if settings.rejection != "none":
-        divergence = _over(_estimate(log_rho, settings.rejection), sequences,
-                           settings.rejection_level)  # fmt: skip
+        estimate = KL_ESTIMATORS[settings.rejection].of(-log_rho)  # KL(engine || trainer)
+        divergence = _over(estimate, sequences, settings.rejection_level)
         # a NaN is rejected, too
         rejected = ~(divergence.abs() <= settings.rejection_threshold)
         weights = weights.masked_fill(rejected, 0.0)
@@ -97,16 +98,6 @@ def _over(values: torch.Tensor, sequences: Sequences, level: str) -> torch.Tenso
         return values
     whole = sequences.sums(values) if level == "sequence" else sequences.means(values)
     return sequences.spread(whole)
-
-
-def _estimate(log_rho: torch.Tensor, estimator: str) -> torch.Tensor:
-    """KL(engine || trainer) per token."""
-    if estimator == "k1":
-        return -log_rho
-    if estimator == "k2":
-        return 0.5 * log_rho.square()
-    log_rho = bounded(log_rho)
-    return log_rho.exp() - log_rho - 1.0
 
 
 def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:

@@ -69,7 +69,7 @@ def policy_loss(
     weights = token_weights(
         settings.aggregation, inputs.sequences, denominators, settings.longest
     ).to(logprobs.dtype)
-    surrogate = POLICY_LOSSES[settings.policy_loss](inputs, settings.surrogate)
+    surrogate = POLICY_LOSSES[settings.policy_loss].of_tokens(inputs, settings.surrogate)
     correction = _correction(inputs, settings.correction)
     policy = surrogate.loss * correction.weights * weights
     total = policy.sum()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.algorithms.advantages import MIN_STD
+from mindspeed_rl.algorithms.bounds import MIN_STD
 
 
 def discounted_sums(values: torch.Tensor, lengths: Sequence[int], discount: float) -> torch.Tensor:

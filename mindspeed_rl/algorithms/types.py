@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Sequences:
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over each whole sequence: [N] -> [S], without gradient. Collective as ``reduce``."""
-        local = torch.zeros_like(self.num_trained, dtype=values.dtype)
+        local = values.new_zeros(self.num_trained.shape)
         return self.reduce(local.index_add_(0, self.of_token, values.detach()))
 
     def means(self, values: torch.Tensor) -> torch.Tensor:

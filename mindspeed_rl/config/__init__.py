@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindspeed_rl.algorithms.advantages import AdvantageSettings
+from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.config.algorithms import (
     AdvantageConfig,
     CorrectionConfig,
@@ -11,7 +13,7 @@ from mindspeed_rl.config.algorithms import (
     PolicyLossConfig,
     SamplingConfig,
 )
-from mindspeed_rl.config.critic import WITH_CRITIC, CriticConfig
+from mindspeed_rl.config.critic import CriticConfig
 from mindspeed_rl.config.diagnostics import ProfilerConfig, TrackerConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
@@ -29,6 +31,7 @@ from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainC
 
 __all__ = [
     "AdvantageConfig",
+    "AdvantageSettings",
     "CheckpointConfig",
     "CorrectionConfig",
     "CriticConfig",
@@ -57,6 +60,7 @@ __all__ = [
     "ScoreConfig",
     "ScoreRunConfig",
     "SftConfig",
+    "SurrogateSettings",
     "TrackerConfig",
     "TrainConfig",
 ]
@@ -78,7 +82,9 @@ class RLRunConfig:
     prompts: PromptConfig
     rl: RLConfig
     advantages: AdvantageConfig
+    estimation: AdvantageSettings
     policy_loss: PolicyLossConfig
+    surrogate: SurrogateSettings
     kl: KLConfig
     correction: CorrectionConfig
     sampling: SamplingConfig
@@ -100,7 +106,7 @@ class RLRunConfig:
     @property
     def has_critic(self) -> bool:
         """Whether advantages need a critic."""
-        return self.advantages.rl_advantage_estimator in WITH_CRITIC
+        return self.advantages.estimator.needs_critic
 
     @property
     def rewards_in_ray(self) -> bool:

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 
 from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.flag import FlagInfo, flag_names
+from mindspeed_rl.config.needs import needs_of
 from mindspeed_rl.config.vllm_options import take_vllm_options
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import FlagInfo, flag_names
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -100,7 +101,7 @@ class OwnFlag:
         spellings: the canonical one first.
         kind: ``bool`` for switches, else the type of its value or values.
         default: value when it is not given.
-        info: help, choices, limits.
+        info: help, choices, limits, the flag that it needs.
     """
 
     field: str
@@ -115,6 +116,8 @@ class OwnFlag:
         parts = [self.info.help]
         if limits := self.info.limits:
             parts.append(f"{limits[0].upper()}{limits[1:]}.")
+        if (needs := self.info.needs) is not None:
+            parts.append(f"Read with {needs}." if needs.values else f"Needs {needs}.")
         if isinstance(self.default, tuple):
             if self.default:
                 parts.append(f"Default: {' '.join(self.default)}.")
@@ -169,7 +172,7 @@ def own_flags(run_type: type[Any]) -> Iterator[tuple[type[Any], list[OwnFlag]]]:
                     flag_names(field),
                     _scalar(hints[field.name]),
                     field.default,
-                    field.metadata["flag"],
+                    dataclasses.replace(field.metadata["flag"], needs=needs_of(field)),
                 )
                 for field in fields
             ],

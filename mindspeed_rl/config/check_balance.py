@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 
 
 def check_balance(config: RLRunConfig) -> None:
-    """Refuse what contradicts each other or has no effect.
+    """Refuse what contradicts each other.
 
     Raises:
         UsageError: naming the flags, their values, what is allowed and the fix.
@@ -28,12 +26,3 @@ def check_balance(config: RLRunConfig) -> None:
                     f"{name} {given}: not with --rl-environment {environment}, whose conversations "
                     "stay on the engine that holds them; remove one of the two"
                 )
-    if flags.rollout_rebalance != "off":
-        return
-    for field in dataclasses.fields(flags):
-        tuning = field.name.startswith("rollout_rebalance_") or field.name == "rollout_ridge_tokens"
-        if tuning and getattr(flags, field.name) != field.default:
-            raise UsageError(
-                f"--{field.name.replace('_', '-')} {getattr(flags, field.name)} has no effect with "
-                "--rollout-rebalance off; set that to waiting or all, or remove the flag"
-            )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.flag import flag
+from mindspeed_rl.algorithms.advantages import ESTIMATORS
+from mindspeed_rl.core.flag import Needs, flag
 
-#: advantage estimators that need a critic
-WITH_CRITIC = ("gae",)
+_WITH_CRITIC = Needs(
+    ESTIMATORS.flag, tuple(name for name, choice in ESTIMATORS.items() if choice.needs_critic)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +29,26 @@ class CriticConfig:
         "First weights of the critic: a causal language model, or a sequence classifier with one "
         "label whose head is taken as well; any other head starts at 0. Empty takes "
         "--hf-checkpoint.",
+        needs=_WITH_CRITIC,
     )
     critic_export_hf: str = flag(
         "",
         "Write the critic here at the end of the run, as a sequence classifier with one label; an "
         "earlier export is replaced, anything else is refused.",
+        needs=_WITH_CRITIC,
     )
-    critic_lr: float = flag(1e-5, "Peak learning rate of the critic.", minimum=0.0)
+    critic_lr: float = flag(
+        1e-5,
+        "Peak learning rate of the critic.",
+        minimum=0.0,
+        needs=_WITH_CRITIC,
+    )
     critic_warmup_steps: int = flag(
         0,
         "First steps of the run in which the critic alone is trained.",
         minimum=0,
         names=("--critic-warmup-steps", "--num-critic-only-steps"),
+        needs=_WITH_CRITIC,
     )
     value_clip: float = flag(
         0.5,
@@ -46,11 +56,5 @@ class CriticConfig:
         "is off.",
         minimum=0.0,
         names=("--value-clip", "--cliprange-value"),
-    )
-    gae_lambda: float = flag(
-        1.0,
-        "Decay of later errors of the critic in an advantage: 1 is the return less the value, 0 "
-        "the error of one token.",
-        minimum=0.0,
-        maximum=1.0,
+        needs=_WITH_CRITIC,
     )

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config.flag import flag
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import flag
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")

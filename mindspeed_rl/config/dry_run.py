@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.core.flag import flag
 
 
 @dataclass(frozen=True, slots=True)

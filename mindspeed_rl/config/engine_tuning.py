@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.flag import flag
+from mindspeed_rl.core.flag import flag
 
 
 @dataclass(frozen=True, slots=True)

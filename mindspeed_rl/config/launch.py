@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from mindspeed_rl.config.environment import EnvironmentConfig
-from mindspeed_rl.config.flag import flag, flag_names
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import flag, flag_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import flag
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.installed import has_mindspeed
 from mindspeed_rl.core.versions import mindspeed_branch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl.config.flag import flag
 from mindspeed_rl.config.reward_spec import (
     BUILT_IN_REWARDS,
     RewardSpec,
@@ -15,6 +14,7 @@ from mindspeed_rl.config.reward_spec import (
     check_specs,
 )
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import Needs, flag
 
 REMOTE_BACKOFF_S = 0.2  # the first pause before --reward-url is asked again; it doubles
 
@@ -48,7 +48,11 @@ class RewardConfig:
         "A sequence classifier with one label, in the training layout: its output at the last "
         "token of a sample is added to the rewards of the functions. Evaluation leaves it out.",
     )
-    reward_model_weight: float = flag(1.0, "Factor of the reward model's score.")
+    reward_model_weight: float = flag(
+        1.0,
+        "Factor of the reward model's score.",
+        needs=Needs("--reward-model-hf-checkpoint"),
+    )
     reward_num_workers: int = flag(1, "Reward processes per engine.", minimum=1)
     reward_timeout_s: float = flag(
         10.0, "Limit for the reward of one sample, in seconds.", minimum=0.01

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.flag import flag
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import Needs, flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,6 @@ class RLConfig:
     grpo_iterations: int = flag(
         1, "Passes of optimizer steps over the samples of one RL step.", minimum=1
     )
-    grpo_clamp_eps_lower: float = flag(
-        0.2, "The probability ratio is clipped at 1 minus this.", minimum=0.0, maximum=1.0
-    )
-    grpo_clamp_eps_upper: float = flag(
-        0.2, "The probability ratio is clipped at 1 plus this.", minimum=0.0
-    )
     grpo_kl_beta: float = flag(
         0.0,
         "Weight of the KL against the first policy; 0 skips the reference pass.",
@@ -55,13 +49,10 @@ class RLConfig:
         0,
         "Steps after which the policy becomes the new reference of the KL; 0 keeps the first one.",
         minimum=0,
+        needs=Needs("--grpo-kl-beta"),
     )
     grpo_entropy_term_weight: float = flag(
         0.0, "Weight of the entropy bonus in the loss; 0 is off."
-    )
-    grpo_no_std_normalization: bool = flag(
-        False,
-        "Do not divide advantages of grpo by the standard deviation of the group, as dr_grpo does.",
     )
     old_logprob: str = flag(
         "on-policy",
@@ -212,9 +203,9 @@ class PromptConfig:
     A line of the data holds a prompt (text, or a list of chat messages), a reference answer, and
     whatever else a reward reads. Evaluation answers held-out prompts greedily, scores them with the
     rewards of the run and reports the mean reward, the share of responses that equal the answer to
-    the letter (accuracy), and the share that is right (lenient accuracy: full marks of math, code,
-    environment, numeric_match or exact_match where the run has one of them, else by the last
-    number of the response). With --rl-eval-samples N each prompt is also sampled N times: mean@N is
+    the letter (accuracy), and the share that is right (lenient accuracy: full marks of a reward
+    that judges answers, like math or code, where the run has one, else by the last number of the
+    response). With --rl-eval-samples N each prompt is also sampled N times: mean@N is
     the share of right samples, pass@k the chance that one of k is right.
 
     Example: --rl-eval-data gsm8k=gsm8k.jsonl aime=aime.parquet --rl-eval-samples 8

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.flag import flag
+from mindspeed_rl.core.flag import Needs, flag
+
+_WITH_REBALANCE = Needs("--rollout-rebalance", ("waiting", "all"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +38,24 @@ class RolloutBalanceConfig:
         choices=("off", "waiting", "all"),
     )
     rollout_rebalance_interval: int = flag(
-        128, "Steps of an engine between looks at all engines.", minimum=1
+        128,
+        "Steps of an engine between looks at all engines.",
+        minimum=1,
+        needs=_WITH_REBALANCE,
     )
     rollout_rebalance_gain: float = flag(
         0.05,
         "Least share of the remaining time of two engines that a move must save.",
         minimum=0.001,
         below=1.0,
+        needs=_WITH_REBALANCE,
     )
     rollout_ridge_tokens: int = flag(
         256,
         "Tokens that a device computes while it reads the weights once, for the cost model of "
         "--rollout-rebalance: peak FLOPs over memory bandwidth; 16-bit weights.",
         minimum=1,
+        needs=_WITH_REBALANCE,
     )
     partial_rollout_tokens: int = flag(
         0,

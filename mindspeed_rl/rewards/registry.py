@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS, RewardSpec, check_name
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rewards.types import RewardFunction, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardFunction, RewardSettings
 from mindspeed_rl.rewards.user_file import load_from_file
 
 
@@ -31,19 +31,32 @@ def resolve_reward(
     path, separator, function_name = name.rpartition(":")
     if separator:
         return _function_of_file(Path(path), function_name)
-    function: RewardFunction = _built_in(name).make(settings or RewardSettings())
-    return function
+    return built_in_reward(name).make(settings or RewardSettings())
 
 
 def warm_up_reward(spec: RewardSpec) -> None:
     """Run the slow imports which a built-in reward would otherwise do at its first sample."""
-    if not spec.file:
-        getattr(_built_in(spec.name), "warm_up", lambda: None)()
+    warm_up = None if spec.file else built_in_reward(spec.name).warm_up
+    if warm_up is not None:
+        warm_up()
 
 
-def _built_in(name: str) -> ModuleType:
+def built_in_reward(name: str) -> BuiltInReward:
+    """The declaration of a built-in reward.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
     check_name("--reward-function", name, BUILT_IN_REWARDS)
-    return importlib.import_module(f"mindspeed_rl.rewards.builtin.{name}")
+    module = importlib.import_module(f"mindspeed_rl.rewards.builtin.{name}")
+    return cast(BuiltInReward, module.REWARD)
+
+
+@cache
+def verdicts() -> tuple[str, ...]:
+    """The built-in rewards whose full marks say that a response is right, the best one first."""
+    ranks = {name: built_in_reward(name).verdict for name in BUILT_IN_REWARDS}
+    return tuple(sorted(filter(ranks.get, ranks), key=ranks.__getitem__))
 
 
 def _function_of_file(path: Path, function_name: str) -> RewardFunction:

@@ -91,6 +91,28 @@ class RewardResult:
 RewardFunction = Callable[[RewardRequest], float | None]
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltInReward:
+    """What a module of ``rewards/builtin`` declares as ``REWARD``.
+
+    The name of the module is that of the reward, the first line of its docstring says what it is.
+
+    Attributes:
+        make: the function of a run.
+        flags: fields of `RewardConfig` that it reads.
+        columns: of a data row that it reads, besides prompt and answer.
+        verdict: full marks say that a response is right, and of several such rewards the one with
+            the smallest number is believed; 0: it says nothing about that.
+        warm_up: the slow imports that it would otherwise do at its first sample.
+    """
+
+    make: Callable[[RewardSettings], RewardFunction]
+    flags: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    verdict: int = 0
+    warm_up: Callable[[], None] | None = None
+
+
 def status_rate(results: Iterable[RewardResult], status: RewardStatus) -> float:
     """Share of the results with ``status``, in [0, 1]; 0.0 for no results."""
     matches = [result.status == status for result in results]

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.algorithms.advantages import GroupRewards
+from mindspeed_rl.algorithms.advantages import (
+    AdvantageSettings,
+    Estimator,
+    GroupRewards,
+    TokenRewards,
+)
 from mindspeed_rl.algorithms.kl import kl_estimate
 from mindspeed_rl.algorithms.overlong import overlong_penalty
 from mindspeed_rl.algorithms.token_advantages import (
-    discounted_sums,
+    ValueTargets,
     rewards_to_tokens,
     whitened,
 )
@@ -26,7 +31,7 @@ from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.rl.algorithm_settings import advantage_estimator
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.critic import value_targets
+from mindspeed_rl.rl.critic import values_of_rows
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -53,7 +58,8 @@ def compute_advantages(
     Raises:
         FloatingPointError: an advantage is not finite; names samples.
     """
-    estimator, kl_in_reward = advantage_estimator(run.config), run.config.kl.rl_kl_in_reward
+    estimator, settings = advantage_estimator(run.config), run.config.estimation
+    kl_in_reward = run.config.kl.rl_kl_in_reward
     if kl_in_reward:
         batches = batches.with_metrics(MetricSet({"reward/kl": Mean(0.0, 0.0)}))
     if not samples:
@@ -65,10 +71,10 @@ def compute_advantages(
         kl = [_kl(run.config, m) for m in tokens.micro]
         batches = batches.with_metrics(MetricSet({"reward/kl": tokens.mean(kl)}))
         penalties = [state.kl_beta * k for k in kl]
-        if not estimator.of_tokens:
+        if estimator.of_tokens is None:
             rewards = rewards - tokens.sums_of_samples(penalties).cpu()
     values = estimator.of_samples(
-        group_rewards(rewards, samples, run.plan.batch.group_size, greedy)
+        group_rewards(rewards, samples, run.plan.batch.group_size, greedy), settings
     ).flatten()
     _refuse_not_finite(
         [s.sample_id for s, v in zip(samples, values.tolist(), strict=True) if not math.isfinite(v)]
@@ -76,47 +82,24 @@ def compute_advantages(
     if not run.models.policy.is_last_stage:
         return batches
     counted = tokens.spread(~rewards.isnan())
-    if not estimator.of_tokens:
+    if estimator.of_tokens is None:
         advantages = tokens.spread(values)
     else:
-        rows = tokens.rewards(values, penalties)
+        found = tokens.estimates(estimator, settings, tokens.rewards(values, penalties))
+        advantages = [t.advantages for t in found]
         if estimator.needs_critic:
-            batches, advantages = _critic_advantages(run, batches, tokens, rows, counted)
-        else:
-            advantages = tokens.returns(rows, run.config.advantages.rl_gamma)
+            # tokens of samples without a reward get no target
+            returns = [
+                t.returns.masked_fill(~known, math.nan)
+                for t, known in zip(found, counted, strict=True)
+            ]
+            batches = batches.with_column("returns", returns)
     if estimator.whiten:
         advantages = whitened(advantages, counted, run.models.policy.all_reduce_dp_cp)
     for m, part in zip(tokens.micro, advantages, strict=True):
         bad = sorted(set(m.sequence_of[~part.isfinite()].tolist()))
         _refuse_not_finite([m.sample_ids[i] for i in bad])
     return batches.with_column("advantages", advantages)
-
-
-def _critic_advantages(
-    run: Components,
-    batches: StepBatches,
-    tokens: _Tokens,
-    rows: Sequence[torch.Tensor],
-    counted: Sequence[torch.Tensor],
-) -> tuple[StepBatches, list[torch.Tensor]]:
-    """GAE: the batches with the critic's targets, and the advantages, [N] of each micro-batch.
-
-    Tokens of samples without a reward get no target.
-    """
-    targets = [
-        value_targets(
-            m,
-            row,
-            run.models.policy.all_reduce_cp,
-            discount=run.config.advantages.rl_gamma,
-            trace_decay=run.config.critic.gae_lambda,
-        )
-        for m, row in zip(tokens.micro, rows, strict=True)
-    ]
-    returns = [
-        t.returns.masked_fill(~known, math.nan) for t, known in zip(targets, counted, strict=True)
-    ]
-    return batches.with_column("returns", returns), [t.advantages for t in targets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +172,23 @@ class _Tokens:
             rows.append(row)
         return rows
 
-    def returns(self, rows: Sequence[torch.Tensor], discount: float) -> list[torch.Tensor]:
-        """[N] discounted sums of the rewards of each row's tokens."""
-        return [
-            discounted_sums(row, m.num_trained, discount)[m.trained_index]
-            for m, row in zip(self.micro, rows, strict=True)
-        ]
+    def estimates(
+        self, estimator: Estimator, settings: AdvantageSettings, rows: Sequence[torch.Tensor]
+    ) -> list[ValueTargets]:
+        """Advantages and returns of this rank's tokens, [N] each of each micro-batch. Collective.
+
+        An estimator sees whole rows, of which this rank takes its tokens.
+        """
+        assert estimator.of_tokens is not None
+        found = []
+        for m, row in zip(self.micro, rows, strict=True):
+            values = None
+            if estimator.needs_critic:
+                values = values_of_rows(m, self.policy.all_reduce_cp)
+            whole = estimator.of_tokens(TokenRewards(row, m.num_trained, values), settings)
+            own = m.trained_index
+            found.append(ValueTargets(whole.advantages[own], whole.returns[own]))
+        return found
 
 
 def shaped_rewards(config: RLRunConfig, samples: Sequence[RolloutInfo], step: int) -> list[float]:

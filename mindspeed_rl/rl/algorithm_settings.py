@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.algorithms.advantages import ESTIMATORS, Estimator
+from mindspeed_rl.algorithms.advantages import Estimator
 from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.losses import LossSettings
-from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.selection import CovarianceSettings
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings
 from mindspeed_rl.config import RLRunConfig
 
 
 def advantage_estimator(config: RLRunConfig) -> Estimator:
-    """That of ``--rl-advantage-estimator``; grpo without the division is dr_grpo."""
-    name = config.advantages.rl_advantage_estimator
-    if config.rl.grpo_no_std_normalization:
-        name = "dr_grpo"
-    return ESTIMATORS[name]
+    """That of ``--rl-advantage-estimator``."""
+    return config.advantages.estimator
 
 
 def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
@@ -29,16 +25,7 @@ def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
     rl, loss, kl = config.rl, config.policy_loss, config.kl
     return LossSettings(
         policy_loss=loss.rl_policy_loss,
-        surrogate=SurrogateSettings(
-            eps_lower=rl.grpo_clamp_eps_lower,
-            eps_upper=rl.grpo_clamp_eps_upper,
-            clip_ratio_c=loss.rl_clip_ratio_c,
-            ratio_cap=loss.rl_dppo_ratio_cap,
-            sapo_tau_pos=loss.rl_sapo_tau_pos,
-            sapo_tau_neg=loss.rl_sapo_tau_neg,
-            dro_beta=loss.rl_dro_beta,
-            kl_cov_coef=loss.rl_kl_cov_coef,
-        ),
+        surrogate=config.surrogate,
         aggregation=loss.aggregation,
         longest=config.rollout.rollout_max_response_length,
         kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,
@@ -79,13 +66,13 @@ def covariance_settings(config: RLRunConfig, update: int) -> CovarianceSettings:
         config: the configuration.
         update: number of the optimizer step in the run; makes the random choice another one.
     """
-    rl, loss = config.rl, config.policy_loss
+    flags = config.surrogate
     return CovarianceSettings(
-        ratio=loss.rl_cov_ratio,
-        largest=loss.rl_policy_loss == "kl_cov",
-        lower=loss.rl_clip_cov_lower,
-        upper=loss.rl_clip_cov_upper,
-        eps_lower=rl.grpo_clamp_eps_lower,
-        eps_upper=rl.grpo_clamp_eps_upper,
+        ratio=flags.cov_ratio,
+        largest=config.policy_loss.loss.selection == "largest",
+        lower=flags.clip_cov_lower,
+        upper=flags.clip_cov_upper,
+        eps_lower=flags.eps_lower,
+        eps_upper=flags.eps_upper,
         seed=config.train.seed * 1_000_003 + update,
     )

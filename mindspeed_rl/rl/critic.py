@@ -1,4 +1,4 @@
-"""The critic's part of an RL step: targets of its values, and its updates (PPO).
+"""The critic's part of an RL step: its values, and its updates (PPO).
 
 Shapes: N trained tokens of a micro-batch. The micro-batches are the policy's own: one plan serves
 every pass.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mindspeed_rl.algorithms.token_advantages import ValueTargets, generalized_advantages
 from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
@@ -19,29 +18,17 @@ from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.train_engine import TrainEngine, ValueLossFunction
 
 
-def value_targets(
-    micro: MicroBatch,
-    rewards: torch.Tensor,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    discount: float,
-    trace_decay: float,
-) -> ValueTargets:
-    """Advantages and returns of this rank's tokens, [N] each. Collective as ``reduce`` is.
+def values_of_rows(
+    micro: MicroBatch, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The critic's values at all trained tokens of whole rows. Collective as ``reduce`` is.
 
     Args:
-        micro: with the column ``old_values``.
-        rewards: of every trained token of the whole row.
-        reduce: sums a tensor over the ranks that share the row.
-        discount: gamma.
-        trace_decay: lambda.
+        micro: with the column ``old_values``, [N] of this rank's tokens.
+        reduce: sums a tensor over the ranks that share the rows.
     """
-    own = micro.trained_index
-    row = torch.zeros_like(rewards).index_copy_(0, own, micro.column("old_values"))
-    found = generalized_advantages(
-        rewards, reduce(row), micro.num_trained, discount=discount, trace_decay=trace_decay
-    )
-    return ValueTargets(found.advantages[own], found.returns[own])
+    own = micro.column("old_values")
+    return reduce(own.new_zeros(sum(micro.num_trained)).index_copy_(0, micro.trained_index, own))
 
 
 def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet:

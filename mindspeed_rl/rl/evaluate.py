@@ -16,13 +16,12 @@ from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.metrics import names
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.rewards import lenient_match
+from mindspeed_rl.rewards.registry import verdicts
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
-# Rewards whose verdict on a response is taken over, the first that scored it.
-VERDICTS = ("math", "code", "environment", "numeric_match", "exact_match")
 # Seeds of sampled evaluations, apart from those of any attempt of training.
 _ATTEMPT = 1 << 40
 
@@ -166,8 +165,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_right(parts: Mapping[str, float], text: str, answer: str) -> bool:
-    r"""Whether a response is right: by the first of :data:`VERDICTS` that the run has and that
-    scored it (full marks are right), else by the last number of the text.
+    r"""Whether a response is right: by the best of the verdicts that the run has (full marks
+    are right), else by the last number of the text.
 
     So ``\frac{1}{2}`` is ``0.5`` where the run has the math reward.
 
@@ -176,7 +175,7 @@ def is_right(parts: Mapping[str, float], text: str, answer: str) -> bool:
         text: the response.
         answer: the reference answer.
     """
-    for name in VERDICTS:
+    for name in verdicts():
         score = parts.get(name, math.nan)
         if not math.isnan(score):
             return score == 1.0

@@ -47,7 +47,7 @@ def _old_logprobs(
     choice = run.config.rl.old_logprob
     if choice == "rollout":
         return [m.columns.get("rollout_logprobs") for m in batches.micro_batches], 0
-    needed_early = run.config.kl.rl_kl_in_reward or run.config.policy_loss.selects
+    needed_early = run.config.kl.rl_kl_in_reward or run.config.policy_loss.loss.selects
     first_is_free = False
     if choice == "on-policy":
         check_on_policy(samples, state.version)

@@ -104,7 +104,7 @@ def update_once(
         silent = silent.merge({ENGINE_AGREEMENT: Mean(0.0, 0.0)})
     if batch.denominators.tokens == 0:
         return silent.merge({"optimizer/skipped": Total(float(run.job.world.rank == 0))})
-    if config.policy_loss.selects:
+    if config.policy_loss.loss.selects:
         settings = covariance_settings(config, state.version)
         engine_is_old = config.rl.old_logprob == "rollout"
         batch = select_tokens(policy, batch, settings, first_update and not engine_is_old)

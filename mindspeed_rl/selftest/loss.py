@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
-from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
+from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
 from mindspeed_rl.algorithms.selection import CovarianceSettings
-from mindspeed_rl.algorithms.token_advantages import rewards_to_tokens
+from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
-from mindspeed_rl.config.algorithms import AGGREGATIONS, POLICY_LOSSES
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -40,7 +40,7 @@ from mindspeed_rl.rl.build_models import (
     load_value_model,
     value_engine,
 )
-from mindspeed_rl.rl.critic import empty_value_metrics, value_loss_function, value_targets
+from mindspeed_rl.rl.critic import empty_value_metrics, value_loss_function, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
 from mindspeed_rl.trainer import parallel_state
@@ -390,8 +390,8 @@ def _outcome(
         metrics = metrics.merge(critic.forward_backward(batches, value_loss))
         return Outcome(reduce_metrics(metrics), models.critic_gradients())
     engine, loss = models.policy, make_loss(case, counts)
-    if case.loss in ("clip_cov", "kl_cov"):
-        chosen = CovarianceSettings(0.1, case.loss == "kl_cov", lower=-9.0, upper=9.0)
+    if (choice := POLICY_LOSSES[case.loss]).selects:
+        chosen = CovarianceSettings(0.1, choice.selection == "largest", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
         if engine.is_last_stage:
             total = reduce or engine.all_reduce_dp_cp
@@ -428,14 +428,15 @@ def _with_targets(
         values = values + 0.3 * micro.positions[micro.loss_mask].float().sin()
         ids = torch.tensor(micro.sample_ids, dtype=torch.long, device=values.device)
         annotated = micro.with_column("old_values", values)
-        targets = value_targets(
-            annotated,
+        targets = generalized_advantages(
             rewards_to_tokens(ids.float().cos(), micro.num_trained),
-            reduce,
+            values_of_rows(annotated, reduce),
+            micro.num_trained,
             discount=0.98,
             trace_decay=0.9,
         )
-        returns = targets.returns.masked_fill((ids == 1)[micro.sequence_of], math.nan)
+        returns = targets.returns[micro.trained_index]
+        returns = returns.masked_fill((ids == 1)[micro.sequence_of], math.nan)
         result.append(annotated.with_column("returns", returns))
     return result
 

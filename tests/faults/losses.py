@@ -37,7 +37,7 @@ def _turned(estimator: Any) -> Any:
     """remax with the sign turned; others as they are."""
     if not estimator.needs_greedy:
         return estimator
-    return replace(estimator, of_samples=lambda step: -estimator.of_samples(step))
+    return replace(estimator, of_samples=lambda *given: -estimator.of_samples(*given))
 
 
 def _larger_side(original: Callable[..., Any]) -> Callable[..., Any]:

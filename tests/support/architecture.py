@@ -40,7 +40,8 @@ ROOMS: Mapping[str, Room] = {
     "core": Room(),
     "compat": Room(("core",)),
     "models": Room(("core",)),
-    "config": Room(("core", "compat", "models")),
+    "algorithms": Room(("core",), TORCH),
+    "config": Room(("core", "compat", "models", "algorithms")),
     "parallel": Room(("core",), TORCH_DISTRIBUTED),
     "platforms": Room(("core", "config"), TORCH_DISTRIBUTED),
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
@@ -50,7 +51,6 @@ ROOMS: Mapping[str, Room] = {
         TORCH_DISTRIBUTED | {"vllm"},
     ),
     "planning": Room(("core", "config", "models", "rollout", "weights")),
-    "algorithms": Room(("core",), TORCH),
     "samples": Room(("core", "metrics", "parallel"), TORCH_DISTRIBUTED),
     "data": Room(("core", "samples"), TORCH),
     "rewards": Room(("core", "config", "data"), TORCH),
@@ -96,6 +96,11 @@ LIGHT = (
     "compat",
     "models",
     "config",
+    *(
+        f"algorithms.{name}"
+        for name in ("advantages", "aggregation", "bounds", "catalogue", "kl", "policy_losses")
+    ),
+    "algorithms.types",
     *(
         f"planning.{name}"
         for name in ("activations", "budget", "check_engine", "communicators", "prediction")

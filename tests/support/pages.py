@@ -1,4 +1,4 @@
-"""The blocks of bash in the README and the docs."""
+"""The blocks of bash and of Python in the README and the docs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ class Run(Enum):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOMS = [*sorted((ROOT / "mindspeed_rl").glob("*/README.md")), ROOT / "tests/ascend/README.md"]
+OTHERS = [
+    *sorted((ROOT / "mindspeed_rl").glob("*/README.md")),
+    *(ROOT / name for name in ("tests/ascend/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+PYTHON = re.compile(r"^```python\n(# (?P<path>[\w./]+\.py)\n.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^(?P<indent> *)```bash\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 _MARK = "<!-- executed -->"
 
@@ -86,6 +90,12 @@ def blocks() -> Iterator[Block]:
             run = Run.NEVER if left_out else Run.FILLED_IN
             run = Run.AS_IT_STANDS if before == _MARK else run
             yield Block(path.name, line, body, run)
+
+
+def python_files(page: str) -> dict[str, str]:
+    """The blocks of Python of a page that are files: the first line of each is its path."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return {found["path"]: found[1] for found in PYTHON.finditer(text)}
 
 
 ALL = list(blocks())

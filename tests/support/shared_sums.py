@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
+from mindspeed_rl.algorithms.types import MeanTerm, Term
+
 T = TypeVar("T")
 Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The reduction of a single rank."""
+    return values
+
+
+def means(terms: Mapping[str, Term]) -> dict[str, float]:
+    """The reported means of a micro-batch that is the whole step, by name."""
+    return {n: float(t.sum / t.weight) for n, t in terms.items() if isinstance(t, MeanTerm)}
 
 
 def on_ranks(num_ranks: int, work: Callable[[int, Reduce], T]) -> list[T]:

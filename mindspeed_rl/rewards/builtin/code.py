@@ -13,7 +13,7 @@ from typing import TypeGuard
 from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards import sandbox
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 TESTS_KEY = "tests"
 _FILE_BYTES = 16 << 20  # the largest file that a program may write, its output included
@@ -34,11 +34,6 @@ def main():
     output.flush()
 main()
 """
-
-
-def make(settings: RewardSettings) -> RewardFunction:
-    """The reward with the limits of ``--reward-code-...``; tries what the machine allows."""
-    return CodeReward(settings.flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +148,17 @@ class CodeReward:
 def _lines(text: str) -> list[str]:
     """Without white space at the ends of lines and of the text."""
     return [line.rstrip() for line in text.strip().splitlines()]
+
+
+REWARD = BuiltInReward(
+    lambda settings: CodeReward(settings.flags),
+    flags=(
+        "reward_code_time_limit_s",
+        "reward_code_memory_gb",
+        "reward_code_processes",
+        "reward_code_score",
+        "reward_code_network",
+    ),
+    columns=(TESTS_KEY,),
+    verdict=2,
+)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
-
-
-def make(settings: RewardSettings) -> RewardFunction:
-    """The reward; it reads no flag."""
-    return exact_match_reward
+from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 
 def exact_match_reward(request: RewardRequest) -> float:
     """1.0 when the whole response equals the answer, white space at the ends aside, else 0.0."""
     return float(request.response.strip() == request.answer.strip())
+
+
+REWARD = BuiltInReward(lambda settings: exact_match_reward, verdict=5)

@@ -6,12 +6,12 @@ import re
 from functools import partial
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardFunction, RewardRequest, RewardSettings
 
 FORMAT_REGEX_KEY = "format_regex"
 
 
-def make(settings: RewardSettings) -> RewardFunction:
+def _make(settings: RewardSettings) -> RewardFunction:
     """The reward with the pattern of ``--reward-format-regex``.
 
     Raises:
@@ -51,3 +51,6 @@ def format_reward(request: RewardRequest, default: str | None = None) -> float:
             f"{pattern!r:.200}, must be a regular expression of Python's re ({error})"
         ) from error
     return float(compiled.fullmatch(request.response) is not None)
+
+
+REWARD = BuiltInReward(_make, flags=("reward_format_regex",), columns=(FORMAT_REGEX_KEY,))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardFunction, RewardRequest, RewardSettings
 
 
-def make(settings: RewardSettings) -> RewardFunction:
+def _make(settings: RewardSettings) -> RewardFunction:
     """The reward with the target of ``--reward-length-target``.
 
     Raises:
@@ -32,3 +32,6 @@ def length_reward(request: RewardRequest, target: int, limit: int) -> float:
         return 0.0
     beyond = max(0, request.num_response_tokens - target)
     return max(0.0, 1.0 - beyond / (limit - target))
+
+
+REWARD = BuiltInReward(_make, flags=("reward_length_target",))

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 _HAS_MATH_DELIMITERS = re.compile(r"\\boxed|\\\(|\\\[|\$.+\$", re.DOTALL)
 
@@ -28,12 +28,7 @@ def _math_verify() -> Any:
     return math_verify
 
 
-def make(settings: RewardSettings) -> RewardFunction:
-    """The reward; it reads no flag."""
-    return math_reward
-
-
-def warm_up() -> None:
+def _warm_up() -> None:
     """Import what math-verify needs."""
     math_reward(RewardRequest(0, "", r"\boxed{\frac{1}{2}} or 0.5", "1/2", "stop", 1))
 
@@ -64,3 +59,6 @@ def math_reward(request: RewardRequest) -> float:
         )
     candidate = library.parse(request.response, parsing_timeout=None)
     return float(library.verify(reference, candidate, timeout_seconds=None))
+
+
+REWARD = BuiltInReward(lambda settings: math_reward, verdict=1, warm_up=_warm_up)

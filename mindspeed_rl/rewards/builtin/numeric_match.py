@@ -7,18 +7,13 @@ import re
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.answers import UNSIGNED_NUMBER
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 TOLERANCE_KEY = "tolerance"
 DEFAULT_TOLERANCE = 1e-6
 
 # A minus after a digit, a letter or a closing bracket is a subtraction, not a sign.
 _NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}(?:[eE][-+]?[0-9]+)?")
-
-
-def make(settings: RewardSettings) -> RewardFunction:
-    """The reward; it reads no flag."""
-    return numeric_match_reward
 
 
 def numeric_match_reward(request: RewardRequest) -> float:
@@ -58,3 +53,6 @@ def _tolerance(request: RewardRequest) -> float:
             f"{value!r:.200}, must be a number of at least 0"
         )
     return float(value)
+
+
+REWARD = BuiltInReward(lambda settings: numeric_match_reward, columns=(TOLERANCE_KEY,), verdict=4)

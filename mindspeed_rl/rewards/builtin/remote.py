@@ -13,18 +13,13 @@ from typing import Any
 
 from mindspeed_rl.config.rewards import REMOTE_BACKOFF_S, RewardConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rewards.types import RewardFunction, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 # Worth another attempt: the server is busy, restarts, or is behind a proxy that lost it.
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _RESPONSE_BYTES = 1 << 20
 _SHOWN_CHARS = 300
 _POSTED = ("sample_id", "prompt", "response", "answer", "finish_reason", "num_response_tokens")
-
-
-def make(settings: RewardSettings) -> RewardFunction:
-    """The reward of the server at ``--reward-url``."""
-    return RemoteReward(settings.flags)
 
 
 class RemoteError(RuntimeError):
@@ -104,3 +99,14 @@ class RemoteReward:
                 f'--reward-url {self._url} must answer {{"reward": number or null}}; '
                 f"got {text[:_SHOWN_CHARS]!r}"
             ) from error
+
+
+REWARD = BuiltInReward(
+    lambda settings: RemoteReward(settings.flags),
+    flags=(
+        "reward_url",
+        "reward_url_timeout_s",
+        "reward_url_retries",
+        "reward_url_concurrency",
+    ),
+)

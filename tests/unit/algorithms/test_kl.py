@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.kl import adapted_coefficient, kl_estimate
-from mindspeed_rl.config.algorithms import KL_ESTIMATORS
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, adapted_coefficient, kl_estimate
 
 DIFFERENCES = np.array([-1.5, -0.1, 0.0, 0.3, 2.0])  # log p - log p_ref
 VALUES = {

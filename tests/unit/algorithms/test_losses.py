@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.shared_sums import means
 
+from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import (
     Denominators,
     LossInputs,
-    LossOutputs,
-    MeanTerm,
     Sequences,
 )
-from mindspeed_rl.config.algorithms import AGGREGATIONS
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 
 TOKENS = Denominators(tokens=10, sequences=4)
@@ -39,12 +38,6 @@ def inputs(
         advantages=torch.tensor(advantages),
         sequences=Sequences(owners, torch.tensor([float(len(ratios))])),
     )
-
-
-def mean_of(outputs: LossOutputs, name: str) -> float:
-    term = outputs.terms[name]
-    assert isinstance(term, MeanTerm)
-    return float(term.sum / term.weight)
 
 
 def test_loss_equals_an_independent_formula() -> None:
@@ -103,7 +96,7 @@ def test_supervised_loss() -> None:
     assert outputs.loss.item() == pytest.approx(2.5 / 10)  # -log p is 2.0 and 0.5
     (gradient,) = torch.autograd.grad(outputs.loss, data.logprobs)
     torch.testing.assert_close(gradient, torch.full((2,), -0.1))
-    assert mean_of(outputs, "loss") == pytest.approx(1.25)
+    assert means(outputs.terms)["loss"] == pytest.approx(1.25)
 
 
 def test_padding_that_is_not_a_number_does_not_reach_loss_or_gradient() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.shared_sums import Reduce, on_ranks
+from support.shared_sums import Reduce, means, on_ranks
 
 from mindspeed_rl.algorithms.correction import (
     CorrectionSettings,
@@ -21,7 +21,6 @@ from mindspeed_rl.algorithms.types import (
     Denominators,
     LossInputs,
     MaxTerm,
-    MeanTerm,
     Sequences,
 )
 from mindspeed_rl.config.algorithms import CORRECTION_LEVELS
@@ -101,7 +100,7 @@ def test_reports_say_how_much_was_changed() -> None:
         "truncate", "token", 1.15, rejection="k2", rejection_level="token"
     )
     terms = correct(trainer, engine, sequences(), settings).terms
-    found = {n: float(t.sum / t.weight) for n, t in terms.items() if isinstance(t, MeanTerm)}
+    found = means(terms)
     d = (trainer - engine).numpy()
     assert found == {
         "correction/bounded_fraction": pytest.approx((np.exp(d) > 1.15).mean()),
@@ -150,8 +149,8 @@ def test_mismatch_terms() -> None:
     terms = mismatch_terms(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]))
     worst = terms["mismatch/max_abs_logprob"]
     assert isinstance(worst, MaxTerm) and float(worst.value) == 0.5
-    means = {n: float(t.sum / t.weight) for n, t in terms.items() if isinstance(t, MeanTerm)}
-    assert means == {
+    found = means(terms)
+    assert found == {
         "mismatch/mean_abs_logprob": 0.25,
         "mismatch/k1": -0.25,
         "mismatch/k3": pytest.approx((math.exp(0.5) - 1.5) / 2),
@@ -160,10 +159,10 @@ def test_mismatch_terms() -> None:
         "mismatch/trainer_nll": 1.5,
         "mismatch/engine_nll": 1.75,
     }
-    derived = derived_mismatch(means)
+    derived = derived_mismatch(found)
     square = (math.e + 1) / 2
     assert derived == {
-        "mismatch/ess": pytest.approx(means["mismatch/ratio"] ** 2 / square),
+        "mismatch/ess": pytest.approx(found["mismatch/ratio"] ** 2 / square),
         "mismatch/trainer_ppl": pytest.approx(math.exp(1.5)),
         "mismatch/engine_ppl": pytest.approx(math.exp(1.75)),
     }
@@ -175,5 +174,4 @@ def test_mismatch_terms() -> None:
 def test_no_mismatch_is_a_full_sample() -> None:
     equal = torch.tensor([-1.0, -2.0])
     terms = mismatch_terms(equal, equal)
-    means = {n: float(t.sum / t.weight) for n, t in terms.items() if isinstance(t, MeanTerm)}
-    assert derived_mismatch(means)["mismatch/ess"] == 1.0
+    assert derived_mismatch(means(terms))["mismatch/ess"] == 1.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.shared_sums import Reduce, on_ranks
+from support.shared_sums import Reduce, alone, on_ranks
 
 from mindspeed_rl.algorithms.selection import (
     CovarianceSettings,
@@ -23,10 +23,6 @@ from mindspeed_rl.algorithms.selection import (
 NUM = 400
 LARGEST = CovarianceSettings(ratio=0.05, largest=True)
 RANDOM = CovarianceSettings(ratio=0.05, largest=False, lower=0.1, upper=2.0, seed=7)
-
-
-def alone(values: torch.Tensor) -> torch.Tensor:
-    return values
 
 
 def columns() -> dict[str, torch.Tensor]:

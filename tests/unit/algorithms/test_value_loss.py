@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.shared_sums import Reduce, alone, means, on_ranks
 
-from mindspeed_rl.algorithms.types import Denominators, MeanTerm, Sequences, ValueInputs
+from mindspeed_rl.algorithms.types import Denominators, Sequences, ValueInputs
 from mindspeed_rl.algorithms.value_loss import (
     ValueLossSettings,
     explained_variance,
@@ -65,12 +66,8 @@ def test_value_and_gradient(clip: float, mode: str, cut: list[list[int]]) -> Non
 
 def test_metrics_are_means_over_tokens_with_a_target() -> None:
     found = value_loss(inputs(list(range(6))), ValueLossSettings(CLIP), Denominators.of(LENGTHS))
-    means = {}
-    for name, term in found.terms.items():
-        assert isinstance(term, MeanTerm)
-        means[name] = float(term.sum / term.weight)
     known = [i for i in range(6) if i != 3]
-    assert means == pytest.approx(
+    assert means(found.terms) == pytest.approx(
         {
             "value/loss": float(found.loss),
             "value/clip_fraction": 1 / 5,
@@ -89,7 +86,7 @@ def test_nothing_to_learn_from_is_0() -> None:
 def test_explained_variance(cut: list[range]) -> None:
     returns = [torch.tensor([RETURNS[i] for i in part]) for part in cut]
     values = [torch.tensor([VALUES[i] for i in part]) for part in cut]
-    found = explained_variance(returns, values, lambda x: x)
+    found = explained_variance(returns, values, alone)
     known = [i for i in range(6) if i != 3]
     target = np.array([RETURNS[i] for i in known])
     error = target - np.array([VALUES[i] for i in known])
@@ -97,24 +94,16 @@ def test_explained_variance(cut: list[range]) -> None:
 
 
 def test_explained_variance_of_equal_returns_is_0() -> None:
-    assert explained_variance([torch.ones(3)], [torch.arange(3.0)], lambda x: x) == 0.0
+    assert explained_variance([torch.ones(3)], [torch.arange(3.0)], alone) == 0.0
 
 
 def test_explained_variance_is_over_all_ranks() -> None:
     """Each of two ranks has half of the tokens; the sums of both are in the answer."""
     returns, values = torch.tensor([1.0, 3.0, 2.0, 6.0]), torch.tensor([1.0, 2.0, 2.0, 4.0])
-    whole = explained_variance([returns], [values], lambda x: x)
-    calls: list[torch.Tensor] = []
+    whole = explained_variance([returns], [values], alone)
 
-    def record(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x.clone())
-        return x
+    def work(rank: int, reduce: Reduce) -> float:
+        half = slice(2 * rank, 2 * rank + 2)
+        return explained_variance([returns[half]], [values[half]], reduce)
 
-    explained_variance([returns[2:]], [values[2:]], record)
-    others = [calls[0]]
-    error = (returns - values)[2:]
-    mean, bias = returns.mean(), (returns - values).mean()
-    others.append(torch.stack([(returns[2:] - mean).square().sum(), (error - bias).square().sum()]))
-    given = iter(others)
-    found = explained_variance([returns[:2]], [values[:2]], lambda x: x + next(given))
-    assert found == pytest.approx(whole, rel=1e-6)
+    assert on_ranks(2, work) == pytest.approx([whole] * 2, rel=1e-6)

@@ -11,20 +11,12 @@ import pytest
 import torch
 from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
+from support.checked_runs import configured
 from support.conversions import convert, write_model
 from support.full_disk import largest_file
 
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
-from mindspeed_rl.config import (
-    CheckpointConfig,
-    IndexedDataConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    PretrainRunConfig,
-    SftConfig,
-    TrainConfig,
-)
+from mindspeed_rl.config import ModelConfig, PretrainRunConfig
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.models.hf_code import code_files
 
@@ -212,14 +204,9 @@ def test_code_that_is_missing_is_told_before_the_run(
     tmp_path: Path, with_code: Path, missing: str
 ) -> None:
     (with_code / missing).unlink()
-    run = PretrainRunConfig(
-        model=ModelConfig(hf_checkpoint=str(with_code)), parallel=ParallelConfig(),
-        train=TrainConfig(), checkpoint=CheckpointConfig(export_hf=str(tmp_path / "hf")),
-        logging=LoggingConfig(output_dir=str(tmp_path / "out")), sft=SftConfig(),
-        indexed=IndexedDataConfig(),
-    )  # fmt: skip
+    flags = f"--hf-checkpoint {with_code} --export-hf {tmp_path}/hf --output-dir {tmp_path}/out"
     with pytest.raises(ValueError, match=rf"{missing} is missing, which .* names: .*; copy it"):
-        check_paths(run)
+        check_paths(configured(PretrainRunConfig, flags))
 
 
 def test_a_conversion_brings_the_code_or_writes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 from support import data_flags
+from support.published import published_config
 
 from mindspeed_rl.compat import Disposition, foreign_flags
 from mindspeed_rl.compat.architecture import check_foreign_architecture, value_in
@@ -15,48 +16,8 @@ COMPARED = {
 }
 
 QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 2, "rope_theta": 1e4}
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 94,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rope_scaling": None,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 3,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "num_nextn_predict_layers": 1,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
+QWEN3_MOE = published_config("qwen3-235b-a22b") | {"num_hidden_layers": 94}
+DEEPSEEK_V3 = published_config("deepseek-v3")
 LLAMA3_ROPE = {
     "model_type": "llama",
     "rope_parameters": {

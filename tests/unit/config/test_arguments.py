@@ -3,7 +3,6 @@
 import ast
 import fnmatch
 import importlib.util
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import data_flags
+from support.checked_runs import write_model
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
@@ -69,7 +69,7 @@ def test_published_script_plus_rl_block_parses(script, tp, layers, noop):
     config = parsed.config
     assert config.parallel.tensor_model_parallel_size == tp
     assert (config.model.num_layers, config.model.noop_layers) == (layers, noop)
-    assert config.train.bf16 and config.rl.grpo_clamp_eps_upper == 0.28
+    assert config.train.bf16 and config.surrogate.eps_upper == 0.28
     assert config.rollout.rl_inference_tensor_model_parallel_size == 2
     assert config.rewards.reward_function == ("math", "format=0.2")
     assert config.vllm_options == {"max_num_seqs": 256}
@@ -126,23 +126,15 @@ def test_any_text_value_survives_when_attached(value):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--lr -1", ("--lr", "at least 0", "'-1'")),
         ("--hidden-dropout 3", ("--hidden-dropout", "at least 0 and below 1", "'3'")),
-        ("--adam-beta2 1.5", ("--adam-beta2", "at least 0 and below 1", "'1.5'")),
-        ("--adam-beta1 1", ("--adam-beta1", "at least 0 and below 1", "'1'")),
-        ("--lr-warmup-fraction 7", ("--lr-warmup-fraction", "at least 0 and at most 1", "'7'")),
-        ("--reward-max-error-rate 5", ("--reward-max-error-rate", "at most 1", "'5'")),
         ("--lr -1e-3", ("--lr", "at least 0", "'-1e-3'")),
         ("--lr nan", ("--lr", "finite", "'nan'")),
         ("--grpo-kl-beta=inf", ("--grpo-kl-beta", "finite", "'inf'")),
-        ("--reward-timeout-score -inf", ("--reward-timeout-score", "finite", "'-inf'")),
         ("--lr fast", ("--lr", "number", "'fast'", "1e-6")),
         ("--lr=", ("--lr", "number", "''")),
         ("--train-iters 1e3", ("--train-iters", "whole number", "1000", "'1e3'")),
-        ("--micro-batch-size 0", ("--micro-batch-size", "at least 1", "'0'")),
         ("--old-logprob exact", ("--old-logprob", "'exact'", "on-policy", "recompute")),
         ("--lr --bf16", ("--lr", "takes one value", "got none", "add it")),
-        ("--lr", ("--lr", "takes one value", "got none", "add it")),
         ("--lr 1 2", ("--lr", "takes one value", "got 2: 1 2")),
         ("--reward-function", ("--reward-function", "one or more values", "got none")),
         ("--bf16 true", ("--bf16", "is a switch", "'true'", "remove")),
@@ -167,24 +159,17 @@ def test_rl_flag_in_the_supervised_entry_names_the_right_entry():
     assert "unknown flag --vllm-max-num-seqs" in error("--vllm-max-num-seqs 8", PretrainRunConfig)
 
 
-def test_numbers_below_their_minimum_are_refused_for_every_flag():
-    limited = [(r, f) for r, f in ALL_FLAGS if f.info.minimum is not None]
-    assert len(limited) > 40
+def test_numbers_outside_their_limits_are_refused_for_every_flag():
+    limited = [(r, f) for r, f in ALL_FLAGS if f.info.limits]
+    assert len(limited) > 50
     for run_type, flag in limited:
-        below = math.floor(flag.info.minimum) - 1
-        assert f"of at least {flag.info.minimum:g}" in error(
-            f"{flag.spellings[0]} {below}", run_type
-        )
-
-
-def test_numbers_above_their_maximum_are_refused_for_every_flag():
-    limited = [(r, f) for r, f in ALL_FLAGS if (f.info.maximum, f.info.below) != (None, None)]
-    assert len(limited) > 8
-    for run_type, flag in limited:
-        limit = flag.info.below if flag.info.maximum is None else flag.info.maximum
-        above = limit if flag.info.maximum is None else limit + 1
-        assert flag.info.limits in error(f"{flag.spellings[0]} {above}", run_type)
-        assert flag.info.limits in flag.help.lower()
+        info = flag.info
+        low = info.above if info.minimum is None else math.floor(info.minimum) - 1
+        high = info.below if info.maximum is None else info.maximum + 1
+        for value in (low, high):
+            if value is not None:
+                assert f"of {info.limits}" in error(f"{flag.spellings[0]} {value}", run_type)
+        assert info.limits in flag.help.lower()
 
 
 # --- engine options ----------------------------------------------------------------------------
@@ -228,14 +213,8 @@ def test_options_that_would_make_results_wrong_are_reserved(name):
     ("text", "message"),
     [
         ("--vllm- 1", "--vllm-: must be followed by the name of an engine option"),
-        (
-            "--vllm-max-num-seqs 5 6",
-            "--vllm-max-num-seqs takes one value, got 2: 5 6; write a list",
-        ),
-        (
-            "--vllm-max-num-seqs=5 6",
-            "--vllm-max-num-seqs takes one value, got 2: 5 6; write a list",
-        ),
+        ("--vllm-stream-interval 5 6", "takes one value, got 2: 5 6; write a list"),
+        ("--vllm-stream-interval=5 6", "takes one value, got 2: 5 6; write a list"),
     ],
 )
 def test_wrong_engine_options_are_told_before_the_engine_starts(text, message):
@@ -270,9 +249,7 @@ def test_every_option_that_the_engine_wrapper_sets_is_reserved():
 @pytest.mark.parametrize(("run_type", "flag"), ALL_FLAGS, ids=lambda v: getattr(v, "field", ""))
 def test_every_flag_has_help(run_type, flag):
     assert len(flag.info.help) >= 15 and flag.info.help.endswith(".")
-    assert flag.help.endswith(".") and not re.search(r"\(R\d", flag.help)
-    if flag.info.minimum is not None:
-        assert f"At least {flag.info.minimum:g}" in flag.help
+    assert flag.help.endswith(".")
 
 
 @pytest.mark.parametrize("columns", [80, 60, 200])
@@ -346,29 +323,10 @@ def test_help_needs_no_torch_and_less_than_a_second(prog):
 
 # --- whole entry -------------------------------------------------------------------------------
 
-HF_CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 307,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-}
-
 
 @pytest.fixture
 def inputs(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
+    write_model(tmp_path, max_position_embeddings=1024)
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1", "answer": "2"}\n')
     return ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data), "--train-iters", "1"]
@@ -388,34 +346,18 @@ def usage_error(argv, **ranks):
 @pytest.mark.parametrize(
     ("extra", "ranks", "words"),
     [
-        (["--prompt-data", "no.jsonl"], {}, ("--prompt-data no.jsonl", "no such file")),
-        (["--prompt-dat", "x"], {}, ("unknown flag --prompt-dat", "--prompt-data")),
-        (["--grpo-group-size", "1"], {}, ("--grpo-group-size 1", "at least 2")),
-        (["--lr", "nan"], {}, ("--lr", "finite", "'nan'")),
-        (["--train-iters", "0"], {}, ("--train-iters", "at least 1", "'0'")),
-        (["--vllm-seed", "4"], {}, ("--vllm-seed is not available", "use --seed")),
-        (["--tensor-model-parallel-size", "4"], {"WORLD_SIZE": 4}, (
-            "--tensor-model-parallel-size", "6 attention heads", "allowed")),
-        (["--rollout-tp", "3"], {"WORLD_SIZE": 4}, (
-            "--rollout-tp 3", "world size 4", "allowed")),
-        (["--rollout-tp", "4"], {"WORLD_SIZE": 4}, (
-            "--rollout-tp 4", "6 attention heads")),
-        (["--tensor-model-parallel-size", "2"], {"WORLD_SIZE": 3}, (
-            "world size 3", "--tensor-model-parallel-size 2", "torchrun")),
-        (["--num-layers", "4"], {}, ("--num-layers 4", "model has 2", "remove the flags")),
-        (["--num-layers", "4", "--noop-layers", "2,3", "--num-experts", "8"], {}, (
-            "--num-experts 8", "qwen2 model has no experts", "remove the flags")),
-        (["--num-layers", "4", "--noop-layers", "2"], {}, (
-            "--num-layers less --noop-layers = 3", "model has 2")),
-        (["--num-layers", "4", "--noop-layers", "x"], {}, ("--noop-layers x", "94,95")),
-        (["--recompute-granularity", "full"], {}, ("--recompute-method", "--recompute-num-layers")),
-        (["--recompute-method", "block"], {}, ("--recompute-method", "granularity none", "full")),
-        (["--recompute-modules", "mlp", "moe_act"], {}, ("moe_act", "core_attn, mlp, moe")),
-        (["--rl-world-size", "2"], {}, ("--rl-world-size 2", "torchrun started 1 ranks")),
+        ("--prompt-data no.jsonl", {}, ("--prompt-data no.jsonl", "no such file")),
+        ("--prompt-dat x", {}, ("unknown flag --prompt-dat", "--prompt-data")),
+        ("--grpo-group-size 1", {}, ("--grpo-group-size 1", "at least 2")),
+        ("--lr nan", {}, ("--lr", "finite", "'nan'")),
+        ("--vllm-seed 4", {}, ("--vllm-seed is not available", "use --seed")),
+        ("--rollout-tp 3", {"WORLD_SIZE": 4}, ("--rollout-tp 3", "world size 4", "allowed")),
+        ("--num-experts 8", {}, ("--num-experts 8", "model has no experts", "remove the flags")),
+        ("--rl-world-size 2", {}, ("--rl-world-size 2", "torchrun started 1 ranks")),
     ],
-)  # fmt: skip
+)
 def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, ranks, words):
-    code, text = usage_error([*inputs, *extra], **ranks)
+    code, text = usage_error([*inputs, *extra.split()], **ranks)
     assert code == 2, text
     assert text.startswith("mindspeed_rl.train_rl: error: ") and text.count("\n") == 1
     assert [word for word in words if word not in text] == [], text

@@ -96,25 +96,15 @@ def test_flags_of_pretraining(config: IndexedDataConfig, seq_length: int, told: 
         check_indexed_data(config, seq_length)
 
 
-SCRIPT = [
-    "--data-path",
-    "1",
-    "a",
-    "2",
-    "b",
-    "--split",
-    "100,0,0",
-    "--data-cache-path",
-    "c",
-    "--num-workers",
-    "2",
-]
+SCRIPT = "--data-path 1 a 2 b --split 100,0,0 --data-cache-path c --num-workers 2"
 
 
 def test_a_pretraining_script_means_the_same_to_both_entries() -> None:
-    indexed = parse(PretrainRunConfig, [*SCRIPT, "--stage", "pretrain"], "test").config.indexed
+    indexed = parse(
+        PretrainRunConfig, [*SCRIPT.split(), "--stage", "pretrain"], "test"
+    ).config.indexed
     assert indexed == IndexedDataConfig(("1", "a", "2", "b"), "100,0,0", "c")
-    ignored = parse(RLRunConfig, SCRIPT, "test").ignored
+    ignored = parse(RLRunConfig, SCRIPT.split(), "test").ignored
     assert "--data-path 1 a 2 b" in ignored and "--data-cache-path c" in ignored
 
 
@@ -124,7 +114,7 @@ def test_a_pretraining_script_means_the_same_to_both_entries() -> None:
      "--train-data-path a b"],
 )  # fmt: skip
 def test_flags_that_make_it_another_training_are_refused(flags: str) -> None:
-    ignored = parse(PretrainRunConfig, [*SCRIPT, *flags.split()], "test").ignored
+    ignored = parse(PretrainRunConfig, f"{SCRIPT} {flags}".split(), "test").ignored
     with pytest.raises(ValueError, match=rf"{flags}: not available with --stage pretrain"):
         refuse_other_data(ignored)
     refuse_other_data(("--dataloader-type single", "--num-workers 2"))

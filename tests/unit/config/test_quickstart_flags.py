@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.checked_runs import write_model
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import build_parser, parse
@@ -21,20 +21,10 @@ WORLD = 16
 # What a pretraining script of this model brings along.
 PRETRAINING = ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--bf16"]
 QWEN2_5_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "eos_token_id": 151645,
-}
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "rope_theta": 1000000.0, "max_position_embeddings": 32768, "eos_token_id": 151645,
+}  # fmt: skip
 
 
 def help_flags() -> list[str]:
@@ -47,10 +37,8 @@ def help_flags() -> list[str]:
 
 
 def test_the_example_of_the_help_passes_all_checks(tmp_path, monkeypatch):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN2_5_7B))
-    weights_and_tokenizer = ("model/model.safetensors", "model/tokenizer.json")
-    for name in ("train.jsonl", "heldout.jsonl", *weights_and_tokenizer):
+    write_model(tmp_path / "model", **QWEN2_5_7B)
+    for name in ("train.jsonl", "heldout.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     argv = help_flags()

@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checked_runs import CLASSIFIER, configured, write_model
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.prediction import predict
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "vocab_size": 307,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
-CLASSIFIER = MODEL | {
-    "architectures": ["Qwen2ForSequenceClassification"],
-    "id2label": {"0": "LABEL_0"},
-}
 
-
-def plan_of(folder: Path, flags: str, **configs: dict[str, Any]) -> tuple[RLRunConfig, RLPlan]:
-    """A run of 4 ranks; ``{name}`` in the flags is a model directory with that config."""
-    for name, config in {"policy": MODEL, "scorer": CLASSIFIER, **configs}.items():
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config))
-        for file in ("model.safetensors", "tokenizer.json"):
-            (folder / name / file).touch()
+def plan_of(folder: Path, flags: str, **changes: dict[str, Any]) -> tuple[RLRunConfig, RLPlan]:
+    """A run of 4 ranks; ``DIR/NAME`` in the flags is a model whose configuration is changed so."""
+    models = {"policy": {"tie_word_embeddings": True}, "scorer": CLASSIFIER, **changes}
+    for name, changed in models.items():
+        write_model(folder / name, **changed)
     (folder / "rl.jsonl").touch()
     words = (
         f"--hf-checkpoint {folder}/policy --prompt-data {folder}/rl.jsonl --train-iters 4 "
         "--max-prompt-length 16 --rollout-max-response-length 16 --platform cpu "
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-tp 2 "
         f"--output-dir {folder}/out "
-    ) + flags.replace("DIR", str(folder))
-    config = parse(RLRunConfig, words.split(), "test").config
+    )
+    config = configured(RLRunConfig, words + flags.replace("DIR", str(folder)))
     return config, check_rl(config, 4)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.architecture import ROOT
-from support.pages import ALL, PAGES, ROOMS, Block
+from support.pages import ALL, OTHERS, PAGES, Block
 
 
 @pytest.mark.parametrize("block", ALL, ids=lambda block: block.name)
@@ -35,7 +35,7 @@ def test_data_and_python_in_pages_can_be_read() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for path in [*PAGES, *ROOMS]:
+    for path in [*PAGES, *OTHERS]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 

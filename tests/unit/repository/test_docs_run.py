@@ -24,7 +24,7 @@ from pyarrow import parquet
 from support.architecture import ROOT
 from support.conversions import hf_to_mg, quantise, write_model
 from support.documented import calls_of, execute
-from support.pages import ALL, NOT_RUN, PAGES, Block, Run
+from support.pages import ALL, NOT_RUN, Block, Run, python_files
 from support.published import PUBLISHED
 
 
@@ -117,8 +117,9 @@ def write_readers_things(block: Block, data: Path, folder: Path) -> None:
             (folder / "models" / name).mkdir(parents=True)
             shutil.copy(PUBLISHED[config], folder / "models" / name / "config.json")
     (folder / "my").mkdir()
-    (rewards,) = re.findall(r"```python\n(def brevity.*?)```", page("rewards.md"), re.DOTALL)
-    (folder / "my/rewards.py").write_text(rewards)
+    for name, text in python_files("extending.md").items():
+        if name.startswith("my/"):
+            (folder / name).write_text(text)
     if "DeepSeek-R1" in block.text and "convert" in block.text:
         quantise(write_model("deepseek", folder / "bf16"), folder / "DeepSeek-R1")
         (folder / "models").mkdir()
@@ -127,11 +128,6 @@ def write_readers_things(block: Block, data: Path, folder: Path) -> None:
         write_model("qwen2-tied", folder / "Qwen2.5-7B")
         hf_to_mg(folder / "Qwen2.5-7B", folder / "outputs/run/checkpoints",
                  ["--ckpt-format", "torch_dist"])  # fmt: skip
-
-
-def page(name: str) -> str:
-    (path,) = (path for path in PAGES if path.name == name)
-    return path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("block", parameters(b for b in ALL if b.run is Run.FILLED_IN))

@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -21,17 +21,21 @@ from hypothesis import strategies as st
 from support.rewards_support import settings
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
+from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.rewards import (
     RewardRequest,
     RewardResult,
+    RewardSettings,
     RewardSpec,
     WeightedReward,
     extract_last_number,
     lenient_match,
     resolve_reward,
+    row_weights,
     score_sample,
     status_rate,
 )
+from mindspeed_rl.rewards.registry import built_in_reward, verdicts
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 
@@ -106,6 +110,60 @@ def test_math_reward_does_not_log_that_limits_are_off(caplog: pytest.LogCaptureF
 )
 def test_exact_match(response: str, expected: float) -> None:
     assert resolve_reward("exact_match")(request(response, "a b ")) == expected
+
+
+# ---- numeric_match, length -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("it is 1,234.50.", "1234.5", 1.0),
+        ("3-4", "-4", 0.0),
+        ("about 6.02e23", "6.02E+23", 1.0),
+        ("1.0000001", "1", 1.0),
+        ("1.00001", "1", 0.0),
+        ("12 or 13", "12", 0.0),
+        ("no number", "0", 0.0),
+        ("1e999", "1e999", 1.0),
+        ("1e999", "5", 0.0),
+    ],
+)
+def test_numbers_are_compared_by_value(response: str, answer: str, expected: float) -> None:
+    assert resolve_reward("numeric_match")(request(response, answer)) == expected
+
+
+def test_the_tolerance_is_relative_and_from_the_row() -> None:
+    function = resolve_reward("numeric_match")
+    assert function(request("1009", "1000", metadata={"tolerance": 0.01})) == 1.0
+    assert function(request("1011", "1000", metadata={"tolerance": 0.01})) == 0.0
+    assert function(request("0.009", "0", metadata={"tolerance": 0.01})) == 1.0
+    for bad in (-1, "x", True, math.nan):
+        with pytest.raises(ValueError, match="tolerance"):
+            function(request("1", "1", metadata={"tolerance": bad}))
+    with pytest.raises(ValueError, match=r"'forty' of sample 7 is not a number"):
+        function(request("40", "forty"))
+
+
+def limits(response: int, target: int) -> RewardSettings:
+    return replace(settings("length", length_target=target), max_response_tokens=response)
+
+
+def test_length_falls_from_the_target_to_the_limit() -> None:
+    function = resolve_reward("length", limits(30, 10))
+    rewards = [function(request(num_response_tokens=n)) for n in (1, 10, 15, 20, 30)]
+    assert rewards == [1.0, 1.0, 0.75, 0.5, 0.0]
+    assert function(request(finish_reason="length", num_response_tokens=5)) == 0.0
+    with pytest.raises(ValueError, match="--reward-length-target 30"):
+        resolve_reward("length", limits(30, 30))
+
+
+def test_format_takes_the_flags_pattern_where_the_row_has_none() -> None:
+    function = resolve_reward("format", settings("format", format_regex=r"<a>.*</a>"))
+    assert [function(request(r)) for r in ("<a>x\ny</a>", "x")] == [1.0, 0.0]
+    assert function(request("x", metadata={"format_regex": "x"})) == 1.0
+    with pytest.raises(ValueError, match="--reward-format-regex"):
+        resolve_reward("format", settings("format", format_regex="("))
 
 
 # ---- format, lenient extraction ------------------------------------------------------------------
@@ -200,6 +258,8 @@ def test_lenient_match(response: str, answer: str, expected: bool) -> None:
         ("my/file.py:score", "my/file.py:score", 1.0, "score"),
         ("my/file.py:score=0.8", "my/file.py:score", 0.8, "score"),
         ("a=b/file.py:score=1", "a=b/file.py:score", 1.0, "score"),
+        ("math:0.8", "math", 0.8, "math"),
+        ("my/file.py:score:0.5", "my/file.py:score", 0.5, "score"),
     ],
 )
 def test_spec_syntax(text: str, name: str, weight: float, label: str) -> None:
@@ -223,6 +283,13 @@ def test_every_built_in_reward_has_a_description_and_a_function() -> None:
     flags = settings("math", url="http://server", length_target=1)
     for name, what in BUILT_IN_REWARDS.items():
         assert what and callable(resolve_reward(name, replace(flags, max_response_tokens=2)))
+
+
+def test_a_built_in_reward_declares_its_flags_and_its_verdict() -> None:
+    declared = {flag for name in BUILT_IN_REWARDS for flag in built_in_reward(name).flags}
+    kinds = ("reward_code_", "reward_url", "reward_format_", "reward_length_")
+    assert declared == {f.name for f in fields(RewardConfig) if f.name.startswith(kinds)}
+    assert verdicts() == ("math", "code", "environment", "numeric_match", "exact_match")
 
 
 def test_user_function_by_file_with_a_neighbour(tmp_path: Path) -> None:
@@ -266,6 +333,44 @@ def test_bad_user_files(tmp_path: Path, source: str | None, function: str, messa
     with pytest.raises(ValueError, match=message) as caught:
         resolve_reward(f"{file}:{function}")
     assert "mine.py" in str(caught.value)
+
+
+# ---- rows that name their rewards ----------------------------------------------------------------
+
+WEIGHTS = {"math": 1.0, "format": 0.5, "code": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, WEIGHTS),
+        ("code", {"code": 2.0}),
+        (["format", "math"], {"format": 0.5, "math": 1.0}),
+        ({"math": 3, "format": 0.0}, {"math": 3.0, "format": 0.0}),
+    ],
+)
+def test_a_row_names_its_rewards(value: object, expected: dict[str, float]) -> None:
+    assert row_weights(WEIGHTS, {"rewards": value}) == expected
+    assert row_weights(WEIGHTS, {"kind": value}, "kind") == expected
+
+
+@pytest.mark.parametrize("value", ["maths", ["math", "x"], [], {"math": math.inf}, 3, {"x": 1}])
+def test_a_row_with_other_rewards_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"--reward-key 'rewards' gives .*math, format, code"):
+        row_weights(WEIGHTS, {"rewards": value})
+
+
+def test_only_the_rewards_of_the_row_are_called() -> None:
+    """The others are missing from the parts, as if they had abstained."""
+    rewards = [
+        WeightedReward("one", 1.0, lambda r: 1.0),
+        WeightedReward("half", 0.5, lambda r: 1.0),
+        WeightedReward("raises", 1.0, lambda r: 1 / 0),
+    ]
+    found = score_sample(rewards, request(metadata={"rewards": {"one": 2.0, "half": 0.5}}))
+    assert (found.reward, found.parts, found.status) == (2.5, {"one": 1.0, "half": 1.0}, "ok")
+    wrong = score_sample(rewards, request(metadata={"rewards": "two"}))
+    assert (wrong.reward, wrong.status) == (None, "error") and "'two'" in wrong.detail
 
 
 # ---- scoring -------------------------------------------------------------------------------------

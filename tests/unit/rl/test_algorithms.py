@@ -17,7 +17,8 @@ import torch
 from support.rl_run import COUNTS, REWARDS, TablePolicy, by_sample, make_run, value
 from support.table_engine import VOCAB, first_table, response_of
 
-from mindspeed_rl.config.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from mindspeed_rl.algorithms.advantages import ESTIMATORS
+from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.algorithm_settings import covariance_settings
@@ -57,7 +58,7 @@ def by_hand(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("per_update", [6, 3])
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_update: int) -> None:
     """Statistics are of the whole step, however many optimizer steps it has."""
     flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"

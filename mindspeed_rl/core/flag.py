@@ -8,6 +8,29 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """The flag that decides whether another one is read.
+
+    Attributes:
+        flag: as it is typed.
+        values: those with which the other one is read; empty: all but the one that is off (0, no
+            text, a switch that is not given).
+    """
+
+    flag: str
+    values: tuple[str, ...] = ()
+
+    def met_by(self, value: object) -> bool:
+        """Whether the other flag is read while this one has a value."""
+        return value in self.values if self.values else bool(value)
+
+    def __str__(self) -> str:
+        *first, last = self.values or ("",)
+        chosen = f"{', '.join(first)} or {last}" if first else last
+        return f"{self.flag} {chosen}".strip()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlagInfo:
     """Everything about a flag that the annotation of its field does not say.
 
@@ -20,6 +43,8 @@ class FlagInfo:
         below: the number must be smaller than this; ``None`` for any.
         nargs: ``"*"`` for lists.
         inert: accepted for scripts that have it; a run that is given it says so at its start.
+        above: the number must be larger than this; ``None`` for any.
+        needs: what decides whether it is read; ``None``: it always is.
     """
 
     help: str
@@ -30,6 +55,8 @@ class FlagInfo:
     below: float | None = None
     nargs: str | None = None
     inert: bool = False
+    above: float | None = None
+    needs: Needs | None = None
 
     def allows(self, value: float) -> bool:
         """Whether a number is within the limits."""
@@ -37,12 +64,18 @@ class FlagInfo:
             (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
             and (self.below is None or value < self.below)
+            and (self.above is None or value > self.above)
         )
 
     @property
     def limits(self) -> str:
         """The limits in words, like ``at least 0 and below 1``; empty without limits."""
-        named = (("at least", self.minimum), ("at most", self.maximum), ("below", self.below))
+        named = (
+            ("at least", self.minimum),
+            ("more than", self.above),
+            ("at most", self.maximum),
+            ("below", self.below),
+        )
         return " and ".join(f"{word} {limit:g}" for word, limit in named if limit is not None)
 
 
@@ -57,9 +90,13 @@ def flag(
     below: float | None = None,
     nargs: str | None = None,
     inert: bool = False,
+    above: float | None = None,
+    needs: Needs | None = None,
 ) -> Any:
     """A dataclass field that is a flag; its canonical spelling is the field name with dashes."""
-    info = FlagInfo(help, tuple(names), tuple(choices), minimum, maximum, below, nargs, inert)
+    info = FlagInfo(
+        help, tuple(names), tuple(choices), minimum, maximum, below, nargs, inert, above, needs
+    )
     return dataclasses.field(default=default, metadata={"flag": info})
 
 
