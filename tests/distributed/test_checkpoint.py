@@ -194,33 +194,6 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_dropout_depends_on_the_random_state(tiny_model: Path, tmp_path: Path) -> None:
-    """Else the test above could not tell whether random states are restored."""
-    args = ((*SHARDED, *DROPOUT), str(tiny_model), str(tmp_path / "save"))
-    (trace,) = run_ranks(resume_without_random_states, 1, work_dir=tmp_path, args=args)
-    with_states, without = trace
-    assert with_states[0][0] != pytest.approx(without[0][0], rel=1e-6)
-
-
-def resume_without_random_states(
-    world: World, flags: Sequence[str], model: str, folder: str
-) -> list[list[tuple[float, float, float]]]:
-    """Rank function: the third step with and without ``--no-load-rng``."""
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
-
-    job, engine = build(world, flags, model)
-    train(job, engine, 0, 2)
-    save_checkpoint(folder, 2, engine, {})
-    results = []
-    for options in (CheckpointConfig(), CheckpointConfig(no_load_rng=True)):
-        engine = rebuild(job)
-        torch.rand(17)
-        load_checkpoint(folder, engine, options)
-        results.append(train(job, engine, 2, 3).steps)
-    return results
-
-
-@pytest.mark.slow
 def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> None:
     """TP 2 x PP 2 -> one rank, TP 2, DP 2; weights, moments, step, padded vocabulary."""
     folder = str(tmp_path / "save")
