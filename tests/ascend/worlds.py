@@ -140,7 +140,7 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
         )
         samples = make_samples(policy.spec.vocab_size)
         batches = local_batches(job, policy, samples)
-        loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+        loss = make_loss(Case("sft", loss="sft"), samples, [])
         owned: dict[str, int] = {}
         freed = back = 0
         for _ in range(num_steps):
@@ -181,7 +181,7 @@ def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int
     policy = build_engine(job, "policy", num_steps)
     samples = make_samples(policy.spec.vocab_size)[:2]
     batches = local_batches(job, policy, samples)
-    loss = make_loss(Case("sft", loss="sft"), samples, len(batches), [])
+    loss = make_loss(Case("sft", loss="sft"), samples, [])
     multiprocessing.set_start_method("spawn", force=True)
     profiler = StepProfiler(job.config.profiler, job.platform, world.rank, "unused")
     timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)

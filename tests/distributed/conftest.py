@@ -12,6 +12,7 @@ from support.spawn import run_ranks
 
 if TYPE_CHECKING:
     import torch
+    from support.family_models import FamilyReference
     from support.training_worlds import Reference, WorldResult
 
     from mindspeed_rl.samples.packing import TrainSample
@@ -80,3 +81,21 @@ def trained(
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every variant of every family."""
+    from support.family_models import FAMILY_CASES, write_family_model
+
+    root = tmp_path_factory.mktemp("families")
+    return {name: write_family_model(c, root / name) for name, c in FAMILY_CASES.items()}
+
+
+@pytest.fixture(scope="session")
+def references(models: dict[str, Path]) -> Callable[[str], FamilyReference]:
+    """Variant -> log-probs, entropies and gradients of transformers."""
+    from support.family_models import VOCAB, family_reference
+    from support.training_worlds import make_samples
+
+    return cache(lambda name: family_reference(models[name], make_samples(VOCAB)))

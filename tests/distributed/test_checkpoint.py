@@ -71,13 +71,12 @@ def build(
     world: World, flags: Sequence[str], model: str
 ) -> tuple[Job[RLRunConfig, RLPlan], TrainEngine]:
     """A job and its policy, with all random states as at the start of a run."""
-    from support.training_worlds import make_job
+    from support.training_worlds import start_job
 
     from mindspeed_rl.launch.bootstrap import seed_everything
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
 
-    job = make_job(world, model, [*FLAGS, *flags])
-    initialize_parallel(job)
+    job = start_job(world, model, [*FLAGS, *flags])
     seed_everything(job.config.train.seed)
     return job, build_engine(job, "policy", NUM_STEPS)
 
@@ -192,33 +191,6 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert len(set(rates)) == NUM_STEPS, "a constant rate would hide a wrong position"
     assert (tmp_path / "save" / TRACKER).read_text() == "2\n"
     assert [num_children for _, num_children in before] == [0, 0], "a manager process was spawned"
-
-
-@pytest.mark.slow
-def test_dropout_depends_on_the_random_state(tiny_model: Path, tmp_path: Path) -> None:
-    """Else the test above could not tell whether random states are restored."""
-    args = ((*SHARDED, *DROPOUT), str(tiny_model), str(tmp_path / "save"))
-    (trace,) = run_ranks(resume_without_random_states, 1, work_dir=tmp_path, args=args)
-    with_states, without = trace
-    assert with_states[0][0] != pytest.approx(without[0][0], rel=1e-6)
-
-
-def resume_without_random_states(
-    world: World, flags: Sequence[str], model: str, folder: str
-) -> list[list[tuple[float, float, float]]]:
-    """Rank function: the third step with and without ``--no-load-rng``."""
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
-
-    job, engine = build(world, flags, model)
-    train(job, engine, 0, 2)
-    save_checkpoint(folder, 2, engine, {})
-    results = []
-    for options in (CheckpointConfig(), CheckpointConfig(no_load_rng=True)):
-        engine = rebuild(job)
-        torch.rand(17)
-        load_checkpoint(folder, engine, options)
-        results.append(train(job, engine, 2, 3).steps)
-    return results
 
 
 @pytest.mark.slow

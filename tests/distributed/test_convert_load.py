@@ -33,13 +33,12 @@ def load_all(
     world: World, model: str, folders: Sequence[str], save: str
 ) -> list[tuple[dict[str, torch.Tensor], int, tuple[str, ...]]]:
     """Rank function: whole weights, step and notes after each load into zeros; then a save."""
-    from support.training_worlds import in_hf_coordinates, make_job
+    from support.training_worlds import in_hf_coordinates, start_job
 
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 
-    job = make_job(world, model, FLAGS)
-    initialize_parallel(job)
+    job = start_job(world, model, FLAGS)
     engine = build_engine(job, "policy", 1)
     found = []
     for folder in folders:

@@ -14,8 +14,6 @@ from support.family_models import (
     FAMILY_CASES,
     VOCAB,
     FamilyReference,
-    family_reference,
-    write_family_model,
 )
 from support.spawn import run_ranks
 from support.tiers import slow_but
@@ -88,12 +86,6 @@ QUICK = ("one", "cp2-tp2", "tp2-ep2-pp2")  # in every run; the others in turn
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("families")
-    return {name: write_family_model(c, root / name) for name, c in FAMILY_CASES.items()}
-
-
-@pytest.fixture(scope="session")
 def families(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], WorldResult]:
@@ -112,17 +104,6 @@ def families(
             args=(flags, cases, cases[0].model, make_samples(VOCAB)),
         )
         return results[0]
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def references(models: dict[str, Path]) -> Callable[[str], FamilyReference]:
-    from support.training_worlds import make_samples
-
-    @cache
-    def run(name: str) -> FamilyReference:
-        return family_reference(models[name], make_samples(VOCAB))
 
     return run
 

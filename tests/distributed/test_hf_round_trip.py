@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.spawn import run_ranks
-from support.training_worlds import make_job, make_samples
+from support.training_worlds import make_samples, start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -31,13 +31,11 @@ LAYOUT = (
 
 def export_world(world: World, model: str, exports: Sequence[tuple[str, list[str]]]) -> None:
     """Rank function: load the model and export it, once for each (directory, flags)."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.export import export_policy
 
-    for number, (target, flags) in enumerate(exports):
-        job = make_job(world, model, [*LAYOUT, *flags])
-        if number == 0:
-            initialize_parallel(job)
+    for target, flags in exports:
+        job = start_job(world, model, [*LAYOUT, *flags])
         engine = build_engine(job, "policy", 1)
         export_policy(job, engine, target, 3)
 

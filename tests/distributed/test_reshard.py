@@ -6,7 +6,7 @@ Four ranks hold a real megatron-core model as TP2 x PP2. What each engine rank m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,15 @@ from safetensors.torch import load_file
 from support.layout_arrays import Case
 from support.layout_oracle import vllm_params
 from support.spawn import run_ranks
-from support.training_worlds import make_job
+from support.tensor_tracker import TensorTracker
+from support.training_worlds import start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.weights.transports import Transport
+    from mindspeed_rl.config import RLRunConfig
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.planning.run_plan import RLPlan
 
 pytestmark = pytest.mark.distributed
 
@@ -77,7 +80,7 @@ class RunReporter:
 
 def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, RunReporter]:
     """Reshard both models to every engine size, then export the first, doubled."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.export import export_policy
 
     reports: dict[str, RunReporter] = {}
@@ -85,13 +88,13 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
         layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
         for size in ENGINE_SIZES:
             flags = [*layout, "--make-vocab-size-divisible-by", "8", "--rollout-tp", str(size)]
-            job = make_job(world, folder, flags)
-            if not reports:
-                initialize_parallel(job)
+            job = start_job(world, folder, flags)
             engine = build_engine(job, "policy", 1)
             for dtype in (torch.float32, torch.bfloat16):
                 name = f"{model}-tp{size}-{str(dtype).removeprefix('torch.')}"
-                reports[name] = reshard_and_prove(job, engine.named_parameters(), folder, dtype)
+                reports[name] = reshard_and_prove(
+                    Reshard(job, engine.named_parameters(), folder, dtype)
+                )
         if model == "tiny":
             with torch.no_grad():
                 for parameter in engine.named_parameters().values():
@@ -100,69 +103,100 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
     return reports
 
 
-def reshard_and_prove(
-    job: object, read: Mapping[str, torch.Tensor], folder: str, dtype: torch.dtype
-) -> RunReporter:
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One model, one engine size, one data type, on one rank.
+
+    Attributes:
+        job: with the plan.
+        read: the trainer's parameters.
+        folder: of the checkpoint that they came from.
+        dtype: that travels.
+    """
+
+    job: Job[RLRunConfig, RLPlan]
+    read: Mapping[str, torch.Tensor]
+    folder: str
+    dtype: torch.dtype
+
+    def common(self, transport: str) -> dict[str, Any]:
+        """Arguments of whatever moves weights."""
+        from mindspeed_rl.weights.transports import make_transport
+
+        world = self.job.world
+        wire = make_transport(transport, world.size, torch.device("cpu"))
+        sizes = {"rank": world.rank, "dtype": self.dtype, "bucket_bytes": BUCKET_BYTES}
+        return {**sizes, "transport": wire}
+
+
+def reshard_and_prove(reshard: Reshard) -> RunReporter:
     """Collective: the world."""
-    from support.tensor_tracker import TensorTracker
-
-    from mindspeed_rl.launch.job import Job
-    from mindspeed_rl.weights.checksums import WeightVerifier
     from mindspeed_rl.weights.executor import Resharder
-    from mindspeed_rl.weights.stream import TensorStream
-    from mindspeed_rl.weights.transports import make_transport
 
-    assert isinstance(job, Job)
-    source, target, rank = job.plan.megatron, job.plan.rollout_layout, job.world.rank
-    last = rank == job.world.size - 1
-    bits = torch.int32 if dtype is torch.float32 else torch.int16
-    expected = expected_bits(folder, job.plan.engine.tp, rank, dtype)
-    common: dict[str, Any] = {"rank": rank, "dtype": dtype, "bucket_bytes": BUCKET_BYTES}
-
-    def transport(name: str) -> Transport:
-        return make_transport(name, job.world.size, torch.device("cpu"))
-
-    wrong = []
+    plan, world = reshard.job.plan, reshard.job.world
+    source, target = plan.megatron, plan.rollout_layout
+    bits = torch.int32 if reshard.dtype is torch.float32 else torch.int16
+    expected = expected_bits(reshard.folder, plan.engine.tp, world.rank, reshard.dtype)
+    wrong: list[str] = []
     staging: dict[str, tuple[int, int]] = {}
     exchanges: dict[str, tuple[int, int]] = {}
     for way, per_node, relay in WAYS:
         resharder = Resharder(
-            source,
-            target,
-            ranks_per_node=per_node,
-            transport=transport(way),
-            relay=relay,
-            **common,
+            source, target, ranks_per_node=per_node, relay=relay, **reshard.common(way)
         )
         write = {
-            name: torch.full(shape, UNTOUCHED, dtype=bits).view(dtype)
-            for name, shape in target.local_shapes(rank).items()
+            name: torch.full(shape, UNTOUCHED, dtype=bits).view(reshard.dtype)
+            for name, shape in target.local_shapes(world.rank).items()
         }
         with TensorTracker() as tracker, counted_calls() as calls:
-            resharder.run(read, write)
+            resharder.run(reshard.read, write)
         staging[f"{way}, relay {relay}"] = resharder.staging_bytes(), tracker.peak_bytes
         exchanges[f"{way}, relay {relay}"] = len(calls), (1 + relay) * len(resharder.rounds)
         assert write.keys() == expected.keys()
         found = {name: param.view(bits).int() for name, param in write.items()}
         wrong += [f"{way} {n}" for n, want in expected.items() if not torch.equal(found[n], want)]
+    missed, stream = stream_whole_tensors(reshard)
+    rounds = len(resharder.rounds)
+    proofs = prove(reshard, write, lambda: resharder.run(reshard.read, write))
+    return RunReporter(wrong + missed, staging, stream, exchanges, rounds, *proofs)
+
+
+def stream_whole_tensors(reshard: Reshard) -> tuple[list[str], tuple[int, int]]:
+    """Two ranks get all tensors: those with a wrong bit, and the bytes said and staged."""
+    from mindspeed_rl.weights.stream import TensorStream
+
+    takes = reshard.job.world.rank in (1, 2)
     stream = TensorStream(
-        source, range(1, 3), ranks_per_node=4, transport=transport("all-to-all"), **common
+        reshard.job.plan.megatron, range(1, 3), ranks_per_node=4, **reshard.common("all-to-all")
     )
     whole: dict[str, torch.Tensor] = {}
     with TensorTracker() as tracker:
-        stream.run(read, whole.__setitem__ if rank in (1, 2) else None)
+        stream.run(reshard.read, whole.__setitem__ if takes else None)
     delivered = sum(tensor.nbytes for tensor in whole.values())
-    streamed_bytes = stream.resharder.staging_bytes(), tracker.peak_bytes - delivered
-    hf = load_file(Path(folder) / "model.safetensors") if rank in (1, 2) else {}
-    streamed = {name for name, tensor in whole.items() if torch.equal(hf[name].to(dtype), tensor)}
-    wrong += sorted(hf.keys() - streamed)
-    proof_of = WeightVerifier(source, target, rank, dtype)
+    hf = load_file(Path(reshard.folder) / "model.safetensors") if takes else {}
+    right = {n for n, tensor in whole.items() if torch.equal(hf[n].to(reshard.dtype), tensor)}
+    staged = stream.resharder.staging_bytes(), tracker.peak_bytes - delivered
+    return sorted(hf.keys() - right), staged
+
+
+def prove(
+    reshard: Reshard, write: Mapping[str, torch.Tensor], move: Callable[[], object]
+) -> tuple[list[str], ...]:
+    """What the checksums find as it is, and with one bit changed in three places of the last rank.
+
+    The last change happens before ``move`` moves the weights once more.
+    """
+    from mindspeed_rl.weights.checksums import WeightVerifier
+
+    plan, world, read = reshard.job.plan, reshard.job.world, reshard.read
+    last = world.rank == world.size - 1
+    verifier = WeightVerifier(plan.megatron, plan.rollout_layout, world.rank, reshard.dtype)
 
     def differing() -> list[str]:
-        return proof_of.differing_tensors(read, write)
+        return verifier.differing_tensors(read, write)
 
     def located(name: str) -> str:
-        return str(proof_of.first_difference(name, read, write))
+        return str(verifier.first_difference(name, read, write))
 
     proof = differing()
     with flipped_bit(write[FLIPPED_ENGINE] if last else None):
@@ -170,19 +204,9 @@ def reshard_and_prove(
     with flipped_bit(read[FLIPPED_PARAM] if last else None):
         trainer_flip = differing()
     with flipped_bit(read[DIVERGED_PARAM] if last else None):
-        resharder.run(read, write)
+        move()
         diverged = [*differing(), located(DIVERGED)]
-    return RunReporter(
-        wrong,
-        staging,
-        streamed_bytes,
-        exchanges,
-        len(resharder.rounds),
-        proof,
-        engine_flip,
-        trainer_flip,
-        diverged,
-    )
+    return proof, engine_flip, trainer_flip, diverged
 
 
 @contextmanager
@@ -212,24 +236,11 @@ def expected_bits(
 ) -> dict[str, torch.Tensor]:
     """The oracle's parameters of a rank as int32 bit patterns (16-bit ones sign-extended)."""
     weights = load_file(Path(folder) / "model.safetensors")
-    tied = "lm_head.weight" not in weights
     case = Case(
-        num_layers=4,
-        hidden=128,
-        ffn=256,
-        kv_heads=2,
-        heads_per_group=2,
-        head_dim=32,
-        vocab=307,
-        tied=tied,
-        tp=2,
-        pp=2,
-        cp=1,
-        dp=1,
-        vocab_divisor=8,
-        engine_tp=engine_tp,
-        ranks_per_node=4,
-    )
+        num_layers=4, hidden=128, ffn=256, kv_heads=2, heads_per_group=2, head_dim=32, vocab=307,
+        tied="lm_head.weight" not in weights, tp=2, pp=2, cp=1, dp=1, vocab_divisor=8,
+        engine_tp=engine_tp, ranks_per_node=4,
+    )  # fmt: skip
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     arrays = {name: w.to(dtype).view(bits).int().numpy() for name, w in weights.items()}
     return {name: torch.from_numpy(a) for name, a in vllm_params(case, arrays, rank).items()}

@@ -25,10 +25,10 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
     The policy has no update yet, as in the warm-up of a critic; the critic has its moments.
     """
     import torch
-    from support.training_worlds import make_job
+    from support.training_worlds import start_job
 
     from mindspeed_rl.config.training import CheckpointConfig
-    from mindspeed_rl.rl.build_models import build_critic, build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_critic, build_engine
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from mindspeed_rl.trainer.optimizer import torch_optimizers
 
@@ -37,8 +37,7 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
         states = [s for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
         return [(float(s["step"]), float(s["exp_avg"].sum())) for s in states]
 
-    job = make_job(world, model, FLAGS)
-    initialize_parallel(job)
+    job = start_job(world, model, FLAGS)
     policy, critic = build_engine(job, "policy", 8), build_critic(job)
     assert critic is not None
     for optimizer in torch_optimizers(critic.optimizer):

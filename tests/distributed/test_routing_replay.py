@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.spawn import run_ranks
-from support.training_worlds import in_hf_coordinates, make_job, make_samples, relative_errors
+from support.training_worlds import in_hf_coordinates, make_samples, relative_errors, start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -43,16 +43,14 @@ def replayed(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.routing_replay import AGREEMENT
 
     samples = make_samples(VOCAB)
     num_tokens = sum(s.num_trained for s in samples)
     results: list[Found] = []
     for flags in runs:
-        job = make_job(world, model, [*COMMON, *flags])
-        if not results:
-            initialize_parallel(job)
+        job = start_job(world, model, [*COMMON, *flags])
         routing = "replay" if replays else "compare"
         engine = build_engine(job, "policy", 1, routing=routing)
         batches = local_batches(job, engine, samples)

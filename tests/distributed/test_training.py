@@ -36,12 +36,12 @@ def reference_of(name: str, base: WorldResult) -> CaseResult:
     if name in ("grpo-cold", "on-policy-tied"):
         return base.cases[name]
     loss = "on-policy" if name.startswith("on-policy") else name.partition("-")[0]
-    return base.cases[f"{'grpo' if loss == 'fault' else loss}-reference"]
+    return base.cases[f"{loss}-reference"]
 
 
 def comparable(world: WorldResult) -> dict[str, CaseResult]:
-    """The cases that the norm rule covers: full precision, no fault planted."""
-    return {n: c for n, c in world.cases.items() if "bf16" not in n and not n.startswith("fault")}
+    """The cases that the norm rule covers: full precision."""
+    return {n: c for n, c in world.cases.items() if "bf16" not in n}
 
 
 def worst(errors: dict[str, float]) -> tuple[float, str]:
@@ -85,24 +85,6 @@ def test_metrics_are_those_of_one_rank(layout: str, trained: Callable[[str], Wor
             limit = extreme if "max" in metric else METRIC_TOLERANCE
             limit *= max(1.0, abs(expected[metric]))
             assert abs(value - expected[metric]) <= limit, (name, metric, value, expected[metric])
-
-
-@pytest.mark.parametrize(
-    ("layout", "fault"),
-    [
-        ("tp1", "fault-local-denominator"),
-        ("dp2", "fault-local-denominator"),
-        ("tp2", "fault-dropped-tp-reduction"),
-        ("tp2", "fault-unmarked-norm"),
-    ],
-)
-def test_planted_fault_breaks_the_norm_rule(
-    layout: str, fault: str, trained: Callable[[str], WorldResult]
-) -> None:
-    """A rule that holds under these would prove nothing; their forward pass is right."""
-    case, base = trained(layout).cases[fault], trained("tp1").cases["grpo-reference"]
-    assert worst(relative_errors(case.gradients, base.gradients))[0] > 0.1
-    assert case.metrics["policy/entropy"] == pytest.approx(base.metrics["policy/entropy"], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", ["grpo-steps", "grpo-sharded-steps"])

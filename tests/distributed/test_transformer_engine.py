@@ -26,8 +26,6 @@ from support.family_models import (
     FAMILY_CASES,
     VOCAB,
     FamilyReference,
-    family_reference,
-    write_family_model,
 )
 from support.spawn import run_ranks
 
@@ -46,12 +44,6 @@ WORLDS = {
     "tp2": (2, _TP2, False),
     "tp2-ep2-grouped": (2, (*_TP2, *_EP2, "--moe-grouped-gemm"), True),
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("families")
-    return {name: write_family_model(c, root / name) for name, c in FAMILY_CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +66,6 @@ def worlds(
         return result
 
     return run
-
-
-@pytest.fixture(scope="module")
-def references(models: dict[str, Path]) -> Callable[[str], FamilyReference]:
-    from support.training_worlds import make_samples
-
-    return cache(lambda name: family_reference(models[name], make_samples(VOCAB)))
 
 
 @pytest.mark.parametrize("name", WORLDS)

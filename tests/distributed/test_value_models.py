@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,16 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.memory_worlds import as_predicted
 from support.spawn import run_ranks
 from support.tiers import slow_but
-from support.training_worlds import make_job, make_samples
+from support.training_worlds import make_samples, start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
+    from mindspeed_rl.colocation.storage_group import StorageGroup
+    from mindspeed_rl.config import RLRunConfig
+    from mindspeed_rl.core.memory import MemoryOwner
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.planning.run_plan import RLPlan
     from mindspeed_rl.samples.packing import MicroBatch, TrainSample
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -67,72 +72,34 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     """Rank function."""
     from support.batches import local_batches
 
-    from mindspeed_rl.colocation.scheduler import ColocationPlan
-    from mindspeed_rl.core.memory import MemoryOwner, MemoryPhase, OffloadMode
+    from mindspeed_rl.core.memory import MemoryPhase
     from mindspeed_rl.planning.prediction import predict
-    from mindspeed_rl.rl import checkpoints
-    from mindspeed_rl.rl.build_models import (
-        build_critic,
-        build_engine,
-        build_reward_model,
-        initialize_parallel,
-    )
-    from mindspeed_rl.rl.reward_model import last_token_values
-    from mindspeed_rl.samples.packing import TrainSample
+    from mindspeed_rl.rl.build_models import build_reward_model
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     own = ("--rl-advantage-estimator", "gae", "--critic-hf-checkpoint", scorer)
     own += ("--critic-lr", "1e-2", "--reward-model-hf-checkpoint", scorer, "--lr", "1e-2")
     own += ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "3", "--save", save)
-    job = make_job(world, model, [*flags, *own])
-    initialize_parallel(job)
+    job = start_job(world, model, [*flags, *own])
     samples = make_samples(VOCAB)
-
-    def build() -> tuple[TrainEngine, TrainEngine]:
-        critic = build_critic(job)
-        assert critic is not None
-        return build_engine(job, "policy", 4), critic
-
-    policy, critic = build()
+    policy, critic = _build(job)
     scores_by = build_reward_model(job)
     assert scores_by is not None
     batches = local_batches(job, policy, samples)
-    values = _by_sample(critic, batches)
-    at_the_end = [TrainSample(s.sample_id, s.token_ids, s.length, token_after=0) for s in samples]
-    rows = local_batches(job, scores_by, at_the_end)
-    ids = [s.sample_id for s in samples]
-    scores = last_token_values(scores_by, ids, [rows], job.platform.device)
+    values, scores = _by_sample(critic, batches), _scores(job, scores_by, samples)
 
     groups = trainer_memory(policy, None, critic, scores_by)
-    prediction = predict(job.config, job.plan)
-
-    def measured() -> dict[str, int]:
-        return {owner.value: group.num_bytes() for owner, group in groups.items()}
+    prediction = predict(job.config, job.plan).rank_table(world.rank)
 
     def predicted(phase: MemoryPhase) -> dict[str, int]:
-        table = prediction.rank_table(world.rank)[phase]
-        return {owner.value: table.get(owner, 0) for owner in groups}
+        return {owner.value: prediction[phase].get(owner, 0) for owner in groups}
 
-    at_start = measured()
+    at_start = _bytes(groups)
     _train(policy, critic, batches, samples)
-    after = measured()
+    after = _bytes(groups)
     _train(policy, critic, batches, samples)
     whole = _weights(policy, critic)
-
-    policy, critic = build()
-    groups = trainer_memory(policy, None, critic, scores_by)
-    sharing = ColocationPlan(groups, OffloadMode.ALL, wait_for_copies=job.platform.wait_for_copies)
-    _train(policy, critic, batches, samples)
-    sharing.leave_all()
-    assert sum(measured().values()) == 0
-    for owner in MemoryOwner:
-        if owner in groups:
-            groups[owner].restore()
-    checkpoints.save(job, policy, 1, {"version": 1}, {"critic": critic})
-    policy, critic = build()
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint
-
-    load_checkpoint(save, policy, job.config.checkpoint, {"critic": critic})
+    policy, critic = _interrupted(job, scores_by, lambda p, c: _train(p, c, batches, samples))
     updates = critic.schedule.num_updates
     _train(policy, critic, batches, samples)
     return Facts(
@@ -146,6 +113,62 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
         _weights(policy, critic),
         updates,
     )
+
+
+def _build(job: Job[RLRunConfig, RLPlan]) -> tuple[TrainEngine, TrainEngine]:
+    """Policy and critic."""
+    from mindspeed_rl.rl.build_models import build_critic, build_engine
+
+    critic = build_critic(job)
+    assert critic is not None
+    return build_engine(job, "policy", 4), critic
+
+
+def _scores(
+    job: Job[RLRunConfig, RLPlan], scorer: TrainEngine, samples: Sequence[TrainSample]
+) -> list[float]:
+    """Of the last token of every sample."""
+    from support.batches import local_batches
+
+    from mindspeed_rl.rl.reward_model import last_token_values
+    from mindspeed_rl.samples.packing import TrainSample
+
+    at_the_end = [TrainSample(s.sample_id, s.token_ids, s.length, token_after=0) for s in samples]
+    rows = local_batches(job, scorer, at_the_end)
+    ids = [s.sample_id for s in samples]
+    return last_token_values(scorer, ids, [rows], job.platform.device)
+
+
+def _bytes(groups: Mapping[MemoryOwner, StorageGroup]) -> dict[str, int]:
+    return {owner.value: group.num_bytes() for owner, group in groups.items()}
+
+
+def _interrupted(
+    job: Job[RLRunConfig, RLPlan],
+    scorer: TrainEngine,
+    train: Callable[[TrainEngine, TrainEngine], None],
+) -> tuple[TrainEngine, TrainEngine]:
+    """New engines after an update, all memory away and back, a save and a load."""
+    from mindspeed_rl.colocation.scheduler import ColocationPlan
+    from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+    from mindspeed_rl.rl import checkpoints
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint
+    from mindspeed_rl.trainer.resident_memory import trainer_memory
+
+    policy, critic = _build(job)
+    groups = trainer_memory(policy, None, critic, scorer)
+    sharing = ColocationPlan(groups, OffloadMode.ALL, wait_for_copies=job.platform.wait_for_copies)
+    train(policy, critic)
+    sharing.leave_all()
+    assert sum(_bytes(groups).values()) == 0
+    for owner in MemoryOwner:
+        if owner in groups:
+            groups[owner].restore()
+    checkpoints.save(job, policy, 1, {"version": 1}, {"critic": critic})
+    policy, critic = _build(job)
+    config = job.config.checkpoint
+    load_checkpoint(config.save, policy, config, {"critic": critic})
+    return policy, critic
 
 
 def _by_sample(

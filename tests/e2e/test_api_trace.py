@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
 from support.ascend_api import snapshot
 from support.attribute_trace import collected
 from support.jobs import ROOT, TorchrunJob, free_port
+from support.whole_runs import COMMON, rows_of, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,8 +17,7 @@ ENTRY = str(ROOT / "tests" / "support" / "attribute_trace.py")
 PACKAGE_OF = {"vllm": "vllm 0.32.0", "megatron": "megatron-core 0.16.1"}
 LIMIT_S = 300.0
 FLAGS = [
-    "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
-    "--train-iters", "2", "--use-distributed-optimizer", "--prompt-data", "train.jsonl",
+    *COMMON, "--train-iters", "2", "--use-distributed-optimizer",
     "--grpo-prompts-per-step", "2", "--grpo-group-size", "4", "--micro-batch-size", "4",
     "--max-prompt-length", "24", "--rollout-max-response-length", "6",
     "--vllm-max-num-seqs", "16", "--output-dir", "out", "--save", "out/save",
@@ -32,8 +30,7 @@ def test_attributes_of_objects_are_in_the_snapshot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Experts, data-parallel ranks, offload and a save; also what the engine measured."""
-    write_tiny_model(tmp_path / "model", family="qwen3_moe")
-    write_jsonl(tmp_path / "train.jsonl", generate_task("digit_sort", 8, seed=0))
+    write_inputs(tmp_path, 8, family="qwen3_moe")
     target = [ENTRY, str(tmp_path / "trace"), "mindspeed_rl.train_rl"]
     with TorchrunJob(tmp_path, target, FLAGS, port=free_port()) as job:
         ended = job.end(LIMIT_S)
@@ -56,8 +53,7 @@ def test_attributes_of_objects_are_in_the_snapshot(
         "vllm.v1.engine.llm_engine:LLMEngine",
         "megatron.core.models.gpt.gpt_model:GPTModel",
     } < set(traced)
-    steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    for step in steps:
+    for step in rows_of(tmp_path / "out"):
         assert step["rollout/dp_reductions_per_step"] == 1.0
         assert step["throughput/engine_ms_per_step"] > step["throughput/dp_sync_ms_per_step"] > 0
     history = json.loads((tmp_path / "out/decode_batches.json").read_text())["steps"]

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support.jobs import TorchrunJob, free_port
 from support.warm_calculator import write_prompts, write_warm_model
+from support.whole_runs import train_rl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LIMIT_S = 300.0
 STEPS = 24
 
 
@@ -26,21 +25,14 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     write_warm_model(tmp_path / "model", 48)
     write_prompts(tmp_path / "train.jsonl")
     flags = [
-        "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
         "--rl-environment", "calculator", "--reward-function", "environment",
-        "--make-vocab-size-divisible-by", "8", "--use-distributed-optimizer",
+        "--use-distributed-optimizer",
         "--tensor-model-parallel-size", "2", "--max-prompt-length", "8",
         "--rollout-max-response-length", "24", "--vllm-max-num-seqs", "128",
         "--train-iters", str(STEPS), "--grpo-prompts-per-step", "16", "--grpo-group-size", "8",
         "--micro-batch-size", "32", "--lr", "3e-4", "--log-rollouts", "8",
-        "--output-dir", "out",
     ]  # fmt: skip
-    target = ["-m", "mindspeed_rl.train_rl"]
-    with TorchrunJob(tmp_path, target, flags, num_ranks=2, port=free_port()) as job:
-        ended = job.end(LIMIT_S)
-    assert ended.returncodes == (0,), ended.output
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    steps = [record for line in lines if "reward/mean" in (record := json.loads(line))]
+    steps = train_rl(tmp_path, flags)
     assert len(steps) == STEPS
     assert max(step["mismatch/max_abs_logprob"] for step in steps) <= 1e-4
     assert all(step["environment/error_rate"] == 0.0 for step in steps)

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
 from support.jobs import DRIVER, Ended, TorchrunJob, free_port, processes_of, shared_memory
+from support.whole_runs import COMMON, write_inputs
 
 pytestmark = pytest.mark.e2e
 
@@ -29,23 +28,19 @@ NEEDED = {
     "evaluate": ("--eval-prompt-data", "heldout.jsonl", "--eval-interval", "1"),
     "save": ("--save", "save", "--save-interval", "1"),
 }
-DIFFERING = """
-import zlib
 
 
-def differing(request):
-    return zlib.crc32(request.response.encode()) % 8 / 8
-"""
+KILLED = (
+    "0:build engine:1", "1:wake:2", "0:generate:2", "1:reward:2", "0:evaluate:2", "1:save:1",
+    "1:exchange:2", "0:sleep:2", "1:train:2", "0:export:1", "1:wait:2", "0:log:2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, prompts and a reward."""
     folder = tmp_path_factory.mktemp("faults")
-    write_tiny_model(folder / "model")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
-    write_jsonl(folder / "heldout.jsonl", generate_task("digit_sort", 4, seed=0, split="heldout"))
-    (folder / "rewards.py").write_text(DIFFERING)
+    write_inputs(folder, 16, heldout=4)
     return folder
 
 
@@ -57,8 +52,7 @@ def port() -> int:
 
 def flags(phase_timeout_s: float) -> list[str]:
     return [
-        "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
-        "--pipeline-model-parallel-size", "2", "--make-vocab-size-divisible-by", "8",
+        *COMMON, "--pipeline-model-parallel-size", "2",
         "--train-iters", "2", "--grpo-prompts-per-step", "4", "--grpo-group-size", "2",
         "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "format",
         "--reward-num-workers", "1", "--max-prompt-length", "24", "--vllm-max-num-seqs", "8",
@@ -164,29 +158,14 @@ def test_nothing_outlives_the_launcher(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault",
-    [
-        "0:build engine:1:kill",
-        "1:wake:2:kill",
-        "1:reshard:3:kill-in-rounds",
-        "0:generate:2:kill",
-        "1:reward:2:kill",
-        "0:evaluate:2:kill",
-        "1:save:1:kill",
-        "1:exchange:2:kill",
-        "0:sleep:2:kill",
-        "1:train:2:kill",
-        "0:export:1:kill",
-        "1:wait:2:kill",
-        "0:log:2:kill",
-    ],
+    "fault", [f"{where}:kill" for where in KILLED] + ["1:reshard:3:kill-in-rounds"]
 )
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, *_ = fault.split(":")
     before = shared_memory()
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     rounds = [
-        *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "rewards.py:differing",
+        *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "reward.py:differing",
         *NEEDED.get(phase, ()),
     ]  # fmt: skip
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
@@ -211,7 +190,7 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
 def test_wrong_weights_never_generate(world: Path, port: int, fault: str, where: str) -> None:
     """A flipped bit, a dropped tensor: all ranks end, with tensor, rank and element."""
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
-    learning = [*flags(600), "--reward-function", "rewards.py:differing"]
+    learning = [*flags(600), "--reward-function", "reward.py:differing"]
     with TorchrunJob(world, [DRIVER], learning, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
         ended = job.end(LIMIT_S)

@@ -6,49 +6,30 @@ response: an untrained model has some, so that no warm start is needed.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
-from support.jobs import TorchrunJob, free_port
+from support.whole_runs import train_rl, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-LIMIT_S = 300.0
-REWARD = """
-def digits(request):
-    return sum(c.isdigit() for c in request.response) / (1 + len(request.response))
-"""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, the quickstart's prompts and a reward."""
     folder = tmp_path_factory.mktemp("learning")
-    write_tiny_model(folder / "model")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 256, seed=0))
-    (folder / "reward.py").write_text(REWARD)
+    write_inputs(folder, 256)
     return folder
 
 
-def train(folder: Path, num_ranks: int, output: str, *flags: str) -> list[dict[str, float]]:
+def train(folder: Path, num_ranks: int, output: str, *flags: str) -> list[dict[str, Any]]:
     """The metrics of every step."""
-    common = [
-        "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
-        "--reward-function", "reward.py:digits", "--make-vocab-size-divisible-by", "8",
-        "--use-distributed-optimizer", "--max-prompt-length", "16", "--output-dir", output,
-        "--rollout-max-response-length", "7", "--vllm-max-num-seqs", "128",
-    ]  # fmt: skip
-    target = ["-m", "mindspeed_rl.train_rl"]
-    with TorchrunJob(
-        folder, target, [*common, *flags], num_ranks=num_ranks, port=free_port()
-    ) as job:
-        ended = job.end(LIMIT_S)
-    assert ended.returncodes == (0,) and "the job ends" not in ended.output, ended.output
-    lines = (folder / output / "metrics.jsonl").read_text().splitlines()
-    return [record for line in lines if "reward/mean" in (record := json.loads(line))]
+    common = (
+        "--reward-function reward.py:digits --use-distributed-optimizer --max-prompt-length 16 "
+        "--rollout-max-response-length 7 --vllm-max-num-seqs 128"
+    )
+    return train_rl(folder, [*common.split(), *flags], output=output, num_ranks=num_ranks)
 
 
 def test_off_policy_steps_on_tp2_pp2_learn(world: Path) -> None:

@@ -15,18 +15,13 @@ from typing import Any
 
 import pytest
 from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
 from support.jobs import DRIVER, ROOT, run_to_end
+from support.whole_runs import write_inputs
 
 from mindspeed_rl.metrics.names import measures_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# Of an untrained model: the share of digits among the characters, so that groups differ in reward.
-REWARD = """
-def digits(request):
-    return sum(c.isdigit() for c in request.response) / (1 + len(request.response))
-"""
 TIMEOUT_S = 420
 
 
@@ -34,11 +29,8 @@ TIMEOUT_S = 420
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, prompts, supervised pairs, and a reward."""
     folder = tmp_path_factory.mktemp("resume")
-    write_tiny_model(folder / "model")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 24, seed=0))
+    write_inputs(folder, 24, heldout=4)
     write_jsonl(folder / "other.jsonl", generate_task("digit_sort", 24, seed=1))
-    write_jsonl(folder / "heldout.jsonl", generate_task("digit_sort", 4, seed=0, split="heldout"))
-    (folder / "reward.py").write_text(REWARD)
     return folder
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
 from support.jobs import TorchrunJob, free_port
+from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
 
 from mindspeed_rl.metrics.names import measures_machine
 
@@ -21,17 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_RANKS = 4
 LIMIT_S = 400.0
-# Of an untrained model: anything that differs within a group.
-REWARD = """
-import zlib
-
-
-def differing(request):
-    return zlib.crc32(request.response.encode()) % 8 / 8
-"""
 FLAGS = [
-    "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
-    "--pipeline-model-parallel-size", "2", "--make-vocab-size-divisible-by", "8",
+    *COMMON, "--pipeline-model-parallel-size", "2",
     "--use-distributed-optimizer", "--rollout-tp", "2",
     "--train-iters", "2", "--grpo-prompts-per-step", "4", "--grpo-group-size", "2",
     "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "reward.py:differing",
@@ -46,7 +36,7 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
     """The output directories of the agents."""
     names = [f"{num_nodes}-{node}" for node in range(num_nodes)]
     with TorchrunJob(
-        folder, ["-m", "mindspeed_rl.train_rl"], FLAGS, num_ranks=NUM_RANKS // num_nodes,
+        folder, TRAIN_RL, FLAGS, num_ranks=NUM_RANKS // num_nodes,
         port=free_port(), num_nodes=num_nodes,
         node_flags=[["--output-dir", name] for name in names],
     ) as job:  # fmt: skip
@@ -58,19 +48,13 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
 def records(output: Path) -> list[dict[str, Any]]:
     """The steps of a run, without what measures the machine, or how it is cut into nodes."""
     return [
-        {
-            name: value
-            for name, value in json.loads(line).items()
-            if name not in BY_NODE and not measures_machine(name)
-        }
-        for line in (output / "metrics.jsonl").read_text().splitlines()
+        {n: v for n, v in row.items() if n not in BY_NODE and not measures_machine(n)}
+        for row in rows_of(output)
     ]
 
 
 def test_two_agents_give_the_numbers_of_one(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model")
-    write_jsonl(tmp_path / "train.jsonl", generate_task("digit_sort", 16, seed=0))
-    (tmp_path / "reward.py").write_text(REWARD)
+    write_inputs(tmp_path, 16)
     (alone,) = run(tmp_path, 1)
     first, second = run(tmp_path, 2)
 

@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
-from safetensors.torch import load_file
 from support.jobs import DRIVER, TorchrunJob, free_port
-from support.plain_trainer import CriticRecipe, Recipe, Replayed, dumped_steps, replay
+from support.plain_trainer import (
+    CriticRecipe,
+    Recipe,
+    Replayed,
+    dumped_steps,
+    means_of_pairs,
+    replay,
+    worst_error,
+)
+from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
@@ -41,32 +47,19 @@ RECIPE = Recipe(
     temperature=0.7,
 )
 PPO = CriticRecipe(lr=7e-3, value_clip=0.02, discount=0.98, trace_decay=0.9, warmup_steps=1)
-REWARD = """
-def digits(request):
-    return sum(c.isdigit() for c in request.response) / (1 + len(request.response))
-"""
 LIMIT_S = 240.0
 
 
 def flags() -> list[str]:
     return [
-        "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
-        "--use-distributed-optimizer", "--prompt-data", "train.jsonl",
-        "--eval-prompt-data", "heldout.jsonl", "--eval-interval", "2",
-        "--reward-function", "reward.py:digits", "--max-prompt-length", "16",
+        *COMMON, "--use-distributed-optimizer", "--reward-function", "reward.py:digits",
+        "--eval-prompt-data", "heldout.jsonl", "--eval-interval", "2", "--max-prompt-length", "16",
         "--rollout-max-response-length", str(RESPONSE), "--train-iters", str(STEPS),
         "--grpo-prompts-per-step", str(PROMPTS), "--grpo-group-size", str(GROUP),
-        "--micro-batch-size", "3", "--global-batch-size", str(RECIPE.samples_per_update),
-        "--rl-default-temperature", str(RECIPE.temperature), "--lr", str(RECIPE.lr),
+        "--micro-batch-size", "3", "--rl-default-temperature", str(RECIPE.temperature),
         "--min-lr", str(RECIPE.min_lr), "--lr-decay-style", "linear",
-        "--lr-warmup-iters", str(RECIPE.warmup), "--clip-grad", str(RECIPE.clip_grad),
-        "--weight-decay", str(RECIPE.weight_decay),
-        "--grpo-clamp-eps-lower", str(RECIPE.eps_lower),
-        "--grpo-clamp-eps-upper", str(RECIPE.eps_upper),
-        "--grpo-kl-beta", str(RECIPE.kl_beta), "--rl-kl-target", str(RECIPE.kl_target),
-        "--rl-kl-horizon", str(RECIPE.kl_horizon),
-        "--grpo-entropy-term-weight", str(RECIPE.entropy_weight),
-        "--rl-advantage-estimator", "gae", "--critic-lr", str(PPO.lr),
+        "--rl-kl-target", str(RECIPE.kl_target), "--rl-kl-horizon", str(RECIPE.kl_horizon),
+        *RECIPE.flags(), "--rl-advantage-estimator", "gae", "--critic-lr", str(PPO.lr),
         "--value-clip", str(PPO.value_clip), "--gae-lambda", str(PPO.trace_decay),
         "--rl-gamma", str(PPO.discount), "--critic-warmup-steps", str(PPO.warmup_steps),
         "--log-rollouts", str(PROMPTS * GROUP), "--log-rollout-tokens",
@@ -77,7 +70,7 @@ def flags() -> list[str]:
 
 def run_job(folder: Path, *more: str, fault: str = "") -> str:
     """Train, or resume; what the job said. With a fault it must end by it."""
-    target = [DRIVER] if fault else ["-m", "mindspeed_rl.train_rl"]
+    target = [DRIVER] if fault else TRAIN_RL
     environment = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     with TorchrunJob(
         folder, target, [*flags(), *more], num_ranks=2, port=free_port(), environment=environment
@@ -117,31 +110,11 @@ class GreedyEvaluation:
         return sum(c.isdigit() for c in text) / (1 + len(text))
 
 
-def worst(folder: Path, export: str, weights: dict[str, torch.Tensor], of_change: bool) -> float:
-    """Error of a weight, relative to its norm or to that of its change; a new one started at 0."""
-    before = load_file(folder / "model" / "model.safetensors")
-    after = load_file(folder / "out" / export / "model.safetensors")
-    assert after.keys() == weights.keys()
-    errors = [
-        (after[n] - w).norm() / (w - before.get(n, 0.0) if of_change else w).norm()
-        for n, w in weights.items()
-    ]
-    return float(max(errors))
-
-
-def pairs(norms: list[float]) -> list[float]:
-    """Means over the two updates of every step."""
-    return [sum(pair) / 2 for pair in zip(norms[::2], norms[1::2], strict=True)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run that was killed while it saved step 4, and resumed from step 2."""
     folder = tmp_path_factory.mktemp("unequal")
-    write_tiny_model(folder / "model", family="llama")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", STEPS * PROMPTS, seed=0))
-    write_jsonl(folder / "heldout.jsonl", generate_task("digit_sort", 6, seed=0, split="heldout"))
-    (folder / "reward.py").write_text(REWARD)
+    write_inputs(folder, STEPS * PROMPTS, heldout=6, family="llama")
     run_job(folder, fault="1:save:2:kill")
     (folder / "before.jsonl").write_text((folder / "out" / "rollouts.jsonl").read_text())
     said = run_job(folder, "--load", "out/save")
@@ -151,8 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def metrics(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return rows_of(folder / "out")
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +146,12 @@ def test_the_policy_is_the_plain_trainers(
     assert min(found.clipped) > 0, "both bounds must act"
     assert min(found.norms) < RECIPE.clip_grad < max(found.norms), "clipping must act, not always"
     assert [r["optimizer/grad_norm"] for r in trained] == pytest.approx(
-        pairs(found.norms), rel=1e-3
+        means_of_pairs(found.norms), rel=1e-3
     )
     assert [r["loss/kl"] for r in trained] == pytest.approx(found.kl, rel=1e-3)
     assert max(abs(r["policy/kl_beta"] / RECIPE.kl_beta - 1) for r in trained) > 0.03
-    assert worst(folder, "hf", found.weights, False) <= 1e-5
-    assert worst(folder, "hf", found.weights, True) <= 2e-4
+    assert worst_error(folder, "hf", found.weights, of_change=False) <= 1e-5
+    assert worst_error(folder, "hf", found.weights, of_change=True) <= 2e-4
 
 
 def test_the_critic_is_the_plain_trainers(
@@ -190,11 +162,11 @@ def test_the_critic_is_the_plain_trainers(
     assert len(found.critic_norms) == 2 * STEPS
     trained = [r for r in metrics if "value/grad_norm" in r]
     assert [r["value/grad_norm"] for r in trained] == pytest.approx(
-        pairs(found.critic_norms), rel=1e-3
+        means_of_pairs(found.critic_norms), rel=1e-3
     )
     assert max(r["value/clip_fraction"] for r in trained) > 0.01, "the bound must act"
-    assert worst(folder, "critic", found.critic, False) <= 1e-5
-    assert worst(folder, "critic", found.critic, True) <= 2e-4
+    assert worst_error(folder, "critic", found.critic, of_change=False) <= 1e-5
+    assert worst_error(folder, "critic", found.critic, of_change=True) <= 2e-4
 
 
 def test_evaluations_are_of_the_weights_after_their_step(

@@ -94,46 +94,28 @@ def unknown_option(folder: Path) -> dict[str, str]:
     return {"--vllm-max-num-seq": "4"}
 
 
+MISTAKES = {
+    no_answer: r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row",
+    no_reward_function: r"reward\.py.*score",
+    missing_tensor: r"--hf-checkpoint incomplete.*1 of 27 tensors.*model\.norm\.weight",
+    no_such_platform: r"--platform cuda: torch sees no such device; allowed here: cpu",
+    old_versions: r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh",
+    unknown_option: r"--vllm-max-num-seq: vLLM has no such option; nearest: --vllm-max-num-seqs",
+}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        pytest.param(
-            no_answer,
-            r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(no_reward_function, r"reward\.py.*score", marks=pytest.mark.slow),
-        (
-            missing_tensor,
-            r"--hf-checkpoint incomplete.*1 of 27 tensors.*model\.norm\.weight",
-        ),
-        pytest.param(
-            no_such_platform,
-            r"--platform cuda: torch sees no such device; allowed here: cpu",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            old_versions,
-            r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            unknown_option,
-            r"--vllm-max-num-seq: vLLM has no such option; nearest: --vllm-max-num-seqs",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else "",
-)
-def test_a_mistake_is_told_once(
-    world: Path, spoil: Callable[[Path], dict[str, str]], words: str
-) -> None:
+    "spoil",
+    [pytest.param(f, id=f.__name__, marks=() if f is missing_tensor else pytest.mark.slow)
+     for f in MISTAKES],
+)  # fmt: skip
+def test_a_mistake_is_told_once(world: Path, spoil: Callable[[Path], dict[str, str]]) -> None:
     flags = arguments(spoil(world))
     environment = {"PYTHONPATH": os.pathsep.join([str(world / spoil.__name__), str(ROOT)])}
     with TorchrunJob(world, ENTRY, flags, port=free_port(), environment=environment) as job:
         ended = job.end(LIMIT_S)
     told = re.findall(r"^mindspeed_rl\.train_rl: error: (.*)$", ended.output, re.MULTILINE)
-    assert len(told) == 1 and re.search(words, told[0]), ended.output
+    assert len(told) == 1 and re.search(MISTAKES[spoil], told[0]), ended.output
     ours = ended.output.partition(told[0])[0]
     assert "Traceback" not in ours, "the message comes first"
     assert ended.returncodes[0] != 0 and "exitcode  : 2" in ended.output, ended.output

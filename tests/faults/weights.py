@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from faults.planting import Fault, gives, returns, skipped, takes
+from faults.planting import Fault, gives, returns, skipped, takes, then
 
 _PLANNER = "tests/simulated/test_planner.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
@@ -123,6 +123,11 @@ WEIGHTS = (
           lambda original: lambda rows: rows * 1,
           _TRAINING + "test_gradients_follow_the_norm_rule[tp2]",
           "Each rank would train the body on its part of the vocabulary alone."),
+    Fault("norm-of-sequence-parallel-ranks-not-summed",
+          "mindspeed_rl.trainer.norm:RMSNorm.__init__",
+          then(lambda self, *_, **__: setattr(self.weight, "sequence_parallel", False)),
+          _TRAINING + "test_gradients_follow_the_norm_rule[tp2]",
+          "The gradient of a norm's weight would be that of a part of every sequence."),
     Fault("shards-counted-once-in-the-gradient-norm",
           "mindspeed_rl.trainer.model:mark_tensor_parallel_shards",
           skipped, _TRAINING + "test_three_updates_equal_those_of_one_rank[tp2-pp2-grpo-steps]",

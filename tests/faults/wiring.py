@@ -167,7 +167,7 @@ WIRING = (
     Fault("a-mismatch-that-is-no-number-passes",
           "mindspeed_rl.rl.report:check_mismatch",
           takes(mismatch=lambda mismatch: mismatch if mismatch == mismatch else 0.0),
-          _REPORT + "test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run",
+          _REPORT + "test_a_step_with_a_wrong_mismatch_is_logged_and_ends_the_run",
           "A run would train on numbers that are none."),
     Fault("sums-over-tokens-forget-context",
           "mindspeed_rl.trainer.train_engine:TrainEngine.all_reduce_dp_cp",

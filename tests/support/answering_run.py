@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -99,59 +99,32 @@ def make_run(
     argv = ["--output-dir", str(output), "--train-iters", "4", "--log-rollouts", "1", *flags]
     config = parse(RLRunConfig, argv, "test").config
     prompts = [Prompt(i, (i,), f"q{i}", answer) for i, (_, _, answer) in enumerate(rows)]
-    answers = {(i,): (text, why) for i, (text, why, _) in enumerate(rows)}
     clock = Clock()
-    timer = PhaseTimer(clock=clock)
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        with timer(name):
-            yield
-
-    engine_layout = EngineLayout(world.size, 1)
-    parallel = ParallelLayout.build(world=world.size, stages=even_stages(1))
+    engine = Answers({(i,): (text, why) for i, (text, why, _) in enumerate(rows)}, clock)
+    timer, tokenizer, data = PhaseTimer(clock=clock), cast(Any, Letters()), cast(Any, prompts)
+    names = tuple(r.partition("=")[0] for r in rewards)
+    worker = RolloutWorker(
+        engine=cast(Any, engine),
+        assignment=EngineAssignment(EngineLayout(world.size, 1), world.rank, limit=64),
+        rewards=RewardFunctions(names, cast(Any, InlinePool(rewards)), tokenizer),
+        cache=TensorCache(torch.device("cpu")),
+        seed=config.train.seed,
+        stop_token_ids=(END,),
+        num_copies=1,
+    )
     job = SimpleNamespace(
         config=config,
         world=world,
         log_rank0=lambda *lines: None,
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
     )
-    names = tuple(r.partition("=")[0] for r in rewards)
-    cache = TensorCache(torch.device("cpu"))
-    worker = RolloutWorker(
-        engine=cast(Any, Answers(answers, clock)),
-        assignment=EngineAssignment(engine_layout, world.rank, limit=64),
-        rewards=RewardFunctions(names, cast(Any, InlinePool(rewards)), cast(Any, Letters())),
-        cache=cache,
-        seed=config.train.seed,
-        stop_token_ids=(END,),
-        num_copies=1,
-    )
-    store = SampleStore(
-        rank=world.rank,
-        parallel=parallel,
-        engine=engine_layout,
-        prompts=prompts,
-        rules=BatchRules(dp=world.size, dp_rank=world.rank, micro_batch_size=1),
-        samples_per_update=len(rows),
-        cache=cache,
-        num_copies=1,
-        stages=(0,),
-        one_node=True,
-        columns=response_columns(has_environment=False, experts=None),
-        drop_truncated=False,
-        group_along=lambda axis: None,
-    )
+    counts = SimpleNamespace(prompts=len(rows), group_size=1, samples=len(rows))
     sampler = SimpleNamespace(next=lambda count: list(range(count)))
     run = SimpleNamespace(
-        job=job, config=config, phase=phase, reward_names=names, rollouts=worker, samples=store,
-        plan=SimpleNamespace(
-            engine=engine_layout,
-            batch=SimpleNamespace(prompts=len(rows), group_size=1, samples=len(rows)),
-        ),
-        data=PromptData(
-            cast(Any, Letters()), cast(Any, prompts), {"": cast(Any, prompts)}, cast(Any, sampler)
-        ),
+        job=job, config=config, phase=timer, reward_names=names, rollouts=worker,
+        samples=_sample_store(world, prompts, worker.cache),
+        plan=SimpleNamespace(engine=EngineLayout(world.size, 1), batch=counts),
+        data=PromptData(tokenizer, data, {"": data}, cast(Any, sampler)),
         telemetry=Telemetry(
             timer=timer,
             profiler=cast(Any, None),
@@ -162,6 +135,25 @@ def make_run(
         scheduler=SimpleNamespace(require=lambda phase, what: None),
     )  # fmt: skip
     return cast(Components, run)
+
+
+def _sample_store(world: World, prompts: Sequence[Prompt], cache: TensorCache) -> SampleStore:
+    """Of data-parallel ranks with an engine each."""
+    return SampleStore(
+        rank=world.rank,
+        parallel=ParallelLayout.build(world=world.size, stages=even_stages(1)),
+        engine=EngineLayout(world.size, 1),
+        prompts=prompts,
+        rules=BatchRules(dp=world.size, dp_rank=world.rank, micro_batch_size=1),
+        samples_per_update=len(prompts),
+        cache=cache,
+        num_copies=1,
+        stages=(0,),
+        one_node=True,
+        columns=response_columns(has_environment=False, experts=None),
+        drop_truncated=False,
+        group_along=lambda axis: None,
+    )
 
 
 def evaluation_world(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
@@ -36,6 +37,17 @@ class Recipe:
     min_lr: float | None = None  # reached at the last update, linearly; None: the rate stays
     kl_target: float = 0.0  # 0: the coefficient stays
     kl_horizon: float = 10000.0
+
+    def flags(self) -> list[str]:
+        """That a run without temperature, decay and an adapted KL has these settings."""
+        return [
+            "--global-batch-size", str(self.samples_per_update), "--lr", str(self.lr),
+            "--lr-warmup-iters", str(self.warmup), "--clip-grad", str(self.clip_grad),
+            "--weight-decay", str(self.weight_decay), "--grpo-kl-beta", str(self.kl_beta),
+            "--grpo-clamp-eps-lower", str(self.eps_lower),
+            "--grpo-clamp-eps-upper", str(self.eps_upper),
+            "--grpo-entropy-term-weight", str(self.entropy_weight),
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +276,25 @@ def dumped_steps(file: Path) -> list[list[dict[str, Any]]]:
         row = json.loads(line)
         steps.setdefault(row["step"], []).append(row)
     return [sorted(steps[s], key=lambda row: row["sample_id"]) for s in sorted(steps)]
+
+
+def worst_error(
+    folder: Path, export: str, weights: dict[str, torch.Tensor], *, of_change: bool
+) -> float:
+    """Error of an exported weight, relative to its norm or to that of its change.
+
+    A weight that the first model does not have started at 0.
+    """
+    before = load_file(folder / "model" / "model.safetensors")
+    after = load_file(folder / "out" / export / "model.safetensors")
+    assert after.keys() == weights.keys()
+    errors = [
+        (after[n] - w).norm() / (w - before.get(n, 0.0) if of_change else w).norm()
+        for n, w in weights.items()
+    ]
+    return float(max(errors))
+
+
+def means_of_pairs(norms: Sequence[float]) -> list[float]:
+    """Over the two updates of every step."""
+    return [sum(pair) / 2 for pair in zip(norms[::2], norms[1::2], strict=True)]

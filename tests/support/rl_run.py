@@ -8,28 +8,38 @@ product's: configuration, plan, exchange, advantages, packing, loss, phases.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from support.scoring import OneByOne
-from support.table_engine import STOP, VOCAB, CompareWeights, CopyWeights, TableEngine, first_table
+from support.table_engine import (
+    STOP,
+    VOCAB,
+    CompareWeights,
+    CopyWeights,
+    TableEngine,
+    first_table,
+    response_of,
+)
 
 from mindspeed_rl.algorithms.types import MeanTerm
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.loggers import RunLogger
-from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
@@ -56,6 +66,9 @@ from mindspeed_rl.trainer.train_engine import UpdateStats
 from mindspeed_rl.weights.sync import WeightSync
 
 NUM_PROMPTS = 12
+# of the six samples of a step: rewards that differ in both groups, and lengths
+REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
+COUNTS = [len(response_of(i)) for i in range(6)]
 PROMPTS = [Prompt(i, tuple([2] * (1 + i % 3)), f"prompt {i}", chr(i)) for i in range(NUM_PROMPTS)]
 HF_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -168,18 +181,24 @@ class TableScorer(TablePolicy):
 
 
 class TableRewards(OneByOne):
-    """Gives sample ``i`` ``rewards[i]``, others ``otherwise``; ``None`` abstains."""
+    """Gives every sample what ``judge`` says of it; ``None`` abstains.
 
-    def __init__(self, rewards: Mapping[int, float | None], otherwise: float = 0.0) -> None:
-        self.rewards, self.otherwise = rewards, otherwise
+    Attributes:
+        requests: of the last scoring.
+        num_scored: samples of all scorings.
+    """
+
+    def __init__(self, judge: Callable[[RewardRequest], float | None]) -> None:
+        self.judge, self.num_scored = judge, 0
         self.requests: list[RewardRequest] = []
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """As the table says; the part is called ``format``."""
+        """The part is called ``format``."""
         self.requests = list(requests)
+        self.num_scored += len(requests)
         results = []
         for request in requests:
-            reward = self.rewards.get(request.sample_id, self.otherwise)
+            reward = self.judge(request)
             parts = {} if reward is None else {"format": reward}
             results.append(RewardResult(request.sample_id, reward, parts, "ok", ""))
         return results
@@ -227,6 +246,14 @@ class TableRun:
     @property
     def policy(self) -> TablePolicy:
         return cast(TablePolicy, self.parts.models.policy)
+
+    @property
+    def reference(self) -> TablePolicy:
+        return cast(TablePolicy, self.parts.models.reference)
+
+    @property
+    def critic(self) -> TableCritic:
+        return cast(TableCritic, self.parts.models.critic)
 
     @property
     def engine(self) -> TableEngine:
@@ -295,8 +322,18 @@ class TableRun:
         """Everything up to the update."""
         return self.advantages(self.logprobs(self.build(samples), samples), samples, step, greedy)
 
+    def batches(self, step: int = 1) -> StepBatches:
+        """Of new rollouts, before the update."""
+        rollouts = self.generate(step)
+        return self.prepared(rollouts.samples, step, rollouts.greedy_rewards)
+
     def update(self, batches: StepBatches, step: int = 1) -> MetricSet:
         return update(self.parts, self.state, batches, step)
+
+    def train_on(self, rollouts: RolloutBatch, step: int = 1) -> MetricSet:
+        """The metrics of a step whose rollouts are there."""
+        batches = self.prepared(rollouts.samples, step, rollouts.greedy_rewards)
+        return self.update(batches).merge(rollouts.metrics)
 
     def hold(
         self, samples: list[RolloutInfo], responses: Sequence[ResponseTensors]
@@ -309,6 +346,38 @@ class TableRun:
     def said(self, samples: Sequence[RolloutInfo]) -> list[ResponseTensors]:
         """What is kept of samples."""
         return self.parts.samples.fetch(samples)
+
+    def moves_of(self, owners: Iterable[MemoryOwner]) -> list[str]:
+        """From now on memory of ``owners`` is away but for its use; here its moves are noted."""
+        moves: list[str] = []
+
+        def group(owner: MemoryOwner) -> Any:
+            return SimpleNamespace(
+                restore=lambda: moves.append(f"{owner} here"),
+                release=lambda: moves.append(f"{owner} away"),
+            )
+
+        groups = {owner: group(owner) for owner in owners}
+        scheduler = self.parts.scheduler
+        scheduler._sharing = replace(scheduler._sharing, groups=groups, mode=OffloadMode.ALL)
+        return moves
+
+
+def value(metrics: MetricSet, name: str) -> float:
+    """A metric of the only rank."""
+    metric = metrics[name]
+    assert isinstance(metric, (Mean, Max, Total))
+    return metric.value
+
+
+def by_sample(batches: StepBatches, column: str, count: int = 6) -> list[list[float]]:
+    """A column of batches of so many samples, token by token."""
+    found: dict[int, list[float]] = {i: [] for i in range(count)}
+    for m in batches.micro_batches:
+        tokens = m.column(column).tolist()
+        for owner, token in zip(m.sequence_of.tolist(), tokens, strict=True):
+            found[m.sample_ids[owner]].append(token)
+    return [found[i] for i in range(count)]
 
 
 def response(
@@ -347,9 +416,13 @@ def make_run(
     scheduler = DeviceScheduler(cast(Any, engine), timer)
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
-    prompts, pool = cast(PromptDataset, PROMPTS), cast(Any, TableRewards(rewards or {}))
+    known = rewards or {}
+    prompts, pool = (
+        cast(PromptDataset, PROMPTS),
+        TableRewards(lambda r: known.get(r.sample_id, 0.0)),
+    )
     in_conversation = bool(config.environment.rl_environment)
-    functions = RewardFunctions(("format",), pool, tokenizer, in_conversation)
+    functions = RewardFunctions(("format",), cast(Any, pool), tokenizer, in_conversation)
     parts = Components(
         job=job,
         data=PromptData(tokenizer, prompts, {}, PromptSampler(NUM_PROMPTS, config.train.seed)),

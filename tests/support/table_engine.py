@@ -111,12 +111,7 @@ class TableEngine:
         assert version == self.weights_version, "the scheduler let a stale engine generate"
         assert self.state is EngineState.AWAKE, "the scheduler let a sleeping engine generate"
         self.asked.append((list(requests), settings))
-        result = []
-        for request in requests:
-            ids = response_of(request.sample_id)
-            logprobs = tuple((self.weights[list(ids)] + self.stale).tolist())
-            reason = "stop" if ids[-1] == STOP else "length"
-            result.append(Completion(ids, logprobs, reason, version))
+        result = [self.completion(request, settings, version) for request in requests]
         for length in range(1, 1 + max((len(c.token_ids) for c in result), default=0)):
             pairs = zip(requests, result, strict=True)
             finished = {r.sample_id: c for r, c in pairs if len(c.token_ids) == length}
@@ -124,6 +119,14 @@ class TableEngine:
             if on_step is not None:
                 on_step(finished)
         return {r.sample_id: c for r, c in zip(requests, result, strict=True)}
+
+    def completion(
+        self, request: GenerationRequest, settings: SamplingSettings, version: int
+    ) -> Completion:
+        """What is said to one request."""
+        ids = response_of(request.sample_id)
+        logprobs = tuple((self.weights[list(ids)] + self.stale).tolist())
+        return Completion(ids, logprobs, "stop" if ids[-1] == STOP else "length", version)
 
 
 def response_of(sample_id: int) -> tuple[int, ...]:

@@ -46,9 +46,6 @@ PADDING_RANK = Case(
     "grpo-padding-rank",
     ("--micro-batch-size", "2", "--make-vocab-size-divisible-by", "512"),
 )
-LOCAL_DENOMINATOR = Case("fault-local-denominator", _flags(), fault="local-denominator")
-DROPPED_REDUCTION = Case("fault-dropped-tp-reduction", _flags(), fault="dropped-tp-reduction")
-UNMARKED_NORM = Case("fault-unmarked-norm", _flags(extra=SEQUENCE), fault="unmarked-norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +79,14 @@ LAYOUTS = {
         (
             *REFERENCE.values(),
             *SMALL.values(),
-            *(BY_ONE, BY_EIGHT, BY_TOKENS, COLD, BF16, STEPS, RECOMPUTED, LOCAL_DENOMINATOR),
+            *(BY_ONE, BY_EIGHT, BY_TOKENS, COLD, BF16, STEPS, RECOMPUTED),
         ),
         tied=True,
     ),
     "dp2": Layout(
         2,
         _parallel(1, 1),
-        (*SMALL.values(), BY_ONE, BY_TOKENS, STEPS, SHARDED_STEPS, LOCAL_DENOMINATOR),
+        (*SMALL.values(), BY_ONE, BY_TOKENS, STEPS, SHARDED_STEPS),
     ),
     "pp2": Layout(2, _parallel(1, 2), (*SMALL.values(), BY_EIGHT, COLD), tied=True),
     "pp4": Layout(4, _parallel(1, 4), (*SMALL.values(), BY_ONE, BY_TOKENS)),
@@ -99,7 +96,6 @@ LAYOUTS = {
         (
             *SMALL.values(),
             *(COLD, SEQUENCE_PARALLEL, SEQUENCE_PARALLEL_TOKENS, PADDING_RANK),
-            *(DROPPED_REDUCTION, UNMARKED_NORM),
         ),
         tied=True,
     ),

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,6 @@ class Case:
             ``"on-policy"`` (ratio 1) or ``"sft"``.
         num_steps: optimizer steps; with 0 only the gradient is computed.
         model: directory; empty for the world's own.
-        fault: a fault to plant, see :func:`planted`.
     """
 
     name: str
@@ -64,7 +62,6 @@ class Case:
     loss: str = "grpo"
     num_steps: int = 0
     model: str = ""
-    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +168,21 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     return Job(config, plan, world, platform, watchdog, ())
 
 
+def start_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:
+    """The same in a process whose grid of groups is there; the first job of a process makes it.
+
+    Collective: the world.
+    """
+    from megatron.core import parallel_state
+
+    from mindspeed_rl.rl.build_models import initialize_parallel
+
+    job = make_job(world, model, flags)
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_parallel(job)
+    return job
+
+
 def train_world(
     world: World,
     layout: Sequence[str],
@@ -179,19 +191,15 @@ def train_world(
     samples: Sequence[TrainSample],
 ) -> WorldResult | None:
     """Rank function: run all cases in one layout; the result is on rank 0."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.build_models import build_engine
 
     results: dict[str, CaseResult] = {}
     deallocates = False
     for case in cases:
-        job = make_job(world, case.model or model, [*layout, *case.flags])
-        if not results:
-            initialize_parallel(job)
-        with planted(case.fault):
-            engine = build_engine(
-                job, "policy", max(1, case.num_steps), job.config.rl.rl_default_temperature
-            )
-            results[case.name] = run_case(job, engine, case, samples)
+        job = start_job(world, case.model or model, [*layout, *case.flags])
+        updates = max(1, case.num_steps)
+        engine = build_engine(job, "policy", updates, job.config.rl.rl_default_temperature)
+        results[case.name] = run_case(job, engine, case, samples)
         deallocates |= engine.modules[0].config.deallocate_pipeline_outputs
     if world.rank:
         return None
@@ -224,7 +232,7 @@ def run_case(
         ]
     annotated = engine.logprobs(batches)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    loss = make_loss(case, samples, len(batches), seen)
+    loss = make_loss(case, samples, seen)
     metrics = engine.forward_backward(batches, loss)
     gradients = in_hf_coordinates(job, _reduced_gradients(job, engine))
     logprobs, entropies = ([pair[i] for pair in seen] for i in (0, 1))
@@ -249,7 +257,6 @@ def run_case(
 def make_loss(
     case: Case,
     samples: Sequence[TrainSample],
-    num_micro_batches: int,
     seen: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Any:
     """The case's loss; what it was given is appended to ``seen``."""
@@ -257,39 +264,11 @@ def make_loss(
 
     def loss(inputs: LossInputs) -> LossOutputs:
         seen.append((inputs.logprobs.detach().clone(), inputs.entropy.detach().clone()))
-        used = counts
-        if case.fault == "local-denominator":
-            used = replace(counts, tokens=max(1, inputs.logprobs.numel()) * num_micro_batches)
         if case.loss == "sft":
-            return supervised_loss(inputs, used.tokens)
-        settings = CLIP if case.loss == "grpo" else LossSettings()
-        return policy_loss(inputs, settings, used)
+            return supervised_loss(inputs, counts.tokens)
+        return policy_loss(inputs, CLIP if case.loss == "grpo" else LossSettings(), counts)
 
     return loss
-
-
-@contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """Break our own code: a check that still passes under one of these proves nothing."""
-    from mindspeed_rl.trainer import heads, norm
-
-    if fault == "dropped-tp-reduction":
-        with mock.patch.object(
-            heads, "copy_to_tensor_model_parallel_region", lambda tensor: tensor
-        ):
-            yield
-    elif fault == "unmarked-norm":
-        original = norm.RMSNorm.__init__
-
-        def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            self.weight.sequence_parallel = False
-
-        with mock.patch.object(norm.RMSNorm, "__init__", unmarked):
-            yield
-    else:
-        assert fault in ("", "local-denominator"), fault
-        yield
 
 
 def in_hf_coordinates(

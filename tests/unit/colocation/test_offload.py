@@ -88,22 +88,13 @@ def test_any_tensors_come_back_bit_for_bit(
     expected = [t.clone() for t in tensors]
     group = group_of(*tensors)
     for _ in range(cycles):
-        group.release()
-        assert group.num_bytes() == 0
-        group.restore()
+        for _ in range(2):  # the second call of each does nothing
+            group.release()
+            assert group.num_bytes() == 0
+        for _ in range(2):
+            group.restore()
     for found, wanted in zip(tensors, expected, strict=True):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-
-
-def test_releasing_twice_and_restoring_twice_do_nothing() -> None:
-    tensor = torch.ones(4)
-    group = group_of(tensor)
-    group.restore()
-    group.release()
-    group.release()
-    group.restore()
-    group.restore()
-    assert torch.equal(tensor, torch.ones(4))
 
 
 def test_state_that_appears_later_leaves_as_well() -> None:
@@ -203,29 +194,6 @@ def test_packed_tensors_come_back_as_one_storage_without_a_gap(
             assert tensor.data_ptr() % tensor.element_size() == 0
     tensors[0].fill_(3)
     assert bool((tensors[-1] == 3).all()), "a view of it still is"
-
-
-def test_packing_an_optimizer_keeps_its_numbers() -> None:
-    """State is replaced inside the tensors that AdamW holds."""
-    found = []
-    for packs in (False, True):
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(n)) for n in (64, 3, 16)]
-        adam = torch.optim.AdamW(params, lr=0.1)
-
-        def state(adam: torch.optim.AdamW = adam) -> list[torch.Tensor]:
-            kept = [v for s in adam.state.values() for v in s.values() if v.dim()]
-            return [*adam.param_groups[0]["params"], *kept]
-
-        group = StorageGroup("optimizer", state, PLATFORM, HostPool(PLATFORM), packs=packs)
-        for _ in range(4):
-            adam.zero_grad()
-            torch.stack([(p**2).sum() for p in params]).sum().backward()
-            group.release()
-            group.restore()
-            adam.step()
-        found.append([p.detach() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class CountedCopies(CpuPlatform):

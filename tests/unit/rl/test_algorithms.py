@@ -8,63 +8,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from support.rl_run import TablePolicy, TableRun, make_run
-from support.table_engine import VOCAB, first_table, response_of, single_rank
+from support.rl_run import COUNTS, REWARDS, TablePolicy, by_sample, make_run, value
+from support.table_engine import VOCAB, first_table, response_of
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
-from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.algorithm_settings import covariance_settings
-from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.rl.update import select_tokens
 
-REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
-COUNTS = [len(response_of(i)) for i in range(6)]
 NUM_TOKENS = sum(COUNTS)
 MEANS = [1 / 3] * 3 + [2.5 / 3] * 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
-def policy_of(run: TableRun) -> TablePolicy:
-    return run.policy
-
-
-def step_of(run: TableRun) -> StepBatches:
-    rollouts = run.generate(1)
-    return run.prepared(rollouts.samples, 1, rollouts.greedy_rewards)
-
-
-def advantages(batches: StepBatches) -> list[list[float]]:
-    """Of every token, sample by sample."""
-    found: dict[int, list[float]] = {i: [] for i in range(6)}
-    for m in batches.micro_batches:
-        for owner, a in zip(m.sequence_of.tolist(), m.column("advantages").tolist(), strict=True):
-            found[m.sample_ids[owner]].append(a)
-    return [found[i] for i in range(6)]
-
-
 def same_in_each(values: list[float]) -> list[Any]:
     return [pytest.approx([v] * n, rel=1e-5, abs=1e-7) for v, n in zip(values, COUNTS, strict=True)]
-
-
-def value(metrics: MetricSet, name: str) -> float:
-    metric = metrics[name]
-    assert isinstance(metric, (Mean, Max))
-    return metric.value
 
 
 # --- advantages --------------------------------------------------------------------------------
@@ -97,7 +63,7 @@ def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_updat
     """Statistics are of the whole step, however many optimizer steps it has."""
     flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
     run = make_run(tmp_path, flags, REWARDS)
-    assert advantages(step_of(run)) == same_in_each(by_hand(name))
+    assert by_sample(run.batches(), "advantages") == same_in_each(by_hand(name))
     asked = run.engine.asked
     assert [(len(r), s.temperature) for r, s in asked[1:]] == ([(2, 0.0)] * (name == "remax"))
 
@@ -134,8 +100,8 @@ def test_discounted_returns_with_the_kl_in_the_reward(tmp_path: Path) -> None:
         REWARDS,
     )
     shift = torch.linspace(-0.5, 0.5, VOCAB)
-    cast(TablePolicy, run.parts.models.reference).table = first_table() - shift
-    batches = step_of(run)
+    run.reference.table = first_table() - shift
+    batches = run.batches()
     returns = []
     for i in range(6):
         tokens = [-0.1 * float(shift[t]) for t in response_of(i)]
@@ -145,7 +111,7 @@ def test_discounted_returns_with_the_kl_in_the_reward(tmp_path: Path) -> None:
     flat = [r for row in returns for r in row]
     mean, std = statistics.fmean(flat), statistics.stdev(flat)
     wanted = [pytest.approx([(r - mean) / std for r in row], rel=1e-4) for row in returns]
-    assert advantages(batches) == wanted
+    assert by_sample(batches, "advantages") == wanted
     kl = statistics.fmean(float(shift[t]) for i in range(6) for t in response_of(i))
     assert value(batches.metrics, "reward/kl") == pytest.approx(kl, rel=1e-5)
 
@@ -157,11 +123,13 @@ def test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample(tmp_path: Pat
         "k1 --global-batch-size 3",
         REWARDS,
     )
-    cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5
-    batches = step_of(run)
+    run.reference.table = first_table() - 0.5
+    batches = run.batches()
     rewards = [cast(float, REWARDS[i]) - 0.1 * 0.5 * COUNTS[i] for i in range(6)]
     means = [statistics.fmean(rewards[g : g + 3]) for g in (0, 3)]
-    assert advantages(batches) == same_in_each([r - means[i // 3] for i, r in enumerate(rewards)])
+    assert by_sample(batches, "advantages") == same_in_each(
+        [r - means[i // 3] for i, r in enumerate(rewards)]
+    )
     assert value(batches.metrics, "forward/old") == 2  # the KL needs log-probs before the update
     assert value(batches.metrics, "forward/reference") == 2
     metrics = run.update(batches)
@@ -175,14 +143,14 @@ def test_the_kl_in_the_reward_is_of_the_trainers_logprobs(tmp_path: Path) -> Non
     found = []
     for off in (0.0, 0.125):
         run = make_run(tmp_path, flags, REWARDS)
-        cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5
+        run.reference.table = first_table() - 0.5
         run.engine.stale = off
-        batches = step_of(run)
+        batches = run.batches()
         for m in batches.micro_batches:
             gaps = (m.column("rollout_logprobs") - m.column("old_logprobs")).tolist()
             assert gaps == pytest.approx([off] * len(gaps), abs=1e-6)
         assert value(batches.metrics, "reward/kl") == pytest.approx(0.5)
-        found.append(advantages(batches))
+        found.append(by_sample(batches, "advantages"))
     assert found[0] == found[1]
 
 
@@ -197,15 +165,15 @@ def test_the_coefficient_follows_the_kl(
         f"--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-horizon 60 {where}",
         REWARDS,
     )
-    cast(TablePolicy, run.parts.models.reference).table = first_table() - distance
-    metrics = run.update(step_of(run))
+    run.reference.table = first_table() - distance
+    metrics = run.update(run.batches())
     assert value(metrics, "policy/kl_beta") == 0.1  # that of the step itself
     assert run.state.kl_beta == pytest.approx(0.1 * (1.02 if grows else 0.98))
 
 
 def test_a_constant_coefficient_stays(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
-    run.update(step_of(run))
+    run.update(run.batches())
     assert run.state.kl_beta == 0.1
 
 
@@ -217,8 +185,9 @@ def test_a_constant_coefficient_stays(tmp_path: Path) -> None:
 def test_every_loss_trains_and_reports_the_same_names_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, correction: str
 ) -> None:
-    run = make_run(tmp_path, f"--rl-policy-loss {loss} --global-batch-size 3 {correction}", REWARDS)
-    batches = step_of(run)
+    flags = f"--rl-policy-loss {loss} --global-batch-size 3 --grpo-kl-beta 0.1 {correction}"
+    run = make_run(tmp_path, flags, REWARDS)
+    batches = run.batches()
     spoken = run.update(batches)
     first, second = run.policy.gradients
     assert first.isfinite().all() and second.isfinite().all() and first.any() and second.any()
@@ -243,7 +212,7 @@ def test_passes_of_a_loss_that_selects(
 ) -> None:
     flags = f"--rl-policy-loss {loss} --global-batch-size 3 --old-logprob {choice}"
     run = make_run(tmp_path, flags, REWARDS)
-    batches = step_of(run)
+    batches = run.batches()
     assert run.policy.num_passes == before
     run.update(batches)
     assert run.policy.num_passes == before + during
@@ -253,7 +222,7 @@ def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path
     """One of fifteen tokens, in three micro-batches: not one of each."""
     flags = "--rl-policy-loss kl_cov --rl-cov-ratio 0.1 --rl-advantage-estimator dr_grpo"
     run = make_run(tmp_path, flags, REWARDS)
-    (batch,) = step_of(run).updates
+    (batch,) = run.batches().updates
     assert len(batch.micro_batches) == 3
     chosen = select_tokens(
         run.policy, batch, covariance_settings(run.config, 0), old_is_present=True
@@ -274,7 +243,7 @@ def test_a_rejected_sample_has_no_gradient(tmp_path: Path) -> None:
     flags = "--rl-rejection k1 --rl-rejection-threshold 0.3 --rl-rejection-level sequence"
     run = make_run(tmp_path, flags, REWARDS)
     run.engine.stale = 0.125
-    metrics = run.update(step_of(run))
+    metrics = run.update(run.batches())
     (gradient,) = run.policy.gradients
     kept = [i for i, n in enumerate(COUNTS) if 0.125 * n <= 0.3]
     moved = {int(t) - 4 for t in gradient[4:].nonzero()[:, 0] + 4}
@@ -290,9 +259,9 @@ def test_importance_weights_compare_the_engine_with_the_weights_that_sampled(
     flags = "--rl-inference-logprobs-is-correction --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
     run.engine.stale = -0.125
-    metrics = run.update(step_of(run))
+    metrics = run.update(run.batches())
     plain = make_run(tmp_path, "--global-batch-size 3", REWARDS)
-    plain.update(step_of(plain))
+    plain.update(plain.batches())
     first, _ = run.policy.gradients
     torch.testing.assert_close(first, plain.policy.gradients[0] * math.exp(0.125))
     assert value(metrics, "correction/weight") == pytest.approx(math.exp(0.125))

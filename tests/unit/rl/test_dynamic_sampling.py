@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rl_run import TableRewards, TableRun, make_run, response
-from support.table_engine import response_of, single_rank
+from support.rl_run import TableRewards, TableRun, make_run, response, value
+from support.table_engine import response_of
 
 from mindspeed_rl.algorithms.overlong import overlong_penalty
-from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
-from mindspeed_rl.rewards.types import RewardRequest, RewardResult
+from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.dynamic_sampling import FilledStep, Group, fill_step
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.resume import restore_carryover
-from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import ResponseTensors
 
 FILTER = "--grpo-filter-groups-with-same-reward"
 NAN = math.nan
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def group_of(number: int, rewards: Sequence[float]) -> Group:
@@ -60,12 +52,6 @@ def filled(rows: list[Sequence[float]], num_groups: int, **changes: Any) -> Fill
 
 def numbers(groups: Sequence[Group]) -> list[int]:
     return [g[0].prompt_index for g in groups]
-
-
-def value(metrics: MetricSet, name: str) -> float:
-    metric = metrics[name]
-    assert isinstance(metric, (Mean, Max, Total))
-    return metric.value
 
 
 COLUMNS = response_columns(has_environment=False, experts=None)
@@ -96,24 +82,6 @@ def test_groups_of_equal_rewards_are_replaced() -> None:
     }
 
 
-@pytest.mark.parametrize("row", [ALL_0, ALL_1, (NAN, NAN)])
-@pytest.mark.parametrize(("exhausted", "wanted"), [("train-on-partial", 0), ("keep-zero-std", 3)])
-def test_data_that_teaches_nothing_ends(row: Sequence[float], exhausted: str, wanted: int) -> None:
-    result = filled([row] * 9, 3, exhausted=exhausted)
-    assert (len(result.groups), len(result.generated)) == (wanted, 9)
-    assert value(result.metrics, "sampling/missing_groups") == 3
-
-
-def test_data_that_teaches_nothing_can_stop_the_run() -> None:
-    told = "stop: 1 of 3 groups have rewards that differ after 3 rounds of 7 prompts"
-    with pytest.raises(RuntimeError, match=told):
-        filled([GOOD] + [ALL_1] * 6, 3, exhausted="stop")
-
-
-def test_no_further_rounds() -> None:
-    assert numbers(filled([ALL_0, GOOD], 2, max_resample=0).groups) == [1]
-
-
 def test_the_surplus_starts_the_next_step() -> None:
     result = filled([GOOD, GOOD, ALL_0, GOOD], 2, factor=2.0)
     assert (numbers(result.groups), numbers(result.carried)) == ([0, 1], [3])
@@ -125,7 +93,7 @@ def test_the_surplus_starts_the_next_step() -> None:
 
 
 @given(
-    st.lists(st.sampled_from([GOOD, ALL_0, ALL_1]), min_size=60, max_size=60),
+    st.lists(st.sampled_from([GOOD, ALL_0, ALL_1, (NAN, NAN)]), min_size=60, max_size=60),
     st.integers(1, 6),
     st.sampled_from([1.0, 1.5, 3.0]),
     st.sampled_from(["train-on-partial", "keep-zero-std"]),
@@ -169,15 +137,15 @@ def test_engines_of_the_same_number_hold_what_they_held(engines: int, held: list
 def test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in(tmp_path: Path) -> None:
     """And the next step but one drops it."""
     run = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
-    run.set_pool(cast(Any, ByPrompt({p.text for p in run.parts.data.train})))
-    collected(run)
+    run.set_pool(by_prompt({p.text for p in run.parts.data.train}))
+    run.generate()
     kept = [s for group in run.state.carried_groups for s in group]
     before = run.said(kept)
     state = json.loads(json.dumps(carryover_state(run.state.carried_groups, before)))
     again = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
     extra = {"carryover": state, "num_groups": 1, "num_partial": 0}
     restore_carryover(again.parts, again.state, extra, 1)
-    taken = collected(again, 2).samples
+    taken = again.generate(2).samples
     assert_equal(again.said(taken), before)
     assert again.parts.samples.cache.num_bytes == 8 * sum(s.num_tokens for s in taken)
     again.parts.samples.cache.begin_step(3)
@@ -189,29 +157,9 @@ def test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in(tmp_path: Path) 
 # --- in a run ----------------------------------------------------------------------------------
 
 
-class ByPrompt(TableRewards):
-    """Samples of prompts in ``mixed`` are right and wrong in turns, all others wrong."""
-
-    def __init__(self, mixed: set[str]) -> None:
-        super().__init__({})
-        self.mixed = mixed
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        self.requests = list(requests)
-        found = []
-        for r in requests:
-            reward = float(r.prompt in self.mixed and r.sample_id % 2 == 0)
-            found.append(RewardResult(r.sample_id, reward, {"format": reward}, "ok", ""))
-        return found
-
-
-def collected(run: TableRun, step: int = 1) -> RolloutBatch:
-    return run.generate(step)
-
-
-def trained(run: TableRun, rollouts: RolloutBatch, step: int = 1) -> MetricSet:
-    batches = run.prepared(rollouts.samples, step, rollouts.greedy_rewards)
-    return run.update(batches).merge(rollouts.metrics)
+def by_prompt(mixed: set[str]) -> TableRewards:
+    """Samples of these prompts are right and wrong in turns, all others wrong."""
+    return TableRewards(lambda r: float(r.prompt in mixed and r.sample_id % 2 == 0))
 
 
 def order(run: TableRun) -> list[int]:
@@ -223,14 +171,14 @@ def test_a_step_draws_until_it_has_its_groups(tmp_path: Path) -> None:
     """Every round has seeds of its own; the report sees all that was drawn."""
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 9")
     drawn = order(run)
-    run.set_pool(cast(Any, ByPrompt({run.parts.data.train[drawn[i]].text for i in (1, 4)})))
-    rollouts = collected(run)
+    run.set_pool(by_prompt({run.parts.data.train[drawn[i]].text for i in (1, 4)}))
+    rollouts = run.generate()
     assert [s.prompt_index for s in rollouts.samples] == [drawn[1]] * 3 + [drawn[4]] * 3
     assert [s.sample_id for s in rollouts.samples] == list(range(6))
     assert len(rollouts.generated) == 5 * 3 and run.state.carried_groups == []
     asked = [r for requests, _ in run.engine.asked for r in requests]
     assert len({r.seed for r in asked}) == len(asked) == 15
-    metrics = trained(run, rollouts)
+    metrics = run.train_on(rollouts)
     assert value(metrics, "sampling/accepted") == pytest.approx(2 / 5)
     assert run.state.version == 1 and run.policy.gradients[0].any()
     assert (
@@ -241,29 +189,25 @@ def test_a_step_draws_until_it_has_its_groups(tmp_path: Path) -> None:
 
 def test_a_partial_step_has_its_own_denominators(tmp_path: Path) -> None:
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 1")
-    run.set_pool(cast(Any, ByPrompt({run.parts.data.train[order(run)[0]].text})))
-    rollouts = collected(run)
+    run.set_pool(by_prompt({run.parts.data.train[order(run)[0]].text}))
+    rollouts = run.generate()
     (batch,) = run.build(rollouts.samples).updates
     counts = [s.num_tokens for s in rollouts.samples]
     assert len(counts) == 3
     assert (batch.denominators.tokens, batch.denominators.sequences) == (sum(counts), 3)
 
 
-def test_a_step_without_a_group_leaves_the_adapted_coefficient(tmp_path: Path) -> None:
+def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) -> None:
+    """And leaves an adapted coefficient."""
     kl = "--grpo-kl-beta 0.01 --rl-kl-in-reward --rl-kl-target 0.1 --rl-kl-horizon 100"
     run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0 {kl}")
-    trained(run, collected(run))
-    assert run.state.kl_beta == 0.01
-
-
-def test_a_step_without_a_group_is_skipped_with_all_its_names(tmp_path: Path) -> None:
-    run = make_run(tmp_path, f"{FILTER} --rl-max-resample 0")
-    rollouts = collected(run)
-    metrics = trained(run, rollouts)
+    rollouts = run.generate()
+    metrics = run.train_on(rollouts)
     assert rollouts.samples == [] and len(rollouts.generated) == 6
     assert run.state.version == 0 and value(metrics, "optimizer/skipped") == 1.0
-    plain = make_run(tmp_path, "", {0: 1.0})
-    names = trained(plain, collected(plain)).keys()
+    assert run.state.kl_beta == 0.01
+    plain = make_run(tmp_path, kl, {0: 1.0})
+    names = plain.train_on(plain.generate()).keys()
     assert names - metrics.keys() == {"optimizer/grad_norm", "optimizer/lr"}
 
 
@@ -275,13 +219,13 @@ def test_all_wrong_and_all_right_data_end_as_the_flag_says(
     """Bounded rounds, then the policy: skipped, trained on advantages of 0, or the end."""
     flags = f"{FILTER} --rl-max-resample 1 --rl-resample-exhausted {policy}"
     run = make_run(tmp_path, flags)
-    run.set_pool(cast(Any, TableRewards({}, reward)))
+    run.set_pool(TableRewards(lambda r: reward))
     if policy == "stop":
         with pytest.raises(RuntimeError, match="--rl-resample-exhausted stop: 0 of 2 groups"):
-            collected(run)
+            run.generate()
         return
-    rollouts = collected(run)
-    metrics = trained(run, rollouts)
+    rollouts = run.generate()
+    metrics = run.train_on(rollouts)
     if policy == "train-on-partial":
         assert rollouts.samples == [] and value(metrics, "optimizer/skipped") == 1.0
         return
@@ -296,16 +240,16 @@ def test_surplus_of_older_weights_is_no_mismatch(tmp_path: Path) -> None:
         f"{FILTER} --rl-resample-factor 2 --old-logprob recompute "
         "--rl-inference-logprobs-is-correction",
     )
-    run.set_pool(cast(Any, ByPrompt({p.text for p in run.parts.data.train})))
-    first = collected(run)
+    run.set_pool(by_prompt({p.text for p in run.parts.data.train}))
+    first = run.generate()
     assert len(run.state.carried_groups) == 2 and len(first.generated) == 12
-    trained(run, first)
-    second = collected(run, 2)
+    run.train_on(first)
+    second = run.generate(2)
     assert [s.weights_version for s in second.samples] == [0] * 6
     assert second.generated == second.samples, (
         "nothing was sampled: the report tells what is trained on"
     )
-    metrics = trained(run, second, 2)
+    metrics = run.train_on(second, 2)
     assert value(metrics, "mismatch/max_abs_logprob") == -math.inf
     weight = metrics["correction/weight"]
     assert isinstance(weight, Mean) and weight.value != 1.0
@@ -315,7 +259,7 @@ def test_truncated_responses_are_left_out_of_the_loss_alone(tmp_path: Path) -> N
     """Even samples are cut: they stay in the baseline of their group."""
     rewards = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
     run = make_run(tmp_path, "--rl-overlong-filtering --grpo-no-std-normalization", rewards)
-    samples = collected(run).samples
+    samples = run.generate().samples
     batches = run.logprobs(run.build(samples), samples)
     batches = run.advantages(batches, samples, 1)
     kept = [i for i in range(6) if i % 2]
@@ -348,7 +292,7 @@ def test_long_responses_are_punished_before_the_baseline(tmp_path: Path) -> None
         "--rollout-max-response-length 4 --rl-overlong-buffer 2 --rl-advantage-estimator dr_grpo"
     )
     run = make_run(tmp_path, flags)
-    samples = collected(run).samples
+    samples = run.generate().samples
     lengths = [s.num_tokens for s in samples]
     shaped = shaped_rewards(run.config, samples, 1)
     assert shaped == [-max(0, n - 2) / 2 for n in lengths] and len(set(shaped)) > 1

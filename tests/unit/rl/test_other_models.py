@@ -6,17 +6,14 @@ Policy, reference and scorer are tables: see ``test_rl_step``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import TablePolicy, TableRun, TableScorer, make_run
-from support.table_engine import VOCAB, first_table, response_of, single_rank
+from support.rl_run import TableRun, TableScorer, make_run
+from support.table_engine import VOCAB, first_table, response_of
 
-from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.resume import companions
 from mindspeed_rl.rl.reward_model import add_model_scores
@@ -25,12 +22,6 @@ from mindspeed_rl.rl.update import refresh_reference
 
 REWARDS: dict[int, float | None] = {0: 1.0, 1: 0.0, 2: None, 3: 1.0, 4: 0.5, 5: 0.0}
 TABLE = torch.linspace(-1.0, 2.0, VOCAB)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def with_scorer(folder: Path, flags: str = "") -> TableRun:
@@ -65,18 +56,10 @@ def test_the_score_of_the_last_token_is_added(tmp_path: Path) -> None:
     assert run.parts.reward_names == ("format", "reward_model")
 
 
-def test_without_a_reward_model_nothing_changes(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "", REWARDS)
-    found = collected(run)
-    assert [len(s.parts) for s in found.samples] == [1] * 6 and run.parts.reward_names == (
-        "format",
-    )
-
-
 def test_the_policy_becomes_the_reference(tmp_path: Path) -> None:
     """Every two steps, and a checkpoint keeps it then."""
     run = make_run(tmp_path, "--grpo-kl-beta 0.1 --ref-update-interval 2")
-    policy, reference = run.policy, cast(TablePolicy, run.parts.models.reference)
+    policy, reference = run.policy, run.reference
     assert companions(run.parts) == {"reference": reference}
     with torch.no_grad():
         policy.table += 1.0
@@ -95,30 +78,16 @@ def test_the_first_reference_stays(tmp_path: Path) -> None:
     with torch.no_grad():
         run.policy.table += 1.0
     refresh_reference(run.parts, 2)
-    assert torch.equal(cast(TablePolicy, run.parts.models.reference).table, first_table())
+    assert torch.equal(run.reference.table, first_table())
     assert companions(run.parts) == {}
-
-
-class Group:
-    """Memory that counts how often it leaves and comes back."""
-
-    def __init__(self) -> None:
-        self.moves: list[str] = []
-
-    def restore(self) -> None:
-        self.moves.append("here")
-
-    def release(self) -> None:
-        self.moves.append("away")
 
 
 @pytest.mark.parametrize("flags", ["", "--grpo-kl-beta 0.1 --ref-update-interval 1"])
 def test_memory_comes_for_its_use_alone(tmp_path: Path, flags: str) -> None:
     run = with_scorer(tmp_path, flags)
-    groups = {owner: Group() for owner in (MemoryOwner.REWARD_MODEL, MemoryOwner.REFERENCE)}
-    sharing = replace(run.parts.scheduler._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL)
-    run.parts.scheduler._sharing = sharing
+    moves = run.moves_of((MemoryOwner.REWARD_MODEL, MemoryOwner.REFERENCE))
     collected(run)
-    assert groups[MemoryOwner.REWARD_MODEL].moves == ["here", "away"]
+    assert moves == ["reward_model here", "reward_model away"]
+    moves.clear()
     refresh_reference(run.parts, 1)
-    assert groups[MemoryOwner.REFERENCE].moves == (["here", "away"] if flags else [])
+    assert moves == (["reference here", "reference away"] if flags else [])

@@ -6,22 +6,22 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-from support.rl_run import TableRewards, TableRun, make_run, response
-from support.table_engine import STOP, TableEngine, single_rank
+from support.rl_run import TableRewards, TableRun, make_run, response, value
+from support.table_engine import STOP, TableEngine
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.logprobs import check_on_policy
 from mindspeed_rl.rl.resume import restore_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
-from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
@@ -30,12 +30,6 @@ LIMIT = 8  # of a response, in make_run
 FLAGS = f"--partial-rollout-tokens {TOKENS} --rl-resample-factor 4 "
 CORRECTED = "--old-logprob recompute --rl-inference-logprobs-is-correction "
 FILTER = "--grpo-filter-groups-with-same-reward "
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 class Sampler(TableEngine):
@@ -51,61 +45,32 @@ class Sampler(TableEngine):
         self.made: dict[tuple[int, ...], set[int]] = defaultdict(set)
         self.grown = 0
 
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        settings: SamplingSettings,
-        version: int,
-        on_step: OnStep | None = None,
-        rebalancer: object | None = None,
-    ) -> dict[int, Completion]:
+    def completion(
+        self, request: GenerationRequest, settings: SamplingSettings, version: int
+    ) -> Completion:
         """The log-probs are those of the engine's weights, which ``version`` has."""
-        assert version == self.weights_version
-        result = []
-        for r in requests:
-            draw, ids, logprobs = (
-                random.Random(r.seed),
-                list(r.prefix_tokens),
-                list(r.prefix_logprobs),
-            )
-            limit = settings.max_response_tokens if r.max_tokens is None else r.max_tokens
-            while len(ids) < limit and ids[-1:] != [STOP]:
-                ids.append(STOP if draw.random() < 0.25 else draw.randint(4, 63))
-                logprobs.append(float(self.weights[ids[-1]]))
-                self.made[(*r.token_ids, *ids)].add(version)
-            self.grown = max(self.grown, len(ids) - len(r.prefix_tokens))
-            reason = "stop" if ids[-1] == STOP else "length"
-            result.append(Completion(tuple(ids), tuple(logprobs), reason, version))
-        if on_step is not None:
-            on_step({r.sample_id: c for r, c in zip(requests, result, strict=True)})
-        return {r.sample_id: c for r, c in zip(requests, result, strict=True)}
+        draw, limit = random.Random(request.seed), request.max_tokens
+        ids, logprobs = list(request.prefix_tokens), list(request.prefix_logprobs)
+        while len(ids) < (limit or settings.max_response_tokens) and ids[-1:] != [STOP]:
+            ids.append(STOP if draw.random() < 0.25 else draw.randint(4, 63))
+            logprobs.append(float(self.weights[ids[-1]]))
+            self.made[(*request.token_ids, *ids)].add(version)
+        self.grown = max(self.grown, len(ids) - len(request.prefix_tokens))
+        reason = "stop" if ids[-1] == STOP else "length"
+        return Completion(tuple(ids), tuple(logprobs), reason, version)
 
 
 def partial_run(folder: Path, flags: str = FLAGS + CORRECTED) -> TableRun:
     folder.mkdir(exist_ok=True)
     run = make_run(folder, flags)
     run.set_engine(Sampler())
-    run.set_pool(cast(Any, Alternating()))
+    run.set_pool(TableRewards(lambda r: float(len(r.response))))
     return run
-
-
-class Alternating(TableRewards):
-    """Counts what is scored; rewards differ within a group."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.scored: Counter[str] = Counter()
-
-    def score(self, requests: Any) -> Any:
-        self.rewards = {r.sample_id: float(len(r.response)) for r in requests}
-        self.scored.update(f"{r.prompt}|{r.response}|{r.finish_reason}" for r in requests)
-        return super().score(requests)
 
 
 def step_of(run: TableRun, step: int) -> tuple[RolloutBatch, MetricSet]:
     rollouts = run.generate(step)
-    batches = run.prepared(rollouts.samples, step, rollouts.greedy_rewards)
-    return rollouts, run.update(batches).merge(rollouts.metrics)
+    return rollouts, run.train_on(rollouts, step)
 
 
 def said(run: TableRun, samples: Sequence[RolloutInfo]) -> list[tuple[int, ...]]:
@@ -115,12 +80,6 @@ def said(run: TableRun, samples: Sequence[RolloutInfo]) -> list[tuple[int, ...]]
         (*run.parts.data.train[s.prompt_index].token_ids, *said_by["token_ids"].tolist())
         for s, said_by in zip(samples, found, strict=True)
     ]
-
-
-def value(metrics: MetricSet, name: str) -> float:
-    metric = metrics[name]
-    assert isinstance(metric, (Max, Mean))
-    return metric.value
 
 
 def test_every_group_is_trained_on_once_and_whole(tmp_path: Path) -> None:
@@ -172,8 +131,7 @@ def test_a_response_is_scored_once_when_it_is_whole(tmp_path: Path) -> None:
     trained = [s for step in range(1, 6) for s in step_of(run, step)[0].samples]
     carried = [s for group in (*run.state.carried_groups, *run.state.partial_groups) for s in group]
     whole = [s for s in (*trained, *carried) if not s.goes_on(LIMIT)]
-    scored = cast(Alternating, run.pool).scored
-    assert scored.total() == len(whole)
+    assert run.pool.num_scored == len(whole)
     assert all(math.isnan(s.reward) for s in carried if s.goes_on(LIMIT))
 
 

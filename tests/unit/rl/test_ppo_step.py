@@ -5,33 +5,21 @@ Policy and critic are tables: see ``test_rl_step``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from support.rl_run import TableCritic, TablePolicy, TableRun, make_run
-from support.table_engine import VOCAB, response_of, single_rank
+from support.rl_run import COUNTS, REWARDS, TableCritic, TableRun, by_sample, make_run, value
+from support.table_engine import VOCAB, response_of
 
-from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, OffloadMode
-from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
-from mindspeed_rl.rl import checkpoints, resume
+from mindspeed_rl.core.memory import CRITIC_OWNERS
 from mindspeed_rl.rl.batches import StepBatches
-from mindspeed_rl.trainer.checkpoint import LoadedState
+from mindspeed_rl.rl.resume import companions
 
-REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
-COUNTS = [len(response_of(i)) for i in range(6)]
 GAE = "--rl-advantage-estimator gae --gae-lambda 0.5 --rl-gamma 0.9 "
 TABLE = torch.linspace(-0.5, 0.8, VOCAB)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def make(folder: Path, flags: str = "", rewards: dict[int, float | None] | None = None) -> TableRun:
@@ -39,19 +27,6 @@ def make(folder: Path, flags: str = "", rewards: dict[int, float | None] | None 
     run = make_run(folder, GAE + flags, rewards or REWARDS)
     run.set_models(critic=TableCritic(TABLE))
     return run
-
-
-def prepared(run: TableRun) -> StepBatches:
-    return run.prepared(run.generate().samples)
-
-
-def by_sample(batches: StepBatches, name: str) -> list[list[float]]:
-    found: dict[int, list[float]] = {i: [] for i in range(6)}
-    for m in batches.micro_batches:
-        tokens = m.column(name)
-        for owner, x in zip(m.sequence_of.tolist(), tokens.tolist(), strict=True):
-            found[m.sample_ids[owner]].append(x)
-    return [found[i] for i in range(6)]
 
 
 def by_hand(rewards: dict[int, float | None]) -> tuple[list[list[float]], list[list[float]]]:
@@ -73,29 +48,23 @@ def approx(rows: list[list[float]]) -> list[Any]:
     return [pytest.approx(row, rel=1e-4, abs=1e-6, nan_ok=True) for row in rows]
 
 
-def value(metrics: MetricSet, name: str) -> float:
-    metric = metrics[name]
-    assert isinstance(metric, (Mean, Max, Total))
-    return metric.value
-
-
 @pytest.mark.parametrize("flags", ["", "--global-batch-size 3", "--max-tokens-per-micro-batch 40"])
 def test_advantages_and_returns_of_every_token(tmp_path: Path, flags: str) -> None:
     """One pass of the critic per optimizer step, over the policy's own micro-batches."""
     run = make(tmp_path, flags)
-    batches = prepared(run)
+    batches = run.batches()
     every, returns = by_hand(REWARDS)
     flat = np.concatenate(every)
     white = [((np.array(row) - flat.mean()) / flat.std(ddof=1)).tolist() for row in every]
     assert by_sample(batches, "advantages") == approx(white)
     assert by_sample(batches, "returns") == approx(returns)
-    assert cast(TableCritic, run.parts.models.critic).num_passes == len(batches.updates)
+    assert run.critic.num_passes == len(batches.updates)
 
 
 def test_a_sample_without_a_reward_has_no_target(tmp_path: Path) -> None:
     """Neither the policy nor the critic learns from it."""
     rewards = REWARDS | {2: None}
-    batches = prepared(make(tmp_path, rewards=rewards))
+    batches = make(tmp_path, rewards=rewards).batches()
     every, returns = by_hand(rewards)
     flat = np.concatenate([row for i, row in enumerate(every) if i != 2])
     white = [((np.array(row) - flat.mean()) / flat.std(ddof=1)).tolist() for row in every]
@@ -107,9 +76,9 @@ def test_a_sample_without_a_reward_has_no_target(tmp_path: Path) -> None:
 def test_the_kl_of_each_token_is_a_reward(tmp_path: Path) -> None:
     flags = "--grpo-kl-beta 0.1 --rl-kl-in-reward --rl-kl-estimator k1"
     run = make(tmp_path, flags)
-    cast(TablePolicy, run.parts.models.reference).table = run.policy.table.detach() - 0.5
-    plain = prepared(make(tmp_path))
-    with_kl = prepared(run)
+    run.reference.table = run.policy.table.detach() - 0.5
+    plain = make(tmp_path).batches()
+    with_kl = run.batches()
     # a penalty of 0.05 on every token, discounted as the errors are
     for i, (a, b) in enumerate(
         zip(by_sample(plain, "returns"), by_sample(with_kl, "returns"), strict=True)
@@ -121,10 +90,10 @@ def test_the_kl_of_each_token_is_a_reward(tmp_path: Path) -> None:
 def test_critic_and_policy_are_updated(tmp_path: Path) -> None:
     """Two optimizer steps of three samples; the critic's gradient is (V - R) / tokens."""
     run = make(tmp_path, "--global-batch-size 3 --value-clip 0")
-    batches = prepared(run)
+    batches = run.batches()
     metrics = run.update(batches)
     _, returns = by_hand(REWARDS)
-    table, critic = TABLE.clone(), cast(TableCritic, run.parts.models.critic)
+    table, critic = TABLE.clone(), run.critic
     for step, samples in enumerate((range(3), range(3, 6))):
         gradient, count = torch.zeros(VOCAB), sum(COUNTS[i] for i in samples)
         for i in samples:
@@ -145,11 +114,11 @@ def test_critic_and_policy_are_updated(tmp_path: Path) -> None:
 def test_a_critic_alone(tmp_path: Path) -> None:
     """--critic-warmup-steps: the policy keeps its weights and its version, nothing is skipped."""
     run = make(tmp_path, "--critic-warmup-steps 1")
-    batches = prepared(run)
+    batches = run.batches()
     before = run.policy.table.detach().clone()
     metrics = run.update(batches)
     assert torch.equal(run.policy.table, before) and run.state.version == 0
-    assert len(cast(TableCritic, run.parts.models.critic).gradients) == 1
+    assert len(run.critic.gradients) == 1
     assert value(metrics, "optimizer/skipped") == 0.0 and value(metrics, "value/loss") > 0.0
 
 
@@ -158,58 +127,23 @@ def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
     run.to_rollout()
     run.to_train()
     metrics = run.update(StepBatches([], cast(Any, None)))
-    assert cast(TableCritic, run.parts.models.critic).gradients == []
+    assert run.critic.gradients == []
     assert value(metrics, "optimizer/skipped") == 1.0
     assert "value/loss" in metrics and "value/lr" in metrics
 
 
-def test_the_critic_is_saved_and_loaded_with_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(tmp_path, f"--save {tmp_path}/save --save-interval 1")
-    seen: list[tuple[str, bool, bool]] = []
-
-    def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
-        seen.append(
-            ("save", engine is run.policy, companions == {"critic": run.parts.models.critic})
-        )
-
-    def load(job: Any, engine: Any, companions: Any) -> LoadedState:
-        seen.append(
-            ("load", engine is run.policy, companions == {"critic": run.parts.models.critic})
-        )
-        return LoadedState(0, {})
-
-    monkeypatch.setattr(checkpoints, "save", save)
-    monkeypatch.setattr(checkpoints, "load", load)
-    state, report = resume.start(run.parts)
-    resume.save_if_due(run.parts, state, report, 1)
-    assert seen == [("load", True, True), ("save", True, True)]
+def test_the_critic_is_saved_with_the_policy(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    assert companions(run.parts) == {"critic": run.critic}
 
 
 def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:
     """With ``--rl-offload all``: parameters for a pass, everything for its updates."""
     run = make(tmp_path)
-    moves: list[str] = []
-
-    class Group:
-        def __init__(self, owner: MemoryOwner) -> None:
-            self.owner = owner
-
-        def restore(self) -> None:
-            moves.append(f"{self.owner} here")
-
-        def release(self) -> None:
-            moves.append(f"{self.owner} away")
-
-    groups = {owner: Group(owner) for owner in CRITIC_OWNERS}
-    run.parts.scheduler._sharing = replace(
-        run.parts.scheduler._sharing, groups=cast(Any, groups), mode=OffloadMode.ALL
-    )
-    batches = prepared(run)
+    moves = run.moves_of(CRITIC_OWNERS)
+    batches = run.batches()
     assert moves == ["critic here", "critic away"]
     moves.clear()
     run.update(batches)
-    everything = [str(owner) for owner in CRITIC_OWNERS]
-    away = [f"{o} away" for o in reversed(everything)]
-    assert moves == [f"{o} here" for o in everything] + away
+    away = [f"{owner} away" for owner in reversed(CRITIC_OWNERS)]
+    assert moves == [f"{owner} here" for owner in CRITIC_OWNERS] + away

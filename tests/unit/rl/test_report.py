@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch.distributed as dist
 from support.answering_run import Answers, make_run
 
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
@@ -25,14 +23,6 @@ from mindspeed_rl.rl.report import RunReporter, check_computation, check_mismatc
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.samples.store import PlacedSamples
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
@@ -47,7 +37,6 @@ ROWS = (
 )
 
 
-@pytest.mark.usefixtures("alone")
 def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
     result = evaluate(run, RunState(), run.data.held_out[""], 3)
@@ -58,7 +47,6 @@ def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
     assert result.metrics()["eval/reward"] == result.reward
 
 
-@pytest.mark.usefixtures("alone")
 def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["format"])
     result = evaluate(run, RunState(), run.data.held_out[""], 3)
@@ -66,14 +54,12 @@ def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
     assert (result.accuracy, result.accuracy_lenient) == (1 / 4, 2 / 4)
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, ["abstains"])
     result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert math.isnan(result.reward) and result.num_unscored == 4
 
 
-@pytest.mark.usefixtures("alone")
 def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) -> None:
     """Greedy and three samples per prompt, with seeds of their own."""
     flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
@@ -96,7 +82,6 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
 
 
-@pytest.mark.usefixtures("alone")
 def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +123,6 @@ def log(run: Components, report: RunReporter, step: int, mismatch: float) -> Non
     report.log_step(step, rollouts, metrics, NOWHERE)
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, flags=["--eval-interval", "2", "--rl-prompts-per-eval", "2"])
     report = RunReporter(run, RunState())
@@ -158,7 +142,6 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
     assert records[1]["throughput/tokens_per_s"] == tokens / 2.0
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
     log(run, RunReporter(run, RunState()), 1, 0.0)
@@ -166,43 +149,38 @@ def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
     assert None not in row.values() and row["reward"] == 1.0
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_step_with_a_nan_mismatch_is_logged_and_ends_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS)
+@pytest.mark.parametrize(
+    ("limit", "mismatch", "told"),
+    [
+        ("0", math.nan, r"step 2: .* is nan: trainer or engine computes"),
+        ("0.5", 0.6, r"is 0\.6, above --rl-max-logprob-diff 0\.5"),
+    ],
+)
+def test_a_step_with_a_wrong_mismatch_is_logged_and_ends_the_run(
+    tmp_path: Path, limit: str, mismatch: float, told: str
+) -> None:
+    run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", limit])
     report = RunReporter(run, RunState())
-    log(run, report, 1, 0.25)
-    with pytest.raises(RuntimeError, match=r"step 2: .* is nan: trainer or engine computes"):
-        log(run, report, 2, math.nan)
-    assert metrics_of(tmp_path)[1]["nonfinite"] == ["mismatch/max_abs_logprob"]
-    assert math.isnan(report.state_dict()["totals"]["worst_mismatch"])
+    log(run, report, 1, 0.5)
+    with pytest.raises(RuntimeError, match=told):
+        log(run, report, 2, mismatch)
+    last = metrics_of(tmp_path)[1]
+    worst = report.state_dict()["totals"]["worst_mismatch"]
+    if math.isnan(mismatch):
+        assert last["nonfinite"] == ["mismatch/max_abs_logprob"] and math.isnan(worst)
+    else:
+        assert last["mismatch/max_abs_logprob"] == worst == 0.6
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
-@pytest.mark.parametrize("mismatch", [math.nan, math.inf])
-def test_a_mismatch_that_is_no_number_is_fatal(limit: float, mismatch: float) -> None:
-    with pytest.raises(RuntimeError, match="log-probs that are not finite"):
-        check_mismatch(3, mismatch, limit)
+def test_the_brake_on_drift(limit: float) -> None:
+    check_mismatch(3, 0.5 if limit else 100.0, limit)
+    check_mismatch(3, -math.inf, limit)  # no token was trained on
+    for mismatch in (math.nan, math.inf):
+        with pytest.raises(RuntimeError, match="log-probs that are not finite"):
+            check_mismatch(3, mismatch, limit)
 
 
-def test_the_brake_on_drift() -> None:
-    check_mismatch(3, 0.5, 0.5)
-    check_mismatch(3, 100.0, 0.0)
-    check_mismatch(3, -math.inf, 0.5)  # no token was trained on
-    with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
-        check_mismatch(3, 0.6, 0.5)
-
-
-@pytest.mark.usefixtures("alone")
-def test_drift_beyond_the_flag_ends_the_run_after_its_step_is_logged(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", "0.5"])
-    report = RunReporter(run, RunState())
-    log(run, report, 1, 0.5)
-    with pytest.raises(RuntimeError, match=r"is 0\.6, above --rl-max-logprob-diff 0\.5"):
-        log(run, report, 2, 0.6)
-    assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5, 0.6]
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
     """By the flag, in the run."""
     run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
@@ -214,7 +192,6 @@ def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
     assert len(said) == 1 and said[0].startswith("warning: step 2: rewards: in each of the last 2")
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
     """Weights derived wrongly after a proof show in what the engine computes."""
     run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
@@ -235,7 +212,6 @@ def test_the_worst_mismatch_keeps_a_nan() -> None:
     assert math.isnan(worse_mismatch(math.nan, 0.3)) and math.isnan(worse_mismatch(0.3, math.nan))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
     log(run, RunReporter(run, RunState()), 1, 0.0)
@@ -253,7 +229,6 @@ def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS)
     report = RunReporter(run, RunState())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from support.rl_run import TablePolicy, TableRun, make_run
-from support.table_engine import first_table, single_rank
+from support.rl_run import REWARDS, TableRun, make_run
+from support.table_engine import first_table
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.rl import checkpoints
@@ -18,14 +17,7 @@ from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.rl.resume import save_if_due, start
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
-REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
 FLAGS = "--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-horizon 60 "
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -68,10 +60,10 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     monkeypatch.setattr(checkpoints, "load", load)
     flags = FLAGS + "--save x --save-interval 2 --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
-    cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5  # above its target
+    run.reference.table = first_table() - 0.5  # above its target
     report = resumed(run)
     for step in (1, 2):
-        run.update(run.prepared(run.generate(step).samples, step), step)
+        run.update(run.batches(step), step)
         save_if_due(run.parts, run.state, report, step)
     assert saved["step"] == 2 and run.state.kl_beta > 0.1 and run.state.version == 4
     again = make_run(tmp_path, flags, REWARDS)

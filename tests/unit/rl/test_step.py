@@ -8,21 +8,18 @@ lost, moved or given another's advantage changes an entry of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
-from support.rl_run import PROMPTS, TablePolicy, TableRun, make_run, response
-from support.table_engine import STOP, VOCAB, first_table, response_of, single_rank
+from support.rl_run import COUNTS, PROMPTS, TableRun, by_sample, make_run, response, value
+from support.table_engine import STOP, VOCAB, first_table, response_of
 
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.colocation.scheduler import Phase
-from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total
+from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rewards import RewardRequest
-from mindspeed_rl.rl.batches import StepBatches
 from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.sync import check_engine
 from mindspeed_rl.rl.update import FIRST_RATIO, RATIO
@@ -32,28 +29,7 @@ REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 # (1/3) / (standard deviation of (1, 0, 0) + 1e-4)
 UNIT = (1 / 3) / (math.sqrt(1 / 3) + 1e-4)
 ADVANTAGES = [2 * UNIT, -UNIT, -UNIT, UNIT, UNIT, -2 * UNIT]
-COUNTS = [len(response_of(i)) for i in range(6)]
 NUM_TOKENS = 15
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
-def value(metric: Metric) -> float:
-    """Of one rank."""
-    assert isinstance(metric, (Mean, Max, Total))
-    return metric.value
-
-
-def annotated(run: TableRun) -> StepBatches:
-    return run.prepared(run.generate().samples)
-
-
-def whole_step(run: TableRun) -> MetricSet:
-    return run.update(annotated(run))
 
 
 def entries(values: dict[int, float]) -> torch.Tensor:
@@ -178,12 +154,9 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
 def advantages(run: TableRun, rewards: list[float], step: int = 1) -> list[float]:
     """Of each sample, which all of its tokens must share."""
     batches = run.prepared(hold(run, [sample(i, r) for i, r in enumerate(rewards)]), step)
-    found: dict[int, set[float]] = {}
-    for m in batches.micro_batches:
-        for owner, a in zip(m.sequence_of.tolist(), m.column("advantages").tolist(), strict=True):
-            found.setdefault(m.sample_ids[owner], set()).add(a)
-    assert all(len(values) == 1 for values in found.values())
-    return [found[i].pop() for i in range(len(rewards))]
+    found = [set(tokens) for tokens in by_sample(batches, "advantages", len(rewards))]
+    assert all(len(values) == 1 for values in found)
+    return [values.pop() for values in found]
 
 
 def test_advantages_are_relative_to_the_own_group(tmp_path: Path) -> None:
@@ -263,27 +236,18 @@ def test_old_logprobs_are_computed_where_no_pass_has_them(
 ) -> None:
     run = make_run(tmp_path, flags, REWARDS)
     run.engine.stale = 0.125
-    batches = annotated(run)
+    batches = run.batches()
     assert run.policy.num_passes == num_passes
     updates = batches.updates
     found = [["old_logprobs" in m.columns for m in b.micro_batches] for b in updates]
     assert found == [[old] * len(b.micro_batches) for old, b in zip(has_old, updates, strict=True)]
-    assert value(batches.metrics["forward/old"]) == num_passes
+    assert value(batches.metrics, "forward/old") == num_passes
     shift = 0.125 if "rollout" in flags else 0.0
     for m in batches.micro_batches:
         if "old_logprobs" in m.columns:
             targets = m.targets[m.loss_mask]
             torch.testing.assert_close(m.column("old_logprobs"), first_table()[targets] + shift)
         assert "ref_logprobs" not in m.columns
-
-
-def test_reference_logprobs_are_the_references(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
-    cast(TablePolicy, run.parts.models.reference).table = first_table() - 0.5
-    for m in annotated(run).micro_batches:
-        targets = m.targets[m.loss_mask]
-        torch.testing.assert_close(m.column("ref_logprobs"), first_table()[targets] - 0.5)
-        assert "old_logprobs" not in m.columns
 
 
 def test_on_policy_samples_must_come_from_the_present_weights(tmp_path: Path) -> None:
@@ -304,31 +268,24 @@ def test_on_policy_samples_must_come_from_the_present_weights(tmp_path: Path) ->
 def test_gradient_of_one_step_in_closed_form(tmp_path: Path, choice: str) -> None:
     """-A_i / N at each token of sample i, N over the whole batch; the ratio is 1."""
     run = make_run(tmp_path, f"--old-logprob {choice}", REWARDS)
-    metrics = whole_step(run)
+    metrics = run.update(run.batches())
     stops = sum(ADVANTAGES[i] for i in (1, 3, 5))
     expected = entries(own_gradient(range(6), NUM_TOKENS) | {STOP: -stops / NUM_TOKENS})
     (found,) = run.policy.gradients
     torch.testing.assert_close(found, expected)
     assert run.state.version == 1
     total = sum(a * n for a, n in zip(ADVANTAGES, COUNTS, strict=True))
-    assert value(metrics["loss/policy"]) == pytest.approx(-total / NUM_TOKENS)
-    assert value(metrics["optimizer/grad_norm"]) == pytest.approx(float(expected.norm()))
+    assert value(metrics, "loss/policy") == pytest.approx(-total / NUM_TOKENS)
+    assert value(metrics, "optimizer/grad_norm") == pytest.approx(float(expected.norm()))
     zero = ("policy/clip_fraction", RATIO, FIRST_RATIO, "optimizer/skipped",
             "mismatch/max_abs_logprob", "mismatch/mean_abs_logprob", "mismatch/k3")  # fmt: skip
-    assert {name: value(metrics[name]) for name in zero} == dict.fromkeys(zero, 0.0)
-
-
-def test_the_step_moves_probability_to_rewarded_samples(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "", REWARDS)
-    whole_step(run)
-    change = run.policy.table.detach() - first_table()
-    assert [bool(change[4 + i] > 0) for i in range(6)] == [a > 0 for a in ADVANTAGES]
+    assert {name: value(metrics, name) for name in zero} == dict.fromkeys(zero, 0.0)
 
 
 def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_path: Path) -> None:
     """Two updates of a group each; only the stop token is in both, so only its ratio is not 1."""
     run = make_run(tmp_path, "--global-batch-size 3 --grpo-kl-beta 0.1", REWARDS)
-    metrics = whole_step(run)
+    metrics = run.update(run.batches())
     first, second = run.policy.gradients
     torch.testing.assert_close(
         first, entries(own_gradient(range(3), 7) | {STOP: -ADVANTAGES[1] / 7})
@@ -338,32 +295,19 @@ def test_later_updates_are_weighted_by_the_ratio_to_the_sampling_weights(tmp_pat
     slope = 0.1 * 2 * (1 - math.exp(-moved)) / 8  # of the KL term, at two stop tokens
     stop = -(ADVANTAGES[3] + ADVANTAGES[5]) * ratio / 8 + slope
     torch.testing.assert_close(second, entries(own_gradient(range(3, 6), 8) | {STOP: stop}))
-    assert value(metrics[RATIO]) == pytest.approx(1 - ratio)
-    assert value(metrics[FIRST_RATIO]) == 0.0, "the weights are those that sampled"
-    assert value(metrics["loss/kl"]) == pytest.approx(2 * kl / NUM_TOKENS, rel=1e-4)
+    assert value(metrics, RATIO) == pytest.approx(1 - ratio)
+    assert value(metrics, FIRST_RATIO) == 0.0, "the weights are those that sampled"
+    assert value(metrics, "loss/kl") == pytest.approx(2 * kl / NUM_TOKENS, rel=1e-4)
     assert run.state.version == 2
 
 
 def test_iterations_repeat_the_same_batch_against_the_same_old_logprobs(tmp_path: Path) -> None:
     unclipped = "--grpo-clamp-eps-lower 0.9 --grpo-clamp-eps-upper 0.8"
     run = make_run(tmp_path, f"--grpo-iterations 2 {unclipped}", REWARDS)
-    whole_step(run)
+    run.update(run.batches())
     first, second = run.policy.gradients
     torch.testing.assert_close(second, first * (-first).exp())
     assert run.state.version == 2
-
-
-def test_clipped_tokens_have_no_gradient(tmp_path: Path) -> None:
-    flags = "--old-logprob rollout --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.1"
-    run = make_run(tmp_path, flags, REWARDS)
-    run.engine.stale = -0.5  # the ratio is e^0.5 at every token
-    metrics = whole_step(run)
-    (found,) = run.policy.gradients
-    scale = math.exp(0.5)
-    kept = {t: g * scale for t, g in own_gradient(range(6), NUM_TOKENS).items() if g > 0}
-    stop = -(ADVANTAGES[1] + ADVANTAGES[5]) * scale / NUM_TOKENS
-    torch.testing.assert_close(found, entries(kept | {STOP: stop}))
-    assert value(metrics["policy/clip_fraction"]) == 1.0
 
 
 @pytest.mark.parametrize(("ratio", "clipped"), [(1.17, 0.0), (1.3, 1.0), (0.95, 0.0), (0.85, 1.0)])
@@ -372,8 +316,8 @@ def test_each_clip_flag_bounds_its_own_side(tmp_path: Path, ratio: float, clippe
     flags = "--old-logprob rollout --grpo-clamp-eps-lower 0.1 --grpo-clamp-eps-upper 0.25"
     run = make_run(tmp_path, flags, REWARDS)
     run.engine.stale = -math.log(ratio)
-    metrics = whole_step(run)
-    assert value(metrics["policy/clip_fraction"]) == clipped
+    metrics = run.update(run.batches())
+    assert value(metrics, "policy/clip_fraction") == clipped
     (found,) = run.policy.gradients
     stopped = [(a > 0) == (ratio > 1) and bool(clipped) for a in ADVANTAGES]
     assert [float(found[4 + i]) == 0.0 for i in range(6)] == stopped
@@ -390,8 +334,8 @@ def test_the_p99_of_the_mismatch_is_of_all_tokens(tmp_path: Path) -> None:
     pairs = zip(ids, parts, strict=True)
     said = [response(i.tolist(), first_table()[i] + off) for i, off in pairs]
     metrics = run.update(run.prepared(run.hold(samples, said)))
-    assert value(metrics["mismatch/max_abs_logprob"]) == pytest.approx(0.999, abs=1e-5)
-    assert value(metrics["mismatch/p99_abs_logprob"]) == pytest.approx(0.991, abs=1e-5)
+    assert value(metrics, "mismatch/max_abs_logprob") == pytest.approx(0.999, abs=1e-5)
+    assert value(metrics, "mismatch/p99_abs_logprob") == pytest.approx(0.991, abs=1e-5)
 
 
 @pytest.mark.parametrize("choice", ["on-policy", "recompute", "rollout"])
@@ -402,11 +346,11 @@ def test_mismatch_is_taken_at_the_weights_that_sampled(
     """Learning between the updates is not counted as a difference of engine and trainer."""
     run = make_run(tmp_path, f"--old-logprob {choice} --global-batch-size {per_update}", REWARDS)
     run.engine.stale = 0.125
-    metrics = whole_step(run)
-    assert value(metrics["mismatch/mean_abs_logprob"]) == pytest.approx(0.125)
-    assert value(metrics["mismatch/max_abs_logprob"]) == pytest.approx(0.125)
-    assert value(metrics["mismatch/p99_abs_logprob"]) == pytest.approx(0.125)
-    assert value(metrics["mismatch/k3"]) == pytest.approx(math.exp(-0.125) + 0.125 - 1, rel=1e-4)
+    metrics = run.update(run.batches())
+    assert value(metrics, "mismatch/mean_abs_logprob") == pytest.approx(0.125)
+    assert value(metrics, "mismatch/max_abs_logprob") == pytest.approx(0.125)
+    assert value(metrics, "mismatch/p99_abs_logprob") == pytest.approx(0.125)
+    assert value(metrics, "mismatch/k3") == pytest.approx(math.exp(-0.125) + 0.125 - 1, rel=1e-4)
     known = 3 if choice == "rollout" and per_update == 3 else 6
     counted = metrics["mismatch/mean_abs_logprob"]
     assert isinstance(counted, Mean) and counted.weight == sum(COUNTS[:known])
@@ -417,24 +361,9 @@ def test_a_batch_without_a_trained_token_is_skipped_and_counted(tmp_path: Path) 
     run = make_run(tmp_path)
     empty = hold(run, [sample(i, ids=()) for i in range(6)])
     metrics = run.update(run.prepared(empty))
-    assert value(metrics["optimizer/skipped"]) == 1.0
+    assert value(metrics, "optimizer/skipped") == 1.0
     assert (run.state.version, run.policy.gradients) == (0, [])
     torch.testing.assert_close(run.policy.table.detach(), first_table(), rtol=0, atol=0)
-
-
-def test_ranks_without_the_loss_report_the_same_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path, "--grpo-kl-beta 0.1", REWARDS)
-    batches = annotated(run)
-    spoken = run.update(batches)
-
-    def silent(self: TablePolicy, *args: Any) -> MetricSet:
-        self.table.grad = torch.zeros(VOCAB)
-        return MetricSet()
-
-    monkeypatch.setattr(TablePolicy, "forward_backward", silent)
-    assert run.update(batches).keys() == spoken.keys()
 
 
 # --- the probe ---------------------------------------------------------------------------------

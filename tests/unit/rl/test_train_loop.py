@@ -5,26 +5,15 @@ One prompt group a step would do; what counts is the order of evaluations, warm-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
-from support.rl_run import TablePolicy, TableRun, make_run
-from support.table_engine import single_rank
+from support.rl_run import REWARDS, TableRun, make_run
 
 from mindspeed_rl import train_rl
 from mindspeed_rl.rl import report as rl_report
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation
-
-REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def train(run: TableRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +29,7 @@ def test_the_critic_alone_is_trained_in_the_warm_up(
     flags = "--rl-advantage-estimator gae --critic-warmup-steps 3 --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
     train(run, monkeypatch)
-    assert len(cast(TablePolicy, run.parts.models.critic).gradients) == 4 * 2
+    assert len(run.critic.gradients) == 4 * 2
     assert len(run.policy.gradients) == 2 == run.engine.weights_version
 
 

@@ -1,0 +1,64 @@
+"""Whole runs of train_rl on a tiny model: what they read, and the metrics that they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from make_task_data import generate_task, write_jsonl
+from make_tiny_model import write_tiny_model
+from support.jobs import TorchrunJob, free_port
+
+TRAIN_RL = ("-m", "mindspeed_rl.train_rl")
+COMMON = (
+    *("--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl"),
+    *("--make-vocab-size-divisible-by", "8"),
+)
+# Of an untrained model: the share of digits, which it can learn without a warm start, and anything
+# that differs within a group.
+REWARDS = """
+import zlib
+
+
+def digits(request):
+    return sum(c.isdigit() for c in request.response) / (1 + len(request.response))
+
+
+def differing(request):
+    return zlib.crc32(request.response.encode()) % 8 / 8
+"""
+
+
+def write_inputs(
+    folder: Path, num_prompts: int, *, heldout: int = 0, family: str = "qwen2"
+) -> None:
+    """Write ``model``, ``train.jsonl``, ``reward.py`` and, when asked for, ``heldout.jsonl``."""
+    write_tiny_model(folder / "model", family=family)
+    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", num_prompts, seed=0))
+    if heldout:
+        rows = generate_task("digit_sort", heldout, seed=0, split="heldout")
+        write_jsonl(folder / "heldout.jsonl", rows)
+    (folder / "reward.py").write_text(REWARDS)
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, evaluations included."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_rl(
+    folder: Path,
+    flags: Sequence[str],
+    *,
+    output: str = "out",
+    num_ranks: int = 2,
+    limit_s: float = 300.0,
+) -> list[dict[str, Any]]:
+    """The metrics of every step of a run in ``folder`` that must end well."""
+    argv = [*COMMON, "--output-dir", output, *flags]
+    with TorchrunJob(folder, TRAIN_RL, argv, num_ranks=num_ranks, port=free_port()) as job:
+        ended = job.end(limit_s)
+    assert ended.returncodes == (0,) and "the job ends" not in ended.output, ended.output
+    return [row for row in rows_of(folder / output) if "optimizer/skipped" in row]
