@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.core.files import write_text_atomic
-
 from mindspeed_rl.data.rows import read_rows
 
 SPLITS = ("train", "heldout")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 from mindspeed_rl.checkpoint.mapping import check_layout
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
@@ -43,6 +42,7 @@ from mindspeed_rl.planning.activations import TrainingMemory, Workload
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.rollout.vllm.capabilities import check_model_support
+from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 WIDE = GroupedQueryAttention(num_heads=4, num_kv_heads=4, head_dim=6)
