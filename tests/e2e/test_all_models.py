@@ -54,7 +54,8 @@ def test_all_models_in_one_run_that_is_resumed(tmp_path: Path) -> None:
         assert row["reward/reward_model"] != 0.0 and row["value/loss"] > 0.0
         # optimizer states come with the first update
         for border in ("train", "rollout") if step > 1 else ("rollout",):
-            owned = row[f"memory/{border}_owned_bytes"]
+            # the tokens of the step's samples depend on the responses and are not predicted
+            owned = row[f"memory/{border}_owned_bytes"] - row[f"memory/{border}/samples_bytes"]
             assert owned == row[f"memory/{border}_predicted_bytes"], border
     assert whole[3]["loss/kl"] < 0.5 * whole[2]["loss/kl"], "the reference was refreshed"
     shutil.rmtree(tmp_path / "save" / "iter_0000003")
