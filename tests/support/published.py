@@ -56,7 +56,7 @@ class Reshard:
         if layers := re.search(r"num_layer_list=([\d-]+)", self.train):
             config["num_hidden_layers"] = sum(map(int, layers[1].split("-")))
         spec = spec_from_hf_config(config)
-        target = rollout_from_text(spec, self.rollout, self.world)
+        target = rollout_from_text(spec, self.rollout, self.world, VllmLayout)
         return (
             training_from_text(spec, self.train, self.world),
             replace(target, physical_experts=self.experts),

@@ -42,6 +42,7 @@ from mindspeed_rl.planning.activations import TrainingMemory, Workload
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.rollout.vllm.capabilities import check_model_support
+from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -77,6 +78,8 @@ def spec_of(*layers: LayerSpec) -> ModelSpec:
 SIZES = spec_of(*(LayerSpec(WIDE, DENSE), LayerSpec(NARROW, MOE)) * 2)
 KINDS = spec_of(LayerSpec(WIDE, DENSE), LayerSpec(LATENT, MOE), LayerSpec(NARROW, DENSE))
 
+SMALL = EngineSizes(batched_tokens=16, sequences=1, block_tokens=4)
+
 
 def trainer_of(spec: ModelSpec, pp: int = 1) -> MegatronLayout:
     parallel = ParallelLayout.build(
@@ -105,7 +108,9 @@ def test_rows_go_to_the_layers_of_their_kind_in_their_size() -> None:
         for tail in ("k_proj.weight", "kv_b_proj.weight", "q_norm.weight", "mlp.gate.weight")
     }
     assert list(layers.values()) == [{0, 2}, {1}, {2}, {1}]
-    names = [row.param for row in TABLE.engine_rows(KINDS) if "input_layernorm" in row.param]
+    names = [
+        row.param for row in TABLE.engine_rows(KINDS, "vllm") if "input_layernorm" in row.param
+    ]
     assert len(names) == 2, "of grouped-query and of latent attention"
 
 
@@ -141,22 +146,23 @@ def test_the_cache_of_a_token_is_a_sum_over_layers() -> None:
     assert SIZES.cached_values(tp=2) == 2 * (2 * 2 * 6) + 2 * (2 * 1 * 2)
     assert SIZES.cached_values(tp=1, layers=[1]) == 2 * 2 * 2
     assert KINDS.cached_values(tp=2) == 2 * 2 * 6 + (5 + 2) + 2 * 1 * 2
-    engine = EngineMemory(VllmLayout(KINDS, EngineLayout(2, 2)), 2, {}, 1 << 20)
+    engine = EngineMemory(VllmLayout(KINDS, EngineLayout(2, 2)), 2, SMALL, 1 << 20)
     assert engine.token_bytes() == 2 * KINDS.cached_values(tp=2)
     # three stages of a layer each: the first holds the widest heads
-    staged = EngineMemory(VllmLayout(KINDS, EngineLayout(3, 1, pp=3)), 2, {}, 1 << 20)
+    staged = EngineMemory(VllmLayout(KINDS, EngineLayout(3, 1, pp=3)), 2, SMALL, 1 << 20)
     assert staged.token_bytes() == 2 * (2 * 4 * 6)
 
 
 def test_the_engine_has_room_for_its_widest_layer() -> None:
     """The copies of latent attention are those of its layers alone."""
     layout = VllmLayout(KINDS, EngineLayout(1, 1))
-    memory = EngineMemory(layout, 2, {"max_num_batched_tokens": 16, "max_num_seqs": 1}, 0)
+    memory = EngineMemory(layout, 2, SMALL, 0)
     experts = 2 * (2 * HIDDEN + 3 * 8)  # two copies of a token: taken, given back, gate and up
     attention = 2 * 24 + 2 * 24
     assert attention > experts > 3 * 12
     assert memory.workspace() == 16 * (2 * HIDDEN + attention) * 2
-    copies = replace(memory, copies_latent=True).weights(0) - memory.weights(0)
+    copying = replace(memory, sizes=replace(SMALL, copies_latent=True))
+    copies = copying.weights(0) - memory.weights(0)
     assert copies == 4 * (4 + 3) * 5 * 2
 
 

@@ -55,7 +55,7 @@ def test_no_chat_template_in_supervised_training(base_model: Path) -> None:
     argv = flags(base_model, "--sft-data", str(base_model / "train.jsonl"), "--seq-length", "9")
     config = parse(PretrainRunConfig, [*argv, "--no-chat-template"], "test").config
     job: Any = SimpleNamespace(config=config, plan=SimpleNamespace(spec=SPEC))
-    (example,) = load_examples(job)
+    (example,) = load_examples(job).examples
     assert example.num_prompt_tokens == 2
 
 
