@@ -41,8 +41,8 @@ from mindspeed_rl.models.tensors import num_parameters, tensor_groups
 from mindspeed_rl.planning.activations import TrainingMemory, Workload
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
-from mindspeed_rl.rollout.vllm.capabilities import check_model_support
 from mindspeed_rl.rollout.provider import EngineSizes
+from mindspeed_rl.rollout.vllm.capabilities import check_model_support
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
