@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.alone]
 LIMIT_S = 2.0
 
 

@@ -12,7 +12,7 @@ from support.spawn import RankError, run_ranks
 
 from mindspeed_rl.launch.bootstrap import World
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 def sum_of_ranks(world: World, base: int) -> tuple[int, float]:

@@ -11,7 +11,7 @@ from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
 from support.jobs import TorchrunJob, free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 LIMIT_S = 60.0  # the process group alone would wait an hour
 FLAGS = ["--hf-checkpoint", "model", "--platform", "cpu", "--train-iters", "2",

@@ -18,7 +18,7 @@ import pytest
 from support.jobs import DRIVER, Ended, TorchrunJob, free_port, processes_of, shared_memory
 from support.whole_runs import COMMON, write_inputs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0

@@ -23,7 +23,7 @@ from compare_runs import differences, digests, metrics
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 DRIVER = [sys.executable, str(ROOT / "tests" / "support" / "ray_driver.py")]
 ENTRY = [sys.executable, "-m", "mindspeed_rl.train_rl"]

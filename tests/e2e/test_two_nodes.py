@@ -16,7 +16,7 @@ from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
 
 from mindspeed_rl.metrics.names import measures_machine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 NUM_RANKS = 4
 LIMIT_S = 400.0
