@@ -50,7 +50,7 @@ class LossSettings:
 
 
 def supervised_loss(inputs: LossInputs, num_tokens: int) -> LossOutputs:
-    """Return the negative log-likelihood, averaged over the step's ``num_tokens`` trained tokens."""
+    """Return the negative log-likelihood, averaged over the ``num_tokens`` tokens of the step."""
     loss = -inputs.logprobs.sum() / num_tokens
     count = _count(inputs.logprobs)
     return LossOutputs(loss, {"loss": MeanTerm(-inputs.logprobs.detach().sum(), count)})
