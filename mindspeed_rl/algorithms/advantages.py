@@ -4,7 +4,7 @@ Shapes: G groups (prompts) of n samples each; N trained tokens of whole sequence
 
 An estimator gives every sample a value that is relative to its group or to a baseline of its
 prompt. That is the advantage of all its tokens, or, where tokens differ, a reward at its last token
-from which the estimator makes those of tokens. An abstained reward (NaN) has the value 0 and is
+from which the estimator computes token advantages. An abstained reward (NaN) has the value 0 and is
 kept out of all baselines. A group whose rewards are all equal teaches nothing: where the baseline
 is the group's own, its values are exactly 0, also when rounding makes the rewards differ from their
 mean.

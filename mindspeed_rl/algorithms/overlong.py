@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, weight: float) -> float:
-    """Return what is added to the reward: 0 up to ``limit - buffer`` tokens, then to ``-weight``.
+    """Return the penalty of the reward: 0 up to ``limit - buffer`` tokens, falling to ``-weight``.
 
     Soft overlong punishment: -weight (length - (limit - buffer)) / buffer within the buffer.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Estimate pass@k of one prompt without bias from ``num_samples`` samples of it.
+    """Return an unbiased estimate of pass@k from ``num_samples`` samples of one prompt.
 
     1 - C(n - c, k) / C(n, k): the fraction of all subsets of k samples that hold a right one (Chen
     et al., Evaluating Large Language Models Trained on Code, arXiv:2107.03374, equation 1).

@@ -42,7 +42,7 @@ class EngineAssignment:
 
     @property
     def leads_engine(self) -> bool:
-        """Whether this rank is the first of its engine, which exchanges data for all of them."""
+        """Whether this rank is the first of its tensor-parallel ranks, and acts for all of them."""
         return self.engine.tp_rank(self.rank) == 0
 
     def max_tokens(self, prefix: RolloutInfo | None) -> int:
@@ -62,7 +62,7 @@ class EngineAssignment:
 
         Args:
             prompts: Prompts of all samples; the position is the sample id.
-            history: Lengths of responses to these prompts; ``None`` unless they are for training.
+            history: Lengths of earlier responses; ``None`` for prompts not trained on.
             prefixes: Beginning of each response; empty where no response continues.
         """
         group, num_groups = self.engine.group_of(self.rank), self.engine.num_groups

@@ -114,8 +114,8 @@ def _phases_of(job: Job[RLRunConfig, RLPlan], timer: PhaseTimer) -> PhaseContext
 def _freeze_objects() -> None:
     """Exempt the objects built so far from garbage collection, and collect less often."""
     gc.collect()
-    gc.freeze()  # else each release of device memory would search the objects of the whole run
-    gc.set_threshold(_YOUNG_OBJECTS)  # else tables of samples would trigger it every few ms
+    gc.freeze()  # keeps each release of device memory from searching all these objects
+    gc.set_threshold(_YOUNG_OBJECTS)  # tables of samples would trigger it every few ms
 
 
 def build_sample_store(

@@ -49,7 +49,7 @@ def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
 
 
 def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
-    """Predict the run's memory, choose an offload mode and say why. Collective: the world."""
+    """Predict the run's memory with an offload mode; also return why. Collective: the world."""
     machine = machine_on(job.config, job.platform.name)
     prediction = predict(job.config, job.plan, machine)
     limit = memory_limit(job)
@@ -121,7 +121,7 @@ def open_ledger(
 
 
 def watched(sharing: ColocationPlan, ledger: MemoryLedger) -> ColocationPlan:
-    """Return a copy of the plan that has the ledger check every border of phases."""
+    """Return a copy of the plan in which the ledger checks every border between phases."""
     return replace(sharing, require_free=ledger.require_free, at_border=ledger.at_border)
 
 

@@ -91,7 +91,7 @@ def build_engine(
         routing=routing,
     )
     if role == "policy":
-        kept_mtp(job)  # reports what an export would lack before the run, not after it
+        kept_mtp(job)  # refuses --keep-mtp without its tensors before the run, not after
     load_weights(job, job.plan.megatron, engine.named_parameters(), log_skipped=role == "policy")
     engine.reload_master_weights()
     return engine

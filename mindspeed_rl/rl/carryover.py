@@ -57,7 +57,7 @@ def restored_carryover(
         num_groups: Number of groups of engine ranks.
         saved_groups: ``num_groups`` of the run that saved the state. Where both are equal, each
             rank group gets its own samples back, since who trains on a sample depends on it;
-            else samples are dealt to the rank groups one by one.
+            otherwise the rank groups get samples in turn.
 
     Raises:
         UsageError: the checkpoint lacks a column that this run needs.

@@ -49,7 +49,7 @@ def fill_step(
 ) -> FilledStep:
     """Draw until ``num_groups`` groups are accepted or the rounds are used up.
 
-    A group is accepted when its rewards are not all equal: else every advantage of it is 0.
+    A group is accepted when its rewards are not all equal; otherwise all its advantages are 0.
 
     Args:
         num_groups: Number of groups of a step.

@@ -164,7 +164,7 @@ class Conversations:
         self._scorer.add(episode.rollout(reason, self._version), episode.reward)
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
-        """Finish a sample without a reward, not even 0, of which no token is trained on."""
+        """Finish a sample without a reward (not even 0), and train on none of its tokens."""
         self._first_error = self._first_error or failed.trace
         self.num_errors += 1
         logger.warning("sample %d: its environment failed:\n%s", episode.sample_id, failed.trace)

@@ -250,7 +250,7 @@ class RunReporter:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
         run, config = self._run, self._run.config
         last = config.train.train_iters
-        run.telemetry.profiler.close()  # evaluation and export are no step
+        run.telemetry.profiler.close()  # evaluation and export are not part of a step
         self._progress.close()
         if run.data.held_out and last not in self._evaluations:
             self._evaluate(last)

@@ -130,7 +130,7 @@ class RolloutWorker:
             with phase("reward"):
                 rollouts, found = scorer.finish()
                 verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
-        with phase("wait"):  # for the slowest engine, else its time would count as exchange
+        with phase("wait"):  # for the slowest engine, so that its time is not counted as exchange
             dist.all_reduce(torch.zeros(1))
         leads = self.assignment.leads_engine
         with phase("exchange"):

@@ -137,6 +137,6 @@ def _greedy_rewards(
     prompts = [run.data.train[group[0].prompt_index] for group in groups]
     worker = run.rollouts
     found = worker.run(prompts, step, worker.settings(0.0), state.version, run.phase)
-    # With the penalty of samples: a long greedy response would else be too high a baseline.
+    # Penalised as samples are; otherwise a long greedy response is too high a baseline.
     rewards = [s.reward + length_penalty(run.config, s) for s in found.samples]
     return rewards, found.metrics

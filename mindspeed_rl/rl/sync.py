@@ -14,7 +14,7 @@ PROBE_TOKENS = 24
 
 
 def sync_weights(run: Components, version: int) -> MetricSet:
-    """Copy the policy's weights to the engine, verified; no effect if it has ``version`` already.
+    """Copy the policy's weights to the engine and verify them, unless it has ``version`` already.
 
     Collective: the world; within SYNC.
 

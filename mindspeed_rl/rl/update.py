@@ -178,7 +178,7 @@ def select_tokens(
         policy: The present policy.
         batch: Batch with old log-probs and advantages.
         settings: Settings that say which tokens to select, and how many.
-        old_is_present: Whether the old log-probs are the present policy's; else a pass is needed.
+        old_is_present: Whether the old log-probs are the present policy's; if not, it needs a pass.
     """
     micro = batch.micro_batches
     current: Sequence[torch.Tensor | None]
