@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SftJob = Job[PretrainRunConfig, RunPlan]
 
-# Flags of Megatron that choose other data or another loss; in RL they mean nothing.
+# Megatron flags that choose other data or another loss; RL ignores them.
 OTHER_DATA = (
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path"),
     *("--per-split-data-args-path", "--mock-data", "--fim-data", "--dataloader-type"),
@@ -91,7 +91,7 @@ def main(job: SftJob) -> None:
 def train_step(
     job: SftJob, engine: TrainEngine, chosen: StepSamples, timer: PhaseTimer
 ) -> dict[str, float]:
-    """One optimizer step on ``chosen``; its metrics. Collective: the training grid."""
+    """Run an optimizer step on ``chosen``; return its metrics. Collective: the training grid."""
     from functools import partial
 
     from mindspeed_rl.algorithms.losses import supervised_loss
@@ -112,10 +112,10 @@ def train_step(
 
 
 def refuse_other_data(ignored: Sequence[str]) -> None:
-    """Refuse flags that RL ignores and that would make this another training.
+    """Refuse flags that RL ignores but that would change this training.
 
     Raises:
-        UsageError: naming them.
+        UsageError: the message names the flags.
     """
     harmless = "--dataloader-type single"
     given = [flag for flag in ignored if flag.split()[0] in OTHER_DATA and flag != harmless]
@@ -127,7 +127,7 @@ def refuse_other_data(ignored: Sequence[str]) -> None:
 
 
 def load_source(job: SftJob) -> SampleSource:
-    """What to train on. Collective: the world."""
+    """Open the source of training samples. Collective: the world."""
     from mindspeed_rl.data.batches import SupervisedSamples
 
     config = job.config
@@ -146,7 +146,7 @@ def load_source(job: SftJob) -> SampleSource:
 
 
 def load_examples(job: SftJob) -> SupervisedDataset:
-    """The data set, tokenised. Local."""
+    """Load the supervised data set, tokenised. Local."""
     from mindspeed_rl.data.supervised import load_supervised
     from mindspeed_rl.rl.build_models import load_tokenizer
 
@@ -164,7 +164,7 @@ def load_examples(job: SftJob) -> SupervisedDataset:
 
 
 def describe(job: SftJob, source: SampleSource) -> None:
-    """Say at start what will run."""
+    """Log at start what will run."""
     train = job.config.train
     layout = job.plan.parallel.describe(
         experts=job.plan.spec.moe is not None,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from mindspeed_rl.rollout.engine import InferenceEngine
 
 ScoreJob = Job[ScoreRunConfig, ScorePlan]
-# an engine that is freed may destroy the default process group, which the job needs to its end
+# A freed engine may destroy the default process group, which the job needs until its end.
 _ENGINES: list[InferenceEngine] = []
-# sequence, position, log-prob, entropy of one token
+# (sequence, position, log-prob, entropy) of one token.
 TokenScore = tuple[int, int, float, float]
 
 
@@ -31,7 +31,7 @@ def main(job: ScoreJob) -> None:
     spec = job.plan.spec
     limit = spec.max_position_embeddings
     if score.backend == "engine":
-        limit = spec.engine_positions - 1  # engines want room for one more token
+        limit = spec.engine_positions - 1  # an engine generates one more token
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
@@ -46,7 +46,7 @@ def main(job: ScoreJob) -> None:
 
 
 def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
-    """This rank's share, by the training engine. Collective: the training grid."""
+    """Score this rank's part of the tokens by the trainer. Collective: the training grid."""
     import torch
 
     from mindspeed_rl.rl.build_models import batch_rules, build_engine
@@ -71,7 +71,7 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
 
 
 def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
-    """This rank's share, by the inference engine. Collective: the world."""
+    """Score this rank's part of the tokens by the rollout engine. Collective: the world."""
     from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rl.build_models import load_weights
     from mindspeed_rl.rollout.provider import EngineSettings
@@ -115,10 +115,10 @@ def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
 
 
 def gather(job: ScoreJob, sequences: ScoreInputs, mine: list[TokenScore]) -> Scores | None:
-    """All ranks' shares as one result, on rank 0. Collective: the world.
+    """Combine the scores of all ranks on rank 0. Collective: the world.
 
     Raises:
-        RuntimeError: some token was scored never or twice.
+        RuntimeError: a token was not scored exactly once.
     """
     from itertools import chain
 
@@ -145,7 +145,7 @@ def gather(job: ScoreJob, sequences: ScoreInputs, mine: list[TokenScore]) -> Sco
 
 
 def compare_files(argv: list[str]) -> int:
-    """``--compare A B`` needs no torchrun: print the table; the exit status."""
+    """Print the table of ``--compare A B``, which needs no torchrun; return the exit status."""
     from mindspeed_rl.config.arguments import parse
     from mindspeed_rl.data.scores import compare, read_scores
 

@@ -1,6 +1,6 @@
-"""RL entry: ``torchrun ... -m mindspeed_rl.train_rl``. The step, whole, is :func:`train`.
+"""RL entry: ``torchrun ... -m mindspeed_rl.train_rl``. :func:`train` shows the whole step.
 
-With ``--orchestrator ray`` it is ``python -m mindspeed_rl.train_rl``, once.
+With ``--orchestrator ray``, run ``python -m mindspeed_rl.train_rl`` once instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Components) -> None:
-    """prompts -> rollouts -> rewards -> advantages -> update -> weight sync -> rollouts."""
+    """Run the loop: prompts -> rollouts -> rewards -> advantages -> update -> weight sync."""
     from mindspeed_rl.rl import resume
     from mindspeed_rl.rl.advantages import compute_advantages
     from mindspeed_rl.rl.batches import build_batches
@@ -56,7 +56,7 @@ def train(run: Components) -> None:
 
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
-    """Build the run, train, evaluate, write the results."""
+    """Build the parts of the run, train, evaluate, and write the results."""
     from mindspeed_rl.rl.build import build_components
     from mindspeed_rl.rl.report import describe
     from mindspeed_rl.selftest import loss as selftest

@@ -1,1 +1,1 @@
-"""Advantages and losses: pure functions over tensors, global denominators passed in."""
+"""Formulas of advantages and losses: pure functions of tensors and of global denominators."""

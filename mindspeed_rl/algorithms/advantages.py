@@ -4,7 +4,7 @@ Shapes: G groups (prompts) of n samples each; N trained tokens of whole sequence
 
 An estimator gives every sample a value that is relative to its group or to a baseline of its
 prompt. That is the advantage of all its tokens, or, where tokens differ, a reward at its last token
-from which the estimator makes those of tokens. An abstained reward (NaN) has the value 0 and is
+from which the estimator computes token advantages. An abstained reward (NaN) has the value 0 and is
 kept out of all baselines. A group whose rewards are all equal teaches nothing: where the baseline
 is the group's own, its values are exactly 0, also when rounding makes the rewards differ from their
 mean.
@@ -58,11 +58,11 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """What an estimator knows of the samples of a step; the same on all ranks.
+    """What an estimator knows about the samples of a step; the same on all ranks.
 
     Attributes:
-        rewards: [G, n], NaN where a reward abstained.
-        lengths: [G, n] tokens of each response.
+        rewards: [G, n] rewards, NaN where one abstained.
+        lengths: [G, n] number of tokens of each response.
         greedy: [G] rewards of the greedy responses, NaN where one abstained; ``None`` unless the
             estimator asks for them.
     """
@@ -74,13 +74,13 @@ class GroupRewards:
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """What an estimator knows of the tokens of a micro-batch.
+    """What an estimator knows about the tokens of a micro-batch.
 
     Attributes:
         rewards: [N], the value of each sample at its last token, less the KL of each token where
             the KL is in the reward.
-        lengths: trained tokens of each sequence; they add up to N.
-        values: [N] of the critic, without gradient; ``None`` unless the estimator asks for it.
+        lengths: Number of trained tokens of each sequence; they add up to N.
+        values: [N] values of the critic, without gradient; ``None`` unless asked for.
     """
 
     rewards: torch.Tensor
@@ -97,13 +97,13 @@ class Estimator(Choice):
     """An advantage estimator.
 
     Attributes:
-        formula: the value of each sample, [G, n] of the rewards' type.
-        of_tokens: advantages of tokens, and the targets of a critic; ``None``: every token has the
-            value of its sample.
-        min_group_size: smallest n that has a signal.
-        whiten: whiten over the trained tokens of the step afterwards.
-        needs_greedy: whether :attr:`GroupRewards.greedy` must be there.
-        needs_critic: whether :attr:`TokenRewards.values` must be there.
+        formula: Computes the value of each sample, [G, n] of the rewards' type.
+        of_tokens: Computes the advantages of tokens and the targets of a critic; ``None``: every
+            token has the value of its sample.
+        min_group_size: Smallest n that has a signal.
+        whiten: Whether to whiten the advantages over the trained tokens of the step.
+        needs_greedy: Whether :attr:`GroupRewards.greedy` must be given.
+        needs_critic: Whether :attr:`TokenRewards.values` must be given.
     """
 
     formula: OfSamples
@@ -119,7 +119,7 @@ ESTIMATORS = Catalogue("--rl-advantage-estimator", Estimator, AdvantageSettings)
 
 @dataclass(frozen=True, slots=True)
 class _RewardGroup:
-    """Statistics of each group over the rewards that are known, all [G, n] or [G, 1]."""
+    """Statistics of each group over its known rewards, all [G, n] or [G, 1]."""
 
     known: torch.Tensor
     count: torch.Tensor
@@ -129,7 +129,7 @@ class _RewardGroup:
 
 
 def _statistics(rewards: torch.Tensor) -> _RewardGroup:
-    """Mean and unbiased deviation in two passes, in fp64: equal rewards have none."""
+    """Compute mean and unbiased deviation in two fp64 passes; equal rewards have deviation 0."""
     dtype, rewards = rewards.dtype, rewards.double()
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True)
@@ -142,7 +142,7 @@ def _statistics(rewards: torch.Tensor) -> _RewardGroup:
 
 
 def teaches(rewards: torch.Tensor) -> torch.Tensor:
-    """Which groups have rewards that differ: [G, n] -> [G] bool."""
+    """Return which groups have rewards that differ: [G, n] -> [G] bool."""
     return ~_statistics(rewards).degenerate[:, 0]
 
 
@@ -178,7 +178,7 @@ def rloo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
 
 
 def _discounted_returns(step: TokenRewards, settings: AdvantageSettings) -> ValueTargets:
-    """The discounted sum of the rewards from each token on."""
+    """Return the discounted sum of the rewards from each token to the last."""
     from mindspeed_rl.algorithms.token_advantages import ValueTargets, discounted_sums
 
     returns = discounted_sums(step.rewards, step.lengths, settings.gamma)
@@ -194,7 +194,7 @@ def _discounted_returns(step: TokenRewards, settings: AdvantageSettings) -> Valu
     whiten=True,
 )
 def reinforce_plus_plus(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
-    """The reward itself, at the last token (Hu 2025)."""
+    """Return the reward itself, which is put at the last token (Hu 2025)."""
     return _known_rewards(step)
 
 
@@ -215,7 +215,7 @@ def reinforce_plus_plus_baseline(step: GroupRewards, settings: AdvantageSettings
 def remax(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = r - reward of the greedy response (Li et al. 2023).
 
-    0 for the whole group where the greedy response has no reward.
+    A is 0 for the whole group where the greedy response has no reward.
     """
     if step.greedy is None:
         raise RuntimeError("remax needs the rewards of greedy responses")
@@ -229,7 +229,7 @@ def remax(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
 def gpg(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = a (r - mean), a = G / groups that teach something (Chu et al. 2025).
 
-    The factor makes up for the groups of equal rewards, which add nothing to the gradient but
+    The factor compensates for the groups of equal rewards, which add nothing to the gradient but
     count in its denominator.
     """
     group = _statistics(step.rewards)
@@ -242,13 +242,13 @@ def opo(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A = r - sum(length r) / sum(length) of the group (Hao et al. 2025)."""
     group = _statistics(step.rewards)
     weight = step.lengths.to(step.rewards.dtype).masked_fill(~group.known, 0.0)
-    # of distances from the mean, so that a large common reward does not cancel
+    # Sums distances from the mean, so that a large common reward does not cancel.
     shift = (weight * group.centred).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
     return (group.centred - shift).masked_fill(group.degenerate | ~group.known, 0.0)
 
 
 def _errors_of_the_critic(step: TokenRewards, settings: AdvantageSettings) -> ValueTargets:
-    """Generalized advantages of the tokens, and the returns that the critic learns."""
+    """Return the generalized advantages of the tokens, and the returns that the critic learns."""
     from mindspeed_rl.algorithms.token_advantages import generalized_advantages
 
     if step.values is None:
@@ -272,7 +272,7 @@ def _errors_of_the_critic(step: TokenRewards, settings: AdvantageSettings) -> Va
     needs_critic=True,
 )
 def gae(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
-    """The reward itself, at the last token (Schulman et al. 2015)."""
+    """Return the reward itself, which is put at the last token (Schulman et al. 2015)."""
     return _known_rewards(step)
 
 

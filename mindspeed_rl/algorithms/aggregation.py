@@ -1,4 +1,4 @@
-"""From losses of tokens to the loss of an optimizer step: one weight per token.
+"""Aggregations: each gives the loss of a token its weight in the loss of an optimizer step.
 
 Shapes: N trained tokens of one micro-batch. The denominators are global, so the weighted sums
 of all micro-batches and ranks add up to the loss, whatever the split.
@@ -25,10 +25,10 @@ Weights = Callable[["Sequences", "Denominators", int], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation(Choice):
-    """A way of making one loss of those of tokens.
+    """A way to combine the losses of tokens into one.
 
     Attributes:
-        formula: the arguments of :func:`token_weights` but the first.
+        formula: Takes the arguments of :func:`token_weights` except the first.
     """
 
     formula: Weights
@@ -73,13 +73,13 @@ def _sequence_mean(sequences: Sequences, denominators: Denominators, longest: in
 def token_weights(
     mode: str, sequences: Sequences, denominators: Denominators, longest: int
 ) -> torch.Tensor:
-    """Weight of each trained token in the loss.
+    """Return the weight of each trained token in the loss.
 
     Args:
-        mode: a name of :data:`AGGREGATIONS`.
-        sequences: of the micro-batch.
-        denominators: of the optimizer step; sequences without a trained token do not count.
-        longest: the limit on the length of a response, in tokens.
+        mode: A name of :data:`AGGREGATIONS`.
+        sequences: Sequences of the micro-batch.
+        denominators: Counts of the optimizer step; sequences without a trained token do not count.
+        longest: Limit on the length of a response, in tokens.
 
     Returns:
         [N] fp32.

@@ -1,9 +1,9 @@
-"""Algorithms by the names that users choose them by; each is declared beside its formula.
+"""Catalogues of algorithms: the names that users choose them by, declared with their formulas.
 
-A formula and its declaration are one function with a decorator, so neither is there without the
-other. Choices of flags, their help, the checks of what goes together and the tables of
-``docs/algorithms.md`` are read from the catalogues, which therefore import without torch: formulas
-are written in methods of tensors, and one that needs torch itself imports it when it is called.
+A decorator declares the formula that follows it, so neither exists without the other. The choices
+of flags, their help, the checks of what goes together and the tables of ``docs/algorithms.md`` are
+read from the catalogues, which therefore import without torch: formulas use methods of tensors, and
+one that needs torch itself imports it when it is called.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Choice:
     """One value of a flag that chooses an algorithm.
 
     Attributes:
-        name: the value.
-        summary: what it computes, in a few words.
-        formula: the function.
-        source: where it is published; empty for nowhere in particular.
-        reads: fields of the settings of its catalogue that it reads.
+        name: The value.
+        summary: What the algorithm computes, in a few words.
+        formula: The function that computes it.
+        source: Publication of the algorithm; empty if it has none.
+        reads: Fields of the settings of its catalogue that it reads.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Catalogue(Mapping[str, AnyChoice]):
     """The choices of one flag by name, in the order in which they are declared.
 
     Args:
-        flag: the flag, as it is typed.
-        kind: the class of its choices.
-        settings: the dataclass of flags that only some of the choices read.
+        flag: The flag, as it is typed.
+        kind: Class of its choices.
+        settings: Dataclass of the flags that only some of the choices read.
     """
 
     def __init__(self, flag: str, kind: type[AnyChoice], settings: type[Any] | None = None) -> None:
@@ -54,13 +54,13 @@ class Catalogue(Mapping[str, AnyChoice]):
     def declare(
         self, summary: str, source: str = "", *, name: str = "", **properties: Any
     ) -> Callable[[Formula], Formula]:
-        """Declare the function below as a choice, of its own name unless another is given.
+        """Declare the decorated function as a choice, by default under its own name.
 
         Args:
-            summary: as in :class:`Choice`, like the others.
-            source: of the formula.
-            name: of the choice.
-            properties: further fields of the class of the choices.
+            summary: As in :class:`Choice`.
+            source: Publication of the formula.
+            name: Name of the choice.
+            properties: Further fields of the class of the choices.
         """
 
         def declared(formula: Formula) -> Formula:
@@ -74,7 +74,7 @@ class Catalogue(Mapping[str, AnyChoice]):
         """Add a choice.
 
         Raises:
-            ValueError: its name is taken, or it reads what is not among the settings.
+            ValueError: its name is taken, or it reads a field that the settings lack.
         """
         if choice.name in self._choices:
             raise ValueError(f"{self.flag} {choice.name} is declared twice")
@@ -83,12 +83,12 @@ class Catalogue(Mapping[str, AnyChoice]):
         self._choices[choice.name] = choice
 
     def readers(self, setting: str) -> tuple[str, ...]:
-        """The names of the choices that read a setting."""
+        """Return the names of the choices that read a setting."""
         return tuple(name for name, choice in self._choices.items() if setting in choice.reads)
 
     @property
     def summary(self) -> str:
-        """All choices in a sentence."""
+        """All choices and their summaries in one sentence."""
         return "; ".join(f"{name}: {choice.summary}" for name, choice in self.items()) + "."
 
     def __getitem__(self, name: str) -> AnyChoice:

@@ -1,4 +1,4 @@
-"""Correction of the difference between the engine that samples and the trainer that learns.
+"""Corrects the loss for the difference between the engine that samples and the trainer.
 
 Shapes: N trained tokens and S sequences of one micro-batch. rho = p_trainer / p_engine at the
 weights that sampled, over one token, over a sequence (product of its tokens) or its geometric mean.
@@ -26,14 +26,14 @@ class CorrectionSettings:
     """How the difference is corrected.
 
     Attributes:
-        mode: weight tokens by min(rho, upper) (truncate), by rho where it is within
+        mode: Weight tokens by min(rho, upper) (truncate), by rho where it is within
             [lower, upper] and 0 elsewhere (mask), or not at all.
-        level: what rho is taken over.
-        upper: largest weight.
-        lower: smallest weight of mask.
-        rejection: drop what diverges by this estimator of KL(engine || trainer).
-        rejection_level: sum over the sequence (sequence), its mean (geometric), or single tokens.
-        rejection_threshold: largest value that is kept; of k1, of its magnitude.
+        level: What rho is taken over.
+        upper: Largest weight.
+        lower: Smallest weight of mask.
+        rejection: Estimator of KL(engine || trainer) that decides which tokens are dropped.
+        rejection_level: Sum over the sequence (sequence), its mean (geometric), or single tokens.
+        rejection_threshold: Largest value that is kept; of k1, of its magnitude.
     """
 
     mode: str = "none"
@@ -46,13 +46,13 @@ class CorrectionSettings:
 
     @property
     def active(self) -> bool:
-        """Whether anything is corrected."""
+        """Whether the settings correct anything."""
         return self.mode != "none" or self.rejection != "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Weights of the policy loss, [N] without gradient, and what to report."""
+    """Weights of the policy loss, [N] without gradient, and the terms to report."""
 
     weights: torch.Tensor
     terms: Mapping[str, Term]
@@ -61,13 +61,13 @@ class Correction:
 def correct(
     trainer: torch.Tensor, engine: torch.Tensor, sequences: Sequences, settings: CorrectionSettings
 ) -> Correction:
-    """Weights of the trained tokens. Collective as ``sequences.reduce``.
+    """Return the weights of the trained tokens. Collective as ``sequences.reduce``.
 
     Args:
         trainer: [N] log-probs of the trainer at the weights that sampled.
-        engine: [N], of the engine.
-        sequences: which tokens belong together.
-        settings: how.
+        engine: [N] log-probs of the engine.
+        sequences: Sequence of each token.
+        settings: How to correct.
     """
     log_rho = trainer.detach() - engine
     weights = torch.ones_like(log_rho)
@@ -84,7 +84,7 @@ def correct(
     if settings.rejection != "none":
         estimate = KL_ESTIMATORS[settings.rejection].formula(-log_rho)  # KL(engine || trainer)
         divergence = _over(estimate, sequences, settings.rejection_level)
-        # a NaN is rejected, too
+        # Written so that NaN is rejected, too.
         rejected = ~(divergence.abs() <= settings.rejection_threshold)
         weights = weights.masked_fill(rejected, 0.0)
         terms["correction/rejected_fraction"] = MeanTerm(rejected.sum().to(count), count)
@@ -93,7 +93,7 @@ def correct(
 
 
 def _over(values: torch.Tensor, sequences: Sequences, level: str) -> torch.Tensor:
-    """[N] -> [N]: the token's own value, or the sum or mean over its sequence."""
+    """Return [N] -> [N]: each token's own value, or the sum or mean over its sequence."""
     if level == "token":
         return values
     whole = sequences.sums(values) if level == "sequence" else sequences.means(values)
@@ -101,7 +101,7 @@ def _over(values: torch.Tensor, sequences: Sequences, level: str) -> torch.Tenso
 
 
 def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:
-    """How far the engine's log-probs are from the trainer's on the sampled tokens.
+    """Return how far the engine's log-probs are from the trainer's on the sampled tokens.
 
     Both must be of the weights that sampled: after an update the difference is learning. k1 and k3
     estimate KL(engine || trainer) per token, chi2 is the mean of rho^2 - 1, and the two negative
@@ -128,10 +128,10 @@ def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Ter
 
 
 def derived_mismatch(values: Mapping[str, float]) -> dict[str, float]:
-    """What follows from the reduced means of :func:`mismatch_terms`.
+    """Derive metrics from the reduced means of :func:`mismatch_terms`.
 
-    ``ess``: share of the tokens that would say as much without weights, (mean rho)^2 / mean rho^2
-    (Kish 1965). ``*_ppl``: perplexities.
+    ``ess``: effective sample size as a fraction of the tokens, (mean rho)^2 / mean rho^2 (Kish
+    1965). ``*_ppl``: perplexities.
     """
     chi2 = values.get("mismatch/chi2", math.nan)
     if math.isnan(chi2):

@@ -26,8 +26,8 @@ class KLEstimator(Choice):
     """An estimator of the KL of a token.
 
     Attributes:
-        formula: the estimate, [N] in nats, of d, [N].
-        in_loss_only: it differs from another one in its gradient alone.
+        formula: Computes the estimate, [N] in nats, from d, [N].
+        in_loss_only: Whether only its gradient differs from that of another estimator.
     """
 
     formula: OfDifference
@@ -61,7 +61,7 @@ def _k3(difference: torch.Tensor) -> torch.Tensor:
 
 
 def _straight_through(estimator: KLEstimator) -> KLEstimator:
-    """The value of an estimator with the gradient of k2 (Liu et al. 2025, arXiv:2510.01555)."""
+    """Give an estimator the gradient of k2 (Liu et al. 2025, arXiv:2510.01555)."""
 
     def value(difference: torch.Tensor) -> torch.Tensor:
         squared = _k2(difference)
@@ -81,12 +81,12 @@ for _estimator in [e for e in KL_ESTIMATORS.values() if e.formula is not _k2]:
 
 
 def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
-    """KL(policy || reference) per token; log-ratios are within +-20 nats.
+    """Estimate KL(policy || reference) per token, with log-ratios within +-20 nats.
 
     Args:
-        logprobs: [N], of the policy, with or without gradient.
-        reference: [N], of the reference.
-        estimator: a name of :data:`KL_ESTIMATORS`.
+        logprobs: [N] log-probs of the policy, with or without gradient.
+        reference: [N] log-probs of the reference.
+        estimator: A name of :data:`KL_ESTIMATORS`.
 
     Returns:
         [N] in nats.
@@ -94,25 +94,25 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str)
     return KL_ESTIMATORS[estimator].formula(bounded(logprobs - reference))
 
 
-# The coefficient changes by at most this share of num_samples / horizon in one step.
+# In one step the coefficient changes by at most this fraction of num_samples / horizon.
 MAX_RELATIVE_ERROR = 0.2
 
 
 def adapted_coefficient(
     coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int
 ) -> float:
-    """The KL coefficient after a step: larger when the KL is above its target, else smaller.
+    """Return the KL coefficient after a step: larger if the KL is above its target, else smaller.
 
     c (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon) (Ziegler et al. 2019,
     arXiv:1909.08593, section 2.2); steps of more samples than the horizon count as the horizon, so
     that the coefficient never changes its sign.
 
     Args:
-        coefficient: of the step.
-        kl: mean estimate per token of the step, in nats.
-        target: wanted value of it.
-        horizon: samples over which the coefficient grows by a fifth.
-        num_samples: of the step.
+        coefficient: Coefficient of the step.
+        kl: Mean estimate per token of the step, in nats.
+        target: Target value of the KL.
+        horizon: Number of samples over which the coefficient grows by a fifth.
+        num_samples: Number of samples of the step.
     """
     error = min(max(kl / target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
     return coefficient * (1.0 + error * min(1.0, num_samples / horizon))

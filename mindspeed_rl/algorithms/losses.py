@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: one micro-batch in, its share of the global loss out.
+"""Computes the loss of one micro-batch: its part of the sum that is the global loss.
 
 Shapes: N trained tokens of one micro-batch.
 """
@@ -26,17 +26,17 @@ from mindspeed_rl.algorithms.types import (
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """Everything that the loss of a policy is made of.
+    """Settings of all parts of a policy's loss.
 
     Attributes:
-        policy_loss: a name of :data:`POLICY_LOSSES`.
-        surrogate: its settings.
-        aggregation: weights of the tokens, see :func:`token_weights`.
-        longest: limit on the length of a response, in tokens.
-        kl_beta: weight of the KL term against the reference; 0 where it is in the reward.
-        kl_estimator: its estimator, see :func:`kl_estimate`.
-        entropy_weight: weight of the entropy bonus.
-        correction: of the difference to the engine.
+        policy_loss: A name of :data:`POLICY_LOSSES`.
+        surrogate: Settings of the policy loss.
+        aggregation: Weights of the tokens, see :func:`token_weights`.
+        longest: Limit on the length of a response, in tokens.
+        kl_beta: Weight of the KL term against the reference; 0 where it is in the reward.
+        kl_estimator: Estimator of the KL, see :func:`kl_estimate`.
+        entropy_weight: Weight of the entropy bonus.
+        correction: Correction of the difference to the engine.
     """
 
     policy_loss: str = "ppo"
@@ -50,7 +50,7 @@ class LossSettings:
 
 
 def supervised_loss(inputs: LossInputs, num_tokens: int) -> LossOutputs:
-    """Mean negative log-likelihood over the ``num_tokens`` trained tokens of the step."""
+    """Return the negative log-likelihood, averaged over the ``num_tokens`` tokens of the step."""
     loss = -inputs.logprobs.sum() / num_tokens
     count = _count(inputs.logprobs)
     return LossOutputs(loss, {"loss": MeanTerm(-inputs.logprobs.detach().sum(), count)})
@@ -59,7 +59,7 @@ def supervised_loss(inputs: LossInputs, num_tokens: int) -> LossOutputs:
 def policy_loss(
     inputs: LossInputs, settings: LossSettings, denominators: Denominators
 ) -> LossOutputs:
-    """Corrected policy loss, plus the KL to the reference, less the entropy bonus.
+    """Return the corrected policy loss, plus the KL to the reference, less the entropy bonus.
 
     The three share the weights of the aggregation; the correction weights the policy loss alone. It
     compares the engine with the old log-probs, which must be the trainer's then. ``loss/policy`` is

@@ -1,8 +1,8 @@
-"""Policy losses per token, by name: how the ratio to the old policy and the advantage make a loss.
+"""Policy losses by name: the loss of each token from its advantage and its ratio to the old policy.
 
 Shapes: N trained tokens of one micro-batch. r = exp(log p - log p_old); with ``old_logprobs``
 ``None`` the ratio is 1 with the gradient of the log-prob, the on-policy case. ``sg`` stops the
-gradient. Losses of a whole sequence give every token its sequence's value and its own share of the
+gradient. Losses of a whole sequence give every token its sequence's value and its own part of the
 gradient, so that the weights of ``seq-mean-token-mean`` make the loss of the source, and a
 context-parallel rank needs sums of the others' tokens but no gradient through them.
 
@@ -103,7 +103,7 @@ class SurrogateSettings:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """What a policy loss says of each token.
+    """The loss of each token, and where it is bounded.
 
     Attributes:
         loss: [N] with gradient.
@@ -123,9 +123,9 @@ class PolicyLoss(Choice):
     """A policy loss.
 
     Attributes:
-        formula: the loss of each token.
-        aggregation: how its source makes one loss of them.
-        selection: which tokens of an optimizer step are in ``LossInputs.covariance_mask``: those of
+        formula: Computes the loss of each token.
+        aggregation: Aggregation of the tokens in its source.
+        selection: Which tokens of an optimizer step are in ``LossInputs.covariance_mask``: those of
             the largest covariance of log p and A, random ones within bounds of it, or none.
     """
 
@@ -145,7 +145,7 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, s: SurrogateSettings) -> Surrogate:
-    """-min(ratio A, clip(ratio) A)."""
+    """Return -min(ratio A, clip(ratio) A)."""
     inside = ratio.clamp(1.0 - s.eps_lower, 1.0 + s.eps_upper)
     loss = -(ratio * advantages).minimum(inside * advantages)
     return Surrogate(loss, (ratio != inside).detach())
@@ -266,7 +266,7 @@ def dppo_tv(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
 def dppo_kl(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     """As :func:`dppo_tv` with KL(p_old || p) of "this token or another" as the divergence."""
     new, old = _probabilities(inputs)
-    tiny = 1e-8  # of probability 1: the other outcome has none left
+    tiny = 1e-8  # at probability 1 the other outcome has probability 0
     other = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
     divergence = other - old * bounded(inputs.log_ratio.detach())
     rises = inputs.advantages > 0
@@ -303,9 +303,9 @@ def dro(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
     selection="random",
 )
 def clip_cov(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
-    """:func:`ppo` without the selected tokens (Cui et al. 2025, arXiv:2505.22617).
+    """Drop the selected tokens from :func:`ppo` (Cui et al. 2025, arXiv:2505.22617).
 
-    Selected are some tokens whose log-prob and advantage covary strongly: they cost most entropy.
+    Some tokens whose log-prob and advantage covary strongly are selected: they cost most entropy.
     """
     base, selected = ppo(inputs, s), _selected(inputs)
     return Surrogate(base.loss.masked_fill(selected, 0.0), base.outside | selected)

@@ -1,10 +1,10 @@
-"""Selection of tokens over the whole optimizer step, before it is cut into micro-batches.
+"""Selects tokens over the whole optimizer step, before it is cut into micro-batches.
 
 Shapes: N trained tokens of each micro-batch of this rank.
 
 Which tokens are chosen depends on their log-prob, advantage, sample and place alone, so every
-layout chooses the same ones, up to rounding of the log-probs. No token travels: a selection is
-eight sums of 256 counts over the ranks that hold the other tokens.
+layout chooses the same ones, up to rounding of the log-probs. Ranks exchange no tokens: a selection
+needs eight sums of 256 counts over the ranks that hold the other tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-_BYTES = 8  # of a key
+_BYTES = 8  # size of a key
 _SIGN = -(2**63)
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -26,11 +26,11 @@ class StepTokens:
     """The trained tokens of one optimizer step on this rank, by micro-batch, each [N].
 
     Attributes:
-        logprobs: of the present policy, without gradient.
-        log_ratio: to the old policy.
-        advantages: of each token.
-        sample_ids: int64, equal in every layout.
-        places: int64, position in the sequence.
+        logprobs: Log-probs of the present policy, without gradient.
+        log_ratio: Log-ratio to the old policy.
+        advantages: Advantage of each token.
+        sample_ids: int64 sample of each token, equal in every layout.
+        places: int64 position of each token in its sequence.
     """
 
     logprobs: Sequence[torch.Tensor]
@@ -45,14 +45,14 @@ class CovarianceSettings:
     """Which tokens are selected.
 
     Attributes:
-        ratio: share of the trained tokens of the step; at least one token is selected.
-        largest: take the largest covariances (kl_cov) instead of random ones within the bounds
+        ratio: Fraction of the trained tokens of the step; at least one token is selected.
+        largest: Select the largest covariances (kl_cov) instead of random ones within the bounds
             (clip_cov).
-        lower: smallest covariance that may be selected at random.
-        upper: the largest one.
-        eps_lower: tokens that the clip of the ratio stops anyway are not selected at random.
-        eps_upper: the same above.
-        seed: of the random choice; another one for every optimizer step.
+        lower: Smallest covariance that may be selected at random.
+        upper: Largest covariance that may be selected at random.
+        eps_lower: Lower clip of the ratio; tokens that it stops are not selected at random.
+        eps_upper: Upper clip of the ratio, likewise.
+        seed: Seed of the random choice, different for every optimizer step.
     """
 
     ratio: float
@@ -67,14 +67,14 @@ class CovarianceSettings:
 def select_by_covariance(
     tokens: StepTokens, settings: CovarianceSettings, reduce: Reduce
 ) -> list[torch.Tensor]:
-    """Tokens by (log p - mean log p)(A - mean A), means over the step: [N] bool per micro-batch.
+    """Select by (log p - mean log p)(A - mean A), means over the step: [N] bool per micro-batch.
 
     Cui et al. 2025, arXiv:2505.22617. Collective as ``reduce``: 10 calls.
 
     Args:
-        tokens: of this rank.
-        settings: which and how many.
-        reduce: sums a tensor over the ranks that hold the other tokens.
+        tokens: Tokens of this rank.
+        settings: Which tokens to select, and how many.
+        reduce: Sums a tensor over the ranks that hold the other tokens.
     """
     covariances = _covariances(tokens, reduce)
     device = tokens.logprobs[0].device
@@ -105,21 +105,21 @@ def _covariances(tokens: StepTokens, reduce: Reduce) -> list[torch.Tensor]:
 
 
 def _stopped(tokens: StepTokens, settings: CovarianceSettings, i: int) -> torch.Tensor:
-    """Where the clip of the ratio leaves no gradient."""
+    """Return where the clip of the ratio leaves no gradient."""
     ratio, advantage = tokens.log_ratio[i].exp(), tokens.advantages[i]
     above = (ratio > 1 + settings.eps_upper) & (advantage > 0)
     return above | ((ratio < 1 - settings.eps_lower) & (advantage < 0))
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """fp32 -> int64 of the same order in its upper half; a NaN is the smallest."""
+    """Map fp32 to the upper half of int64 in the same order; NaN is the smallest."""
     bits = values.float().contiguous().view(torch.int32).to(torch.int64)
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return torch.where(values.isnan(), torch.full_like(bits, -(2**31)), bits) << 32
 
 
 def _hashed(sample_ids: torch.Tensor, places: torch.Tensor, seed: int) -> torch.Tensor:
-    """int64 that looks random, of the sample, the place and the seed (splitmix64's mixing)."""
+    """Hash sample, place and seed to a random-looking int64 (the mixing of splitmix64)."""
     mixed = sample_ids * 0x632BE5AB + places * 0x9E3779B1 + (seed * 0x85EBCA77 & (2**62 - 1))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
@@ -129,7 +129,7 @@ def _hashed(sample_ids: torch.Tensor, places: torch.Tensor, seed: int) -> torch.
 def largest_keys(
     keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: Reduce
 ) -> list[torch.Tensor]:
-    """Where the ``number`` largest allowed keys of all ranks are; all of them when there are fewer.
+    """Mark the ``number`` largest allowed keys of all ranks; all of them when there are fewer.
 
     Radix selection: byte by byte from the top, the counts of each value are summed over the ranks.
     Keys that are equal to the smallest chosen one are all chosen. Collective: 8 calls of
@@ -137,23 +137,23 @@ def largest_keys(
 
     Args:
         keys: [N] int64 of each micro-batch.
-        allowed: [N] bool each.
-        number: how many.
-        reduce: sums an int64 tensor over the ranks.
+        allowed: [N] bool of each micro-batch.
+        number: Number of keys to choose.
+        reduce: Sums an int64 tensor over the ranks.
     """
     border = _smallest_chosen(keys, allowed, number, reduce)
     return [(k >= border) & a for k, a in zip(keys, allowed, strict=True)]
 
 
 def upper_quantile(parts: Sequence[torch.Tensor], share: float, reduce: Reduce) -> float:
-    """The largest value that ``share`` of all tokens reach, on whatever ranks they are.
+    """Return the largest value that a ``share`` of all tokens on all ranks reach.
 
     Collective: 9 calls of ``reduce``.
 
     Args:
         parts: [N] fp32 of each micro-batch; a NaN is the smallest.
-        share: above 0; at least one token.
-        reduce: sums an int64 tensor over the ranks.
+        share: Fraction above 0; at least one token.
+        reduce: Sums an int64 tensor over the ranks.
 
     Returns:
         Minus infinity when there is no token.
@@ -169,7 +169,7 @@ def upper_quantile(parts: Sequence[torch.Tensor], share: float, reduce: Reduce) 
 
 
 def _value_of(bits: int) -> float:
-    """The inverse of :func:`_ordered`, of its upper half."""
+    """Return the float of an upper half that :func:`_ordered` made."""
     signed = bits if bits >= 0 else bits ^ 0x7FFFFFFF
     return float(torch.tensor(signed, dtype=torch.int32).view(torch.float32))
 
@@ -177,8 +177,8 @@ def _value_of(bits: int) -> float:
 def _smallest_chosen(
     keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: Reduce
 ) -> int:
-    """The smallest of the ``number`` largest allowed keys of all ranks. Collective: 8 calls."""
-    # unsigned order: the sign bit is flipped
+    """Find the least of the ``number`` largest allowed keys of all ranks. Collective: 8 calls."""
+    # Flipping the sign bit makes the order of signed integers that of unsigned ones.
     flat = torch.cat([(k ^ _SIGN)[a] for k, a in zip(keys, allowed, strict=True)])
     border = 0
     for level in range(_BYTES - 1, -1, -1):

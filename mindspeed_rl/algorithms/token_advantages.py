@@ -14,12 +14,12 @@ from mindspeed_rl.algorithms.bounds import MIN_STD
 
 
 def discounted_sums(values: torch.Tensor, lengths: Sequence[int], discount: float) -> torch.Tensor:
-    """R_t = v_t + discount R_{t+1} within each sequence; 0 behind its last token. Local.
+    """Compute R_t = v_t + discount R_{t+1} within each sequence, 0 behind its last token. Local.
 
     Args:
         values: [N].
-        lengths: tokens of each of the S sequences; they add up to N.
-        discount: of one token.
+        lengths: Number of tokens of each of the S sequences; they add up to N.
+        discount: Discount of one token.
 
     Returns:
         [N].
@@ -40,7 +40,7 @@ def discounted_sums(values: torch.Tensor, lengths: Sequence[int], discount: floa
 
 
 def rewards_to_tokens(rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The reward of each sequence at its last token, 0 elsewhere: [S] -> [N]. Local."""
+    """Put the reward of each sequence at its last token, 0 elsewhere: [S] -> [N]. Local."""
     tokens = rewards.new_zeros(sum(lengths))
     if not lengths:
         return tokens
@@ -52,7 +52,7 @@ def rewards_to_tokens(rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """Advantages and returns of a critic's values, both [N]."""
+    """Advantages, and the returns that a critic's values should match, both [N]."""
 
     advantages: torch.Tensor
     returns: torch.Tensor
@@ -72,9 +72,9 @@ def generalized_advantages(
     A + V, the targets of the critic.
 
     Args:
-        rewards: [N] of each token.
-        values: [N], the critic's, without gradient.
-        lengths: tokens of each sequence.
+        rewards: [N] reward of each token.
+        values: [N] values of the critic, without gradient.
+        lengths: Number of tokens of each sequence.
         discount: gamma.
         trace_decay: lambda; 1 is the discounted return less the value, 0 the one-step error.
     """
@@ -91,15 +91,15 @@ def whitened(
     counted: Sequence[torch.Tensor],
     reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """(x - mean) / std over all counted tokens of the step, on all ranks and micro-batches.
+    """Compute (x - mean) / std over all counted tokens of the step, on all ranks and micro-batches.
 
     The standard deviation is unbiased, in two passes. All 0 when it is below 1e-4 or fewer than
     two tokens count. Collective as ``reduce`` is: two calls.
 
     Args:
         parts: [N] of each micro-batch of this rank.
-        counted: [N] bool each; the others become 0 and are in no statistic.
-        reduce: sums a tensor over the ranks that hold the other tokens.
+        counted: [N] bool of each micro-batch; other tokens become 0 and are in no statistic.
+        reduce: Sums a tensor over the ranks that hold the other tokens.
     """
     kept = [x[mask] for x, mask in zip(parts, counted, strict=True)]
     device = kept[0].device

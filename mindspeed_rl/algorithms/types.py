@@ -1,4 +1,4 @@
-"""What goes into a policy loss and what comes out.
+"""Types of the inputs and outputs of losses.
 
 Shapes: N trained tokens and S sequences of one micro-batch. Under context parallelism N are the
 tokens of this rank, while S counts whole sequences.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MeanTerm:
-    """A share of a mean: both parts are sums over this micro-batch, on its device."""
+    """Part of a mean: both fields are sums over this micro-batch, on its device."""
 
     sum: torch.Tensor
     weight: torch.Tensor
@@ -24,7 +24,7 @@ class MeanTerm:
 
 @dataclass(frozen=True, slots=True)
 class MaxTerm:
-    """A candidate for a maximum over everything."""
+    """Candidate for a maximum over all micro-batches and ranks."""
 
     value: torch.Tensor
 
@@ -37,8 +37,8 @@ class Denominators:
     """Global counts of one optimizer step, over all micro-batches and data-parallel ranks.
 
     Attributes:
-        tokens: trained tokens.
-        sequences: sequences with at least one trained token.
+        tokens: Number of trained tokens.
+        sequences: Number of sequences with at least one trained token.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class Denominators:
 
     @classmethod
     def of(cls, num_trained: Iterable[int]) -> Denominators:
-        """Those of samples with so many trained tokens each."""
+        """Count samples that have ``num_trained`` trained tokens each."""
         counts = tuple(num_trained)
         return cls(sum(counts), sum(count > 0 for count in counts))
 
@@ -57,12 +57,12 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which tokens of a micro-batch belong together.
+    """Which tokens of a micro-batch belong to the same sequence.
 
     Attributes:
         of_token: [N] int64, which of the S sequences a token belongs to.
         num_trained: [S] fp32, trained tokens of each whole sequence, on whatever ranks they are.
-        reduce: sums a tensor over the ranks that share the sequences (context parallelism); the
+        reduce: Sums a tensor over the ranks that share the sequences (context parallelism); the
             default is for one rank. A loss calls it equally often on all of them.
     """
 
@@ -85,7 +85,7 @@ class Sequences:
         return self.sums(values) / self.num_trained.clamp(min=1)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Each token gets the value of its sequence: [S] -> [N]."""
+        """Give each token the value of its sequence: [S] -> [N]."""
         return values[self.of_token]
 
 
@@ -94,13 +94,13 @@ class LossInputs:
     """One micro-batch as a loss sees it: all [N] fp32 at trained tokens, in nats.
 
     Attributes:
-        logprobs: of the current policy, with gradient.
-        entropy: of the current policy, with gradient.
-        old_logprobs: of the behaviour policy in the ratio; ``None``: the current policy's own.
-        rollout_logprobs: the engine's.
-        ref_logprobs: of the reference policy; ``None`` when there is none.
-        advantages: of each token.
-        sequences: which tokens belong together.
+        logprobs: Log-probs of the current policy, with gradient.
+        entropy: Entropy of the current policy, with gradient.
+        old_logprobs: Log-probs of the behaviour policy in the ratio; ``None``: the current policy.
+        rollout_logprobs: Log-probs of the engine.
+        ref_logprobs: Log-probs of the reference policy; ``None`` when there is none.
+        advantages: Advantage of each token.
+        sequences: Sequence of each token.
         covariance_mask: [N] bool, tokens chosen over the whole step; ``None`` when there are none.
         on_policy_mask: [N] bool, tokens sampled by the weights of this step; ``None``: all of them.
     """
@@ -127,10 +127,10 @@ class ValueInputs:
     """One micro-batch as a value loss sees it: all [N] fp32 at trained tokens.
 
     Attributes:
-        values: of the current critic, before each token, with gradient.
-        old_values: of the critic at the start of the RL step.
-        returns: the targets; NaN at tokens of a sample whose reward abstained.
-        sequences: which tokens belong together.
+        values: Values of the current critic, before each token, with gradient.
+        old_values: Values of the critic at the start of the RL step.
+        returns: Targets; NaN at tokens of a sample whose reward abstained.
+        sequences: Sequence of each token.
     """
 
     values: torch.Tensor
@@ -141,11 +141,11 @@ class ValueInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """The share of one micro-batch in the loss of the step, and what to report.
+    """The part of one micro-batch in the loss of the step, and the terms to report.
 
     Attributes:
-        loss: 0-d; the shares of all micro-batches and ranks add up to the loss.
-        terms: by metric name.
+        loss: 0-d; the parts of all micro-batches and ranks add up to the loss.
+        terms: Terms by metric name.
     """
 
     loss: torch.Tensor

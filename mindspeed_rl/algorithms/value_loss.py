@@ -1,4 +1,4 @@
-"""The loss of a critic, and how well its values foretell the returns.
+"""The loss of a critic, and how well its values predict the returns.
 
 Shapes: N trained tokens of one micro-batch.
 """
@@ -19,9 +19,9 @@ class ValueLossSettings:
     """Settings of :func:`value_loss`.
 
     Attributes:
-        clip: how far a value may move from its old one and still lower its loss; 0: any distance.
-        aggregation: weights of the tokens, see :func:`token_weights`.
-        longest: limit on the length of a response, in tokens.
+        clip: How far a value may move from its old one and still lower its loss; 0: any distance.
+        aggregation: Weights of the tokens, see :func:`token_weights`.
+        longest: Limit on the length of a response, in tokens.
     """
 
     clip: float = 0.5
@@ -72,13 +72,13 @@ def explained_variance(
 ) -> float:
     """1 - Var(R - V) / Var(R) over all tokens with a target: 1 is a perfect critic.
 
-    0 is one that foretells no more than the mean; negative is worse. 0 where all returns are equal.
+    0 is a critic no better than the mean; negative is worse. 0 where all returns are equal.
     Collective as ``reduce``: two calls.
 
     Args:
         returns: [N] of each micro-batch of this rank, NaN where there is no target.
         values: [N] of the same tokens.
-        reduce: sums a tensor over the ranks that hold the other tokens.
+        reduce: Sums a tensor over the ranks that hold the other tokens.
     """
     known = [~r.isnan() for r in returns]
     targets = torch.cat([r[k] for r, k in zip(returns, known, strict=True)])

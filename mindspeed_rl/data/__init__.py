@@ -1,4 +1,4 @@
-"""Prompts and supervised examples: loaders and a resumable sampler."""
+"""Loaders of prompts and of supervised examples, and a sampler that can be resumed."""
 
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler

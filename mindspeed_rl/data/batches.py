@@ -1,4 +1,4 @@
-"""Where the supervised entry gets the samples of its optimizer steps from."""
+"""Sources of the samples of supervised optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StepSamples:
     """The samples of one optimizer step, the same on all ranks.
 
     Attributes:
-        samples: may be read from disk when they are looked at.
-        lengths: tokens of each.
-        num_trained: tokens in the loss, over all samples.
+        samples: Samples, which may be read from disk on access only.
+        lengths: Number of tokens of each sample.
+        num_trained: Number of tokens in the loss, over all samples.
     """
 
     samples: Sequence[TrainSample]
@@ -32,11 +32,11 @@ class SampleSource(Protocol):
     """An endless order of samples that can be stopped and resumed."""
 
     def next(self, count: int) -> StepSamples:
-        """The next ``count`` samples."""
+        """Return the next ``count`` samples."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the following samples, in plain JSON types."""
+        """Return everything that decides the following samples, in plain JSON types."""
         ...
 
     def load_state_dict(
@@ -46,7 +46,7 @@ class SampleSource(Protocol):
         ...
 
     def report(self) -> str:
-        """One line for the log."""
+        """Describe the source in one line for the log."""
         ...
 
 
@@ -60,7 +60,6 @@ class SupervisedSamples:
         )
 
     def next(self, count: int) -> StepSamples:
-        """The next ``count`` pairs."""
         chosen = [self._examples.examples[i] for i in self._sampler.next(count)]
         samples = [
             TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens)
@@ -70,15 +69,12 @@ class SupervisedSamples:
         return StepSamples(samples, lengths, sum(s.num_trained for s in samples))
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the sampler."""
         return self._sampler.state_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_changed_data: bool = False
     ) -> None:
-        """That of the sampler."""
         self._sampler.load_state_dict(state, allow_changed_data=allow_changed_data)
 
     def report(self) -> str:
-        """How many examples, how many left out and why."""
         return self._examples.report()

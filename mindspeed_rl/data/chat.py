@@ -1,4 +1,4 @@
-"""From the prompt column of a row to token ids: message lists, chat templates, batched encoding."""
+"""Turns the prompt column of a row into token ids: messages, chat templates, batched encoding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt on its way to the tokenizer.
+    """A prompt as it will be tokenised, and as a person reads it.
 
     Attributes:
-        source: the string to tokenise, chat template applied.
-        text: the last user message, as a person would read it.
+        source: String to tokenise, after the chat template.
+        text: Last user message, as a person would read it.
     """
 
     source: str
@@ -28,15 +28,15 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Renders and tokenises prompts, one way for every loader.
+    """Renders and tokenises prompts in the same way for every loader.
 
     Attributes:
-        tokenizer: a ``transformers`` tokenizer.
-        prompt_key: column with a message list or a plain string.
-        apply_chat_template: render through the tokenizer's chat template, generation prompt
-            added; a plain string becomes one user message. Otherwise the string is taken as it
-            is and the tokenizer adds its own special tokens, such as a BOS.
-        chat_template_kwargs: passed on to the template, for example ``enable_thinking=False``.
+        tokenizer: A ``transformers`` tokenizer.
+        prompt_key: Column with a message list or a plain string.
+        apply_chat_template: Whether to render through the tokenizer's chat template, with the
+            generation prompt; a plain string becomes one user message. Otherwise the string is used
+            unchanged and the tokenizer adds its own special tokens, such as a BOS.
+        chat_template_kwargs: Arguments of the template, for example ``enable_thinking=False``.
 
     Raises:
         UsageError: a chat template is asked for and the tokenizer has none.
@@ -56,7 +56,7 @@ class PromptEncoder:
             )
 
     def render(self, row: DataRow) -> RenderedPrompt:
-        """The prompt of ``row`` as the string that will be tokenised.
+        """Render the prompt of ``row`` to the string that will be tokenised.
 
         Raises:
             UsageError: the prompt is missing, malformed, or refused by the chat template; the
@@ -80,7 +80,7 @@ class PromptEncoder:
         return RenderedPrompt(source=source, text=user_texts[-1])
 
     def encode(self, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-        """Token ids of each prompt; a template's output already holds its special tokens."""
+        """Return the token ids of each prompt; a template's output already holds special tokens."""
         return encode_texts(
             self.tokenizer,
             [prompt.source for prompt in prompts],
@@ -102,7 +102,7 @@ class PromptEncoder:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each text, without truncation; fast tokenizers use all cores for a batch."""
+    """Return the token ids of each text, not truncated; fast tokenizers use all cores."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(
@@ -117,15 +117,15 @@ def encode_texts(
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse what the model has no embedding for. Local.
+    """Refuse token ids that the model has no embedding for. Local.
 
     Args:
-        where: the row, for messages.
-        token_ids: of its prompt, or of what follows it, which has an end token at least.
-        vocab_size: of the model.
+        where: Row of the token ids, for messages.
+        token_ids: Token ids of its prompt, or of the response, which has an end token at least.
+        vocab_size: Vocabulary size of the model.
 
     Raises:
-        UsageError: no token at all, or an id that is not below ``vocab_size``.
+        UsageError: there is no token at all, or an id is not below ``vocab_size``.
     """
     if not token_ids:
         raise UsageError(

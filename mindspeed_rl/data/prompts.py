@@ -1,7 +1,7 @@
-"""The prompt data set of a run: checked, tokenised and length-filtered once, before the first step.
+"""The prompt data set of a run: checked, tokenised and length-filtered before the first step.
 
-Everything that can be wrong with the data is found here, at start-up, with the file and line
-named; the training loop never meets a prompt that does not fit.
+Everything that can be wrong with the data is found at start-up, with the file and line named, so
+every prompt in the training loop fits.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class PromptDataset(Sequence[Prompt]):
     rank of a node holds the whole set.
 
     Attributes:
-        source: the file, as given.
+        source: File name, as given.
         fingerprint: sha256 (hex) over token ids, answers and metadata of all prompts in order. A
             change of the file, tokenizer, chat template or limit that matters changes it.
-        max_prompt_length: the length limit in tokens.
-        num_filtered_long: number of rows left out because their prompt is longer than that.
-        questions: text, answer and metadata of each prompt.
-        flat_token_ids: token ids of all prompts, one after the other.
-        offsets: prompt i has ``flat_token_ids[offsets[i]:offsets[i + 1]]``.
+        max_prompt_length: Length limit in tokens.
+        num_filtered_long: Number of rows left out because their prompt is longer than that.
+        questions: Text, answer and metadata of each prompt.
+        flat_token_ids: Token ids of all prompts, one after the other.
+        offsets: Prompt i has ``flat_token_ids[offsets[i]:offsets[i + 1]]``.
     """
 
     source: str
@@ -83,7 +83,7 @@ class PromptDataset(Sequence[Prompt]):
         )
 
     def report(self) -> str:
-        """One line for the log: how many prompts, how many left out and why, how long they are."""
+        """Return a line for the log: number of prompts, of those left out and why, and lengths."""
         lengths = [end - start for start, end in pairwise(self.offsets)]
         return (
             f"{self.source}: {len(self)} of {len(self) + self.num_filtered_long} prompts; "
@@ -106,27 +106,27 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> PromptDataset:
-    """Loads the prompts of a run; equal on every rank that reads the same file.
+    """Load the prompts of a run; equal on every rank that reads the same file.
 
     A key may reach into nested objects: ``answer_key="reward_model.ground_truth"``.
 
     Args:
-        path: ``.jsonl``, ``.json`` or ``.parquet``.
-        tokenizer: a ``transformers`` tokenizer; a fast one uses all cores.
-        max_prompt_length: longest prompt kept, in tokens, chat template included.
-        vocab_size: of the model; the ids of all rows must be below it.
-        prompt_key: column with a list of ``{"role", "content"}`` messages or a string.
-        answer_key: column with the reference answer, a string or number.
-        metadata_key: column with an object. ``Prompt.metadata`` is its content on top of all
+        path: A ``.jsonl``, ``.json`` or ``.parquet`` file.
+        tokenizer: A ``transformers`` tokenizer; a fast one uses all cores.
+        max_prompt_length: Length of the longest prompt kept, in tokens, chat template included.
+        vocab_size: Vocabulary size of the model; the ids of all rows must be below it.
+        prompt_key: Column with a list of ``{"role", "content"}`` messages or a string.
+        answer_key: Column with the reference answer, a string or number.
+        metadata_key: Column with an object. ``Prompt.metadata`` is its content on top of all
             other columns of the row.
-        apply_chat_template: render prompts through the tokenizer's chat template with the
-            generation prompt; off for base models with plain-text prompts.
-        chat_template_kwargs: further arguments of the template, such as ``enable_thinking``.
-        progress: show a bar on a terminal (one rank should).
+        apply_chat_template: Whether to render prompts through the tokenizer's chat template with
+            the generation prompt; off for base models with plain-text prompts.
+        chat_template_kwargs: Further arguments of the template, such as ``enable_thinking``.
+        progress: Whether to show a bar on a terminal (one rank should).
 
     Raises:
-        UsageError: the file is missing or broken, a row lacks its prompt or answer (the message
-            names file, line and key), or has no token or one outside the vocabulary, or no prompt
+        UsageError: the file is missing or broken; a row lacks its prompt or answer (the message
+            names file, line and key), or has no token or one outside the vocabulary; or no prompt
             is left.
     """
     if max_prompt_length < 1:

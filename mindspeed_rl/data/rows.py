@@ -1,7 +1,7 @@
-"""Rows of a local data file: the one place that reads ``.jsonl``, ``.json`` and ``.parquet``.
+"""Reads the rows of local data files: ``.jsonl``, ``.json`` and ``.parquet``.
 
-No hub, no cache folder, nothing written to disk. Every row knows where it came from, so that the
-checks above this module can name the line at fault.
+It uses no hub and no cache folder, and writes nothing to disk. Every row has its origin, so that
+checks in other modules can name the line at fault.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class DataRow:
     """One row of a data file.
 
     Attributes:
-        where: file and line (or row number), for error messages.
-        values: the columns.
+        where: File and line (or row number), for error messages.
+        values: Values by column.
     """
 
     where: str
     values: Mapping[str, Any]
 
     def get(self, key: str) -> Any:
-        """The value at ``key``, where ``"a.b"`` also reaches into nested objects, or ``None``."""
+        """Return the value at ``key``, or ``None``; ``"a.b"`` also reaches into nested objects."""
         if key in self.values:
             return self.values[key]
         value: Any = self.values
@@ -44,17 +44,17 @@ class DataRow:
         return value
 
     def text(self, key: str, option: str) -> str:
-        """The value at ``key`` as a string that is not blank; numbers are written out.
+        """Return the value at ``key`` as a string that is not blank; numbers are converted.
 
         Args:
-            key: the column, dots for nested objects.
-            option: the flag that chose the column, named by the error.
+            key: Name of the column, with dots for nested objects.
+            option: Flag that chose the column, for the error message.
 
         Raises:
             UsageError: the value is missing, empty, or neither a string nor a number.
         """
         value = self.get(key)
-        # NaN is how some writers spell a missing number.
+        # Some writers spell a missing number as NaN.
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
         if isinstance(value, str) and value.strip():
@@ -67,14 +67,14 @@ class DataRow:
 
 
 def read_rows(path: str | Path) -> Iterator[DataRow]:
-    """Reads the rows of a data file, one at a time for ``.jsonl`` and ``.parquet``.
+    """Read the rows of a data file, one at a time for ``.jsonl`` and ``.parquet``.
 
     ``.jsonl`` holds one JSON object per line (blank lines are skipped), ``.json`` one array of
     objects.
 
     Raises:
-        UsageError: there is no such file, its suffix is not known, or (while iterating) a line
-            or row is broken, which the message names, or there is none.
+        UsageError: there is no such file or its suffix is not known; while iterating, a line or row
+            is broken, which the message names, or the file has no rows.
     """
     file = Path(path)
     if file.suffix not in _SUFFIXES:
@@ -86,7 +86,7 @@ def read_rows(path: str | Path) -> Iterator[DataRow]:
 
 
 def in_chunks(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
-    """The rows in lists that are tokenised at once, the last one shorter."""
+    """Return the rows in lists that are tokenised at once; the last list may be shorter."""
     rest = iter(rows)
     while chunk := list(islice(rest, _CHUNK_ROWS)):
         yield chunk
@@ -141,7 +141,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
 def _parse_json(where: str, data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:  # also what bytes that are not UTF-8 raise
+    except ValueError as error:  # also raised by bytes that are not UTF-8
         raise UsageError(f"{where}: broken JSON: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Which prompts come next: a seeded permutation per epoch that can be stopped and resumed."""
+"""Decides which prompts come next: a seeded permutation per epoch that can be resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rl.core.errors import UsageError
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch deals out its prompts; a pure function of the arguments."""
+    """Return the order of an epoch's prompts; a pure function of the arguments."""
     order = list(range(num_prompts))
     if shuffle:
         # Sorting by random() keys: of all of `random`, only the values of random() are promised
@@ -30,9 +30,9 @@ class PromptSampler:
     twice, once from each epoch.
 
     Args:
-        num_prompts: size of the data set.
-        seed: seed of the order.
-        shuffle: permute every epoch; otherwise file order.
+        num_prompts: Size of the data set.
+        seed: Seed of the order.
+        shuffle: Whether to permute every epoch; otherwise file order.
         fingerprint: ``PromptDataset.fingerprint``, kept in the state so that a resumed run
             cannot continue on other data unnoticed.
     """
@@ -52,16 +52,15 @@ class PromptSampler:
 
     @property
     def fingerprint(self) -> str:
-        """Of the data set."""
         return self._fingerprint
 
     @property
     def epoch(self) -> int:
-        """Number of epochs that are dealt out completely."""
+        """Number of completed epochs."""
         return self._epoch + int(self._position == self._num_prompts)
 
     def next(self, count: int) -> list[int]:
-        """The next ``count`` indices into the data set."""
+        """Return the next ``count`` indices into the data set."""
         if count < 1:
             raise RuntimeError(f"count={count}: ask for at least one prompt")
         indices: list[int] = []
@@ -74,18 +73,18 @@ class PromptSampler:
         return indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the following indices, in plain JSON types."""
+        """Return everything that decides the following indices, in plain JSON types."""
         return {**self._identity(), "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_changed_data: bool = False
     ) -> None:
-        """Continues where ``state`` was taken.
+        """Continue where ``state`` was taken.
 
         Args:
-            state: from ``state_dict()``.
-            allow_changed_data: accept a state of another data set, seed or order. The old order
-                cannot be continued then; the sampler starts the epoch after the saved one.
+            state: Result of ``state_dict()``.
+            allow_changed_data: Whether to accept a state of another data set, seed or order. The
+                sampler then starts the epoch after the saved one instead of continuing it.
 
         Raises:
             UsageError: the state is of another data set, seed or order and that is not allowed,

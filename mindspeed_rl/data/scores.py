@@ -1,4 +1,4 @@
-"""Files of sequences and of their log-probs, and the comparison of two of them.
+"""Files of sequences and of their log-probs, and the comparison of two such files.
 
 Shapes: N sequences, T tokens of the longest.
 """
@@ -25,7 +25,7 @@ class ScoreInputs:
     length: npt.NDArray[np.int64]
 
     def ids(self, index: int) -> list[int]:
-        """The tokens of one sequence."""
+        """Return the token ids of one sequence."""
         return self.tokens[index, : self.length[index]].tolist()  # type: ignore[no-any-return]
 
 
@@ -38,7 +38,7 @@ class Scores:
     length: npt.NDArray[np.int64]
 
     def save(self, path: str | Path) -> None:
-        """Write ``.npz``; a reader sees the old file or the whole new one."""
+        """Write the ``.npz`` file; a reader sees either the old file or the whole new one."""
         with atomic_path(path) as partial, partial.open("wb") as file:
             np.savez(file, logp=self.logp, entropy=self.entropy, length=self.length)
 
@@ -54,7 +54,7 @@ def _load(flag: str, path: str, names: tuple[str, ...]) -> dict[str, Any]:
             with np.load(path) as arrays:
                 return {name: arrays[name] for name in names}
     except (OSError, zipfile.BadZipFile, EOFError, ValueError) as error:
-        # numpy raises ValueError for arrays that are cut off or hold objects
+        # numpy raises ValueError for arrays that are cut off or hold objects.
         raise UsageError(f"{flag} {path}: no readable .npz file: {error}") from error
     raise UsageError(f"{flag} {path}: lacks {missing}; it has {present}")
 
@@ -90,7 +90,7 @@ def read_sequences(path: str, vocab_size: int, limit: int) -> ScoreInputs:
 
 
 def read_scores(path: str) -> Scores:
-    """Read a result.
+    """Read a file of scores.
 
     Raises:
         UsageError: no such file or wrong arrays.
@@ -99,10 +99,10 @@ def read_scores(path: str) -> Scores:
 
 
 def compare(a: Scores, b: Scores) -> str:
-    """A table of how two results for the same sequences differ.
+    """Return a table of the differences between two results for the same sequences.
 
     Raises:
-        UsageError: they are not of the same sequences.
+        UsageError: the results are of different sequences.
     """
     if a.logp.shape != b.logp.shape or not np.array_equal(a.length, b.length):
         raise UsageError(

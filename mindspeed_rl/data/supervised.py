@@ -1,4 +1,4 @@
-"""Supervised examples: a prompt, the response to imitate, and where the one ends."""
+"""Supervised examples: a prompt, the response to imitate, and the border between them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SupervisedExample:
     """One sequence of supervised fine-tuning.
 
     Attributes:
-        token_ids: prompt, response, end-of-sequence token.
-        num_prompt_tokens: length of the prompt; the loss covers ``token_ids[num_prompt_tokens:]``
+        token_ids: Token ids of prompt and response, and the end-of-sequence token.
+        num_prompt_tokens: Length of the prompt; the loss covers ``token_ids[num_prompt_tokens:]``
             and nothing else.
     """
 
@@ -40,10 +40,10 @@ class SupervisedDataset:
     """The examples that are left after filtering, in file order; made by ``load_supervised``.
 
     Attributes:
-        source: the file, as given.
-        max_length: the length limit in tokens.
-        num_filtered_long: number of rows left out because they are longer than that.
-        examples: the others.
+        source: File name, as given.
+        max_length: Length limit in tokens.
+        num_filtered_long: Number of rows left out because they are longer than that.
+        examples: All other rows.
     """
 
     source: str
@@ -60,7 +60,7 @@ class SupervisedDataset:
         return content_hash.hexdigest()
 
     def report(self) -> str:
-        """One line for the log: how many examples, how many left out and why."""
+        """Return a line for the log: number of examples, and of those left out and why."""
         return (
             f"{self.source}: {len(self.examples)} of "
             f"{len(self.examples) + self.num_filtered_long} examples; "
@@ -80,22 +80,22 @@ def load_supervised(
     apply_chat_template: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> SupervisedDataset:
-    """Loads prompt and response pairs for supervised training, in file order.
+    """Load prompt and response pairs for supervised training, in file order.
 
     The prompt is tokenised exactly as ``load_prompts`` does it, the response on its own, so that
     the border between them is the one that sampling sees.
 
     Args:
-        path: ``.jsonl``, ``.json`` or ``.parquet``.
-        tokenizer: needs an end-of-sequence token.
-        max_length: longest sequence kept, in tokens, end-of-sequence token included. Longer ones
-            are left out and counted.
-        vocab_size: of the model; the ids of all rows must be below it.
-        prompt_key: column with a message list or a string.
-        solution_key: column with the response.
-        answer_key: column used in rows without a solution.
-        apply_chat_template: render the prompt through the tokenizer's chat template.
-        chat_template_kwargs: further arguments of the template.
+        path: A ``.jsonl``, ``.json`` or ``.parquet`` file.
+        tokenizer: Tokenizer, which needs an end-of-sequence token.
+        max_length: Length of the longest sequence kept, in tokens, end-of-sequence token included.
+            Longer ones are left out and counted.
+        vocab_size: Vocabulary size of the model; the ids of all rows must be below it.
+        prompt_key: Column with a message list or a string.
+        solution_key: Column with the response.
+        answer_key: Column used in rows without a solution.
+        apply_chat_template: Whether to render the prompt through the tokenizer's chat template.
+        chat_template_kwargs: Further arguments of the template.
 
     Raises:
         UsageError: the file or a row is broken (the message names the line), a prompt has no
@@ -110,7 +110,7 @@ def load_supervised(
     num_rows = 0
     for where, example in _examples(read_rows(path), encoder, end, solution_key, answer_key):
         num_rows += 1
-        # apart, since without a prompt token there is none that the first one is predicted from
+        # Checked apart: without a prompt token nothing predicts the first response token.
         for part in (slice(example.num_prompt_tokens), slice(example.num_prompt_tokens, None)):
             check_token_ids(where, example.token_ids[part], vocab_size)
         if len(example.token_ids) <= max_length:

@@ -1,4 +1,4 @@
-"""Environments: conversations of several turns, on token ids."""
+"""Environments: the other side of conversations of several turns, on token ids."""
 
 from mindspeed_rl.environments.chat import answer_tokens
 from mindspeed_rl.environments.registry import resolve_environment

@@ -1,4 +1,4 @@
-"""The tokens between two turns of the model, as its chat template has them."""
+"""Renders an environment's answer as the tokens between two turns of the model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _MARK = "mindspeed-rl-turn"
 def answer_tokens(
     tokenizer: PreTrainedTokenizerBase, content: str, roles: tuple[str, ...] = ("tool", "user")
 ) -> tuple[int, ...]:
-    """What stands between the stop token of one turn of the model and the start of its next.
+    """Return the tokens between the stop token of one turn of the model and the start of its next.
 
-    The model's own tokens are not rendered again: only what the template puts behind them is
-    taken, a message of the first of ``roles`` that the template knows, and the opening of the next
+    The model's own tokens are not rendered again. The result is what the template puts behind
+    them: a message of the first of ``roles`` that the template knows, and the opening of the next
     turn.
 
     Raises:
-        UsageError: the tokenizer has no chat template, or one that ends turns otherwise than with
-            the end-of-sequence token.
+        UsageError: the tokenizer has no chat template, or the template does not end turns with the
+            end-of-sequence token.
     """
     from jinja2 import TemplateError
 

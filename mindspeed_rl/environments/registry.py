@@ -1,4 +1,4 @@
-"""From an environment's name on the command line to its factory."""
+"""Resolves an environment's name on the command line to its factory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_rl.rewards.user_file import load_from_file
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:
-    """The factory of a built-in environment or of ``path/to/file.py:Name``.
+    """Return the factory of a built-in environment or of ``path/to/file.py:Name``.
 
     Raises:
         UsageError: unknown name; missing file or name; something that cannot be called.

@@ -1,7 +1,7 @@
 """Runs the environments of many conversations: in this process, or in Ray actors.
 
-A runner takes the turns of several conversations at once and answers all of them, so that one
-elsewhere can work on them side by side. Environments come and go with their conversations.
+A runner gets the turns of several conversations in one call and answers all of them, so that Ray
+actors can work on them in parallel. An environment exists as long as its conversation.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ START_LIMIT_S = 300.0  # an actor may have to wait for a node
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What an environment raised, as text."""
+    """The traceback of what an environment raised."""
 
     trace: str
 
 
 Answers = dict[int, Observation | Failed]
-"""By conversation; one for each that was asked."""
+"""The answer to each conversation that was asked, by its number."""
 
 
 class EnvironmentRunner(Protocol):
     """Holds the environment of each conversation, by the conversation's number."""
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """Begin conversations; those of an earlier call are over."""
+        """Start conversations; those of an earlier call have ended."""
         ...
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Let environments answer these turns of the model."""
+        """Return the environments' answers to these turns of the model."""
         ...
 
 
@@ -50,8 +50,8 @@ class LocalRunner:
     """Runs environments in this process, one turn after the other.
 
     Args:
-        factory: makes one.
-        tokenizer: handed to it.
+        factory: Makes the environment of a conversation.
+        tokenizer: Tokenizer for the environments.
     """
 
     def __init__(self, factory: EnvironmentFactory, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -60,7 +60,7 @@ class LocalRunner:
         self._environments: dict[int, Environment] = {}
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """Make a new environment for each prompt, and begin."""
+        """Make a new environment for each prompt, and reset it."""
         self._environments = {}
         return {i: _guarded(partial(self._reset, i, prompt)) for i, prompt in prompts.items()}
 
@@ -69,12 +69,11 @@ class LocalRunner:
         return environment.reset(prompt)
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Let the environments of these conversations answer."""
         return {i: _guarded(partial(self._environments[i].step, turn)) for i, turn in turns.items()}
 
 
 def _guarded(answer: Callable[[], object]) -> Observation | Failed:
-    """What the user's code raises costs the sample, not the run."""
+    """Turn what the user's code raises into `Failed`: it costs the sample, not the run."""
     try:
         observation = answer()
         if not isinstance(observation, Observation):
@@ -87,29 +86,29 @@ def _guarded(answer: Callable[[], object]) -> Observation | Failed:
 
 
 class _EnvironmentActor(LocalRunner):
-    """A `LocalRunner` in a Ray actor; it ends where the environment cannot be loaded."""
+    """A `LocalRunner` in a Ray actor, which dies if the environment cannot be loaded."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(resolve_environment(name), tokenizer)
 
     def is_ready(self) -> bool:
-        """Answers when the environment is loaded."""
+        """Return once the environment is loaded."""
         return True
 
 
 class RayRunner:
     """Runs environments in Ray actors of the cluster that this process is connected to.
 
-    A conversation stays with its actor. The conversations of an actor that is lost have failed, and
-    another actor takes its place for later ones.
+    A conversation stays with its actor. When an actor is lost its conversations fail, and another
+    actor takes its place for later conversations.
 
     Args:
-        name: ``--rl-environment``; a file must be where every node can read it.
-        tokenizer: handed to every environment.
-        num_workers: actors, each takes one CPU of the cluster.
+        name: Value of ``--rl-environment``; a file must be where every node can read it.
+        tokenizer: Tokenizer for every environment.
+        num_workers: Number of actors, each of which takes one CPU of the cluster.
 
     Raises:
-        UsageError: the cluster has no room, or an environment cannot be loaded.
+        UsageError: the cluster has too few free CPUs, or an environment cannot be loaded.
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, num_workers: int) -> None:
@@ -135,11 +134,11 @@ class RayRunner:
         )
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """Begin conversations, each in the actor of its number."""
+        """Start conversations, each in the actor of its number."""
         return self._ask("reset", prompts)
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Ask the actors that hold these conversations, side by side."""
+        """Ask the actors that hold these conversations, all at once."""
         return self._ask("step", turns)
 
     def _ask(self, method: str, asked: Mapping[int, Any]) -> Answers:
@@ -161,7 +160,6 @@ class RayRunner:
         return {number: found[number] for number in asked}
 
     def close(self) -> None:
-        """Kill the actors."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = []

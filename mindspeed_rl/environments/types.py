@@ -1,4 +1,4 @@
-"""What an environment is: it reads the model's tokens and answers in tokens."""
+"""The protocol of environments, which read the model's tokens and answer in tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers.
+    """The answer of an environment.
 
     Attributes:
-        token_ids: what the model reads next; never trained on. Empty when the conversation is over.
-        done: whether it is over.
-        reward: of the conversation so far; the last one that is not ``None`` counts.
+        token_ids: What the model reads next; never trained on. Empty at the end of a conversation.
+        done: Whether the conversation is over.
+        reward: Reward of the conversation so far; the last one that is not ``None`` counts.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -30,21 +30,21 @@ class Observation:
 class Environment(Protocol):
     """One conversation. Used by one thread, in the process that leads an engine or in a Ray actor.
 
-    The steps of the engine wait for its answers, so it must answer within milliseconds (side by
-    side with others in Ray actors), and it must return: nothing can stop it but the limit of the
-    phase, which ends the job. What it raises costs the sample (no reward, not trained on) and is
+    The steps of the engine wait for its answers, so it must answer within milliseconds (in Ray
+    actors many answer in parallel), and it must return: only the time limit of the phase stops it,
+    and that ends the job. An exception costs the sample (no reward, not trained on) and is
     counted.
     """
 
     def reset(self, prompt: Prompt) -> Observation:
-        """Begin; the tokens, if any, follow the prompt."""
+        """Start the conversation; the tokens of the observation, if any, follow the prompt."""
         ...
 
     def step(self, token_ids: tuple[int, ...]) -> Observation:
         """Answer a turn of the model, its stop token included.
 
-        Without a stop token the turn was cut at the limit of the response: of the answer to it, as
-        of that to the last turn that is allowed, only the reward counts.
+        Without a stop token the turn was cut off at the limit of the response. Of the answer to it,
+        and to the last turn that is allowed, only the reward counts.
         """
         ...
 

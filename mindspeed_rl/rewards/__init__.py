@@ -1,4 +1,4 @@
-"""Rewards: from decoded responses to one number per sample, in processes that can be killed."""
+"""Rewards: turn decoded responses into one number per sample, in processes that can be killed."""
 
 from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.rewards.answers import extract_last_number, lenient_match

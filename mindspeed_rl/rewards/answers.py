@@ -1,4 +1,4 @@
-"""Reading answers out of responses: the last number, and a lenient comparison for evaluation."""
+"""Reads answers out of responses: the last number, and a lenient comparison for evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}")
 
 
 def extract_last_number(text: str) -> str | None:
-    """The last number of ``text`` as written, thousands commas removed; ``None`` without one.
+    """Return the last number of ``text`` without thousands commas; ``None`` if it has no number.
 
     ``"3-4"`` gives ``"4"``, ``"x = -4."`` gives ``"-4"``, ``"1,234.50"`` gives ``"1234.50"``.
     """
@@ -24,7 +24,7 @@ def extract_last_number(text: str) -> str | None:
 def lenient_match(response: str, answer: str) -> bool:
     """Whether the last number of ``response`` equals ``answer``, whatever surrounds it.
 
-    For reporting next to a strict reward: the difference is what the model knows but does not
+    For reports alongside a strict reward: the difference is what the model knows but does not
     format. Numbers are compared by value (``7.0`` equals ``7``). An answer that is not a decimal
     number, or a digit string with a leading zero (``"0123"``), is compared as text.
     """

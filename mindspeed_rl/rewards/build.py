@@ -1,4 +1,4 @@
-"""From the reward flags to the pool that scores the samples of an engine."""
+"""Builds the pool that scores the samples of an engine, and checks the rewards of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl.rewards import RewardPool, RewardSettings, RewardSpec, row_wei
 
 
 def make_reward_pool(config: RLRunConfig) -> RewardPool:
-    """The reward processes or actors of this rank's engine.
+    """Start the reward processes or actors of this rank's engine.
 
     Raises:
         UsageError: ``--reward-pool ray`` without ray.
@@ -28,10 +28,10 @@ def make_reward_pool(config: RLRunConfig) -> RewardPool:
 def check_row_rewards(
     config: RLRunConfig, specs: Sequence[RewardSpec], datasets: Sequence[PromptDataset]
 ) -> None:
-    """Every row that names its rewards must name rewards of the run. Local.
+    """Check that every row that names its rewards names rewards of the run. Local.
 
     Raises:
-        UsageError: naming the file, the prompt and the field.
+        UsageError: the message names the file, the prompt and the field.
     """
     weights = {spec.label: spec.weight for spec in specs}
     for dataset in datasets:

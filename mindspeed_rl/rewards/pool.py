@@ -1,8 +1,8 @@
 """A pool of reward workers, each fed by a thread of its own.
 
-The threads take samples from one queue, hand them to their workers and wait for the results, so
-that samples are scored while the caller does other work. The limits of a sample are the worker's
-(`worker_process`), that of a batch is the caller's (`Scoring.finish`).
+The threads take samples from one queue, send them to their workers and wait for the results, so
+that samples are scored while the caller does other work. A worker enforces the limits of a sample
+(`worker_process`), the caller that of a batch (`Scoring.finish`).
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from mindspeed_rl.rewards.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05  # how long a thread that waits for a result may not see that nobody wants it
+TICK_S = 0.05  # how long a thread may wait for a result before it sees that the result is unwanted
 
 
 class Worker(Protocol):
-    """What a thread of the pool feeds; see `WorkerProcess`."""
+    """A worker that a thread of the pool feeds; see `WorkerProcess`."""
 
     ready: bool
     notices: tuple[str, ...]
     concurrency: int
 
     def restart(self) -> None:
-        """Start, or give up what it holds and start anew."""
+        """Start the worker, or drop its samples and start it again."""
         ...
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the worker. Idempotent."""
         ...
 
     def send(self, request: RewardRequest) -> None:
-        """Hand over a sample."""
+        """Send a sample to the worker."""
         ...
 
     def receive(self, wait_s: float) -> RewardResult | None:
-        """The result of the oldest sample; ``None`` when there is none after ``wait_s``."""
+        """Return the oldest sample's result; ``None`` when there is none after ``wait_s``."""
         ...
 
 
 class _Sample(NamedTuple):
     request: RewardRequest
     result: Future[RewardResult]
-    given_up: threading.Event  # of the whole scoring
+    given_up: threading.Event  # of the whole scoring, not only of this sample
 
 
 _Queue = SimpleQueue[_Sample | None]
@@ -68,8 +68,8 @@ class RewardPool:
     `RewardError` of a worker that does not start) it is closed.
 
     Args:
-        settings: the reward flags: functions, number of workers, limits.
-        batch_timeout_s: wall-clock limit of one `score` call or `Scoring.finish`.
+        settings: Reward flags: functions, number of workers, limits.
+        batch_timeout_s: Wall-clock limit of one `score` call or `Scoring.finish`.
 
     Raises:
         UsageError: an unknown or unusable reward function.
@@ -82,7 +82,7 @@ class RewardPool:
         self.batch_timeout_s = batch_timeout_s
         self.workers = [self.new_worker() for _ in range(settings.flags.reward_num_workers)]
         self._lock = threading.Lock()
-        self._num_errors = self._num_results = 0  # since the rate was last judged
+        self._num_errors = self._num_results = 0  # since the last check of the error rate
         self._samples: _Queue = SimpleQueue()
         closed, started = threading.Event(), [Future[None]() for _ in self.workers]
         threads = [
@@ -91,7 +91,7 @@ class RewardPool:
         ]
         for thread in threads:
             thread.start()
-        # Runs at close(), at garbage collection or at exit, whichever is first; once.
+        # Runs once: at close(), at garbage collection or at exit, whichever is first.
         self._finalizer = weakref.finalize(self, _stop, threads, self._samples, closed)
         try:
             wait(started, return_when=FIRST_EXCEPTION)
@@ -103,7 +103,7 @@ class RewardPool:
             raise
 
     def new_worker(self) -> Worker:
-        """A worker that is not started yet."""
+        """Make a worker that is not started yet."""
         return WorkerProcess(self.settings)
 
     def __enter__(self) -> Self:
@@ -123,7 +123,7 @@ class RewardPool:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the rewards have to say about this machine, for the start of the log."""
+        """Remarks of the rewards about this machine, for the start of the log."""
         return self.workers[0].notices
 
     @property
@@ -132,10 +132,10 @@ class RewardPool:
         return tuple(w.pid for w in self.workers if isinstance(w, WorkerProcess))
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """Score ``requests``; results are in their order, one each.
+        """Score ``requests``; return one result for each, in their order.
 
         A sample that takes longer than ``--reward-timeout-s`` costs its worker, which is replaced.
-        What is open at the limit of the batch times out.
+        Samples without a result at the limit of the batch time out.
 
         Raises:
             RewardError: more than ``--reward-max-error-rate`` of the samples failed, of small calls
@@ -150,7 +150,7 @@ class RewardPool:
 
     @contextmanager
     def scoring(self) -> Iterator[Scoring]:
-        """Samples that come one by one; see `Scoring`. Raises as `score`."""
+        """Open a `Scoring` for samples that come one by one. Raises as `score`."""
         if not self._finalizer.alive:
             raise RuntimeError("this RewardPool is closed; create a new one")
         scoring = Scoring(self, self._samples)
@@ -160,10 +160,10 @@ class RewardPool:
             scoring.give_up()
 
     def check_error_rate(self, results: Sequence[RewardResult]) -> None:
-        """Judge as many samples as a single failure is within the limit of, of several calls.
+        """Check the error rate over enough samples, of several calls, that one failure is allowed.
 
         Raises:
-            RewardError: too many failed.
+            RewardError: too many samples failed.
         """
         limit = self.settings.flags.reward_max_error_rate
         enough = 1 / limit if limit else 0.0
@@ -192,23 +192,23 @@ class Scoring:
 
     @property
     def num_done(self) -> int:
-        """Samples whose result is there."""
+        """Number of samples that have a result."""
         return sum(sample.result.done() for sample in self._samples)
 
     def add(self, request: RewardRequest) -> None:
-        """A further sample; a worker that is free begins with it at once."""
+        """Add a sample; a worker that is free scores it at once."""
         sample = _Sample(request, Future(), self._given_up)
         self._samples.append(sample)
         self._queue.put(sample)
 
     def give_up(self) -> None:
-        """Kill the workers that hold samples of this scoring, and drop those that wait."""
+        """Kill the workers that hold samples of this scoring, and drop those in the queue."""
         self._given_up.set()
 
     def finish(self) -> list[RewardResult]:
-        """Wait for the rest, then all results in the order of `add`; raises as `score`.
+        """Wait for all results and return them in the order of `add`; raises as `score`.
 
-        The limit of the batch begins here.
+        The time limit of the batch starts here.
         """
         futures = [sample.result for sample in self._samples]
         done, late = wait(futures, self._pool.batch_timeout_s, return_when=FIRST_EXCEPTION)
@@ -233,7 +233,7 @@ class Scoring:
 
 
 def _feed(worker: Worker, queue: _Queue, started: Future[None], closed: threading.Event) -> None:
-    """The life of a thread of the pool; an error of the worker is that of all further samples."""
+    """Run a thread of the pool; an error of its worker becomes that of all further samples."""
     held: deque[_Sample] = deque()
     try:
         worker.restart()
@@ -243,7 +243,7 @@ def _feed(worker: Worker, queue: _Queue, started: Future[None], closed: threadin
         while not closed.is_set():
             _hand_over(worker, queue, held)
             if any(sample.given_up.is_set() for sample in held):
-                for sample in held:  # those of another scoring are scored again
+                for sample in held:  # samples of another scoring are scored again
                     queue.put(sample)
                 held.clear()
                 worker.restart()
@@ -262,7 +262,7 @@ def _feed(worker: Worker, queue: _Queue, started: Future[None], closed: threadin
 
 
 def _hand_over(worker: Worker, queue: _Queue, held: deque[_Sample]) -> None:
-    """Fill the worker; wait for a sample where it holds none."""
+    """Send samples until the worker is full; block for one only if it holds none."""
     while len(held) < worker.concurrency:
         try:
             sample = queue.get(block=not held)

@@ -1,8 +1,8 @@
-"""The reward pool in a Ray cluster: workers in actors anywhere, the limits of a sample beside them.
+"""The reward pool in a Ray cluster: workers in actors, which enforce the limits of a sample.
 
 An actor holds a `WorkerProcess`, so that limits, the kill and the replacement are those of the
-process pool on whatever node it is. What is new is that a node may be lost: another actor takes
-the place of its actor and scores the sample again.
+process pool, on any node. When a node is lost, another actor replaces its actor and scores the
+sample again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_rl.rewards.worker_process import WorkerProcess, worker_environmen
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0  # an actor may have to wait for a node
-MAX_LOST_ACTORS = 3  # by one sample, which is then an error
+MAX_LOST_ACTORS = 3  # a sample that costs as many actors becomes an error
 
 
 def _import_ray() -> Any:
@@ -35,20 +35,19 @@ def _import_ray() -> Any:
 
 
 class _RewardActor:
-    """What runs in an actor."""
+    """The code that runs in an actor: it owns a `WorkerProcess`."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self._worker = WorkerProcess(settings)
         self._worker.restart()
 
     def start(self) -> tuple[str, ...]:
-        """The notices, when the functions are loaded; raises as `WorkerProcess.receive`."""
+        """Return the notices once the functions are loaded; raises as `WorkerProcess.receive`."""
         while not self._worker.ready:
             self._worker.receive(1.0)
         return self._worker.notices
 
     def score(self, request: RewardRequest) -> RewardResult:
-        """Score one sample."""
         self._worker.send(request)
         while (result := self._worker.receive(1.0)) is None:
             pass
@@ -67,29 +66,26 @@ class RayWorker:
         self._ray = ray
         self._settings = settings
         self._held: RewardRequest | None = None
-        self._call: Any = None  # the answer that it waits for
-        self._num_lost = 0  # by the sample that it holds
+        self._call: Any = None  # the pending call of the actor
+        self._num_lost = 0  # number of actors lost by the sample that it holds
         self._deadline_s = 0.0
 
     def restart(self) -> None:
-        """Start, or give up what it holds and start anew."""
         self._held = None
         self._replace()
 
     def close(self) -> None:
-        """Kill the actor. Idempotent."""
         if self.actor is not None and self._ray.is_initialized():
             self._ray.kill(self.actor)
         self.actor = None
 
     def send(self, request: RewardRequest) -> None:
-        """Hand over a sample."""
         self._held, self._num_lost = request, 0
         if self.ready:
             self._call = self.actor.score.remote(request)
 
     def receive(self, wait_s: float) -> RewardResult | None:
-        """The result of the sample; ``None`` when there is none after ``wait_s``.
+        """Return the sample's result; ``None`` when there is none after ``wait_s``.
 
         Raises:
             UsageError: a reward cannot be loaded.
@@ -137,9 +133,9 @@ class RayWorker:
 
 
 class RayRewardPool(RewardPool):
-    """Scores samples in a Ray cluster; everything else as in `RewardPool`.
+    """Scores samples in a Ray cluster; everything else is as in `RewardPool`.
 
-    The cluster is that of ``RAY_ADDRESS``, or a local one that is started, and stopped by `close`.
+    The cluster is that of ``RAY_ADDRESS``, or a local one that the pool starts and `close` stops.
     Files of rewards must be where every node of the cluster can read them.
 
     Raises:
@@ -162,11 +158,10 @@ class RayRewardPool(RewardPool):
         super().__init__(settings, batch_timeout_s)
 
     def new_worker(self) -> Worker:
-        """A worker in an actor that is not started yet."""
         return RayWorker(self._ray, self.settings)
 
     def close(self) -> None:
-        """Kill the actors, and stop the cluster where this pool has started it. Idempotent."""
+        """Kill the actors, and stop the cluster if this pool started it. Idempotent."""
         super().close()
         if self._started_ray and self._ray.is_initialized():
             self._ray.shutdown()

@@ -1,4 +1,4 @@
-"""From a reward's name on the command line to its function."""
+"""Resolves a reward's name on the command line to its function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_rl.rewards.user_file import load_from_file
 def resolve_reward(
     spec: RewardSpec | str, settings: RewardSettings | None = None
 ) -> RewardFunction:
-    """The function of a built-in reward or of ``path/to/file.py:function``.
+    """Return the function of a built-in reward or of ``path/to/file.py:function``.
 
     A user's file is executed once per process. Its folder is appended to ``sys.path``, so that it
     may import its neighbours.
@@ -42,10 +42,10 @@ def warm_up_reward(spec: RewardSpec) -> None:
 
 
 def built_in_reward(name: str) -> BuiltInReward:
-    """The declaration of a built-in reward.
+    """Return the declaration of a built-in reward.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is no built-in reward of this name.
     """
     check_name("--reward-function", name, BUILT_IN_REWARDS)
     module = importlib.import_module(f"mindspeed_rl.rewards.builtin.{name}")
@@ -54,7 +54,7 @@ def built_in_reward(name: str) -> BuiltInReward:
 
 @cache
 def verdicts() -> tuple[str, ...]:
-    """The built-in rewards whose full marks say that a response is right, the best one first."""
+    """Return the built-in rewards whose full marks mean a right response, the best one first."""
     ranks = {name: built_in_reward(name).verdict for name in BUILT_IN_REWARDS}
     return tuple(sorted(filter(ranks.get, ranks), key=ranks.__getitem__))
 

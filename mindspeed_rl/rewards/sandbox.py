@@ -1,7 +1,7 @@
-"""Runs programs that nobody has read: with limits, and with as few rights as the kernel allows.
+"""Runs untrusted programs with limits, and with as few rights as the kernel allows.
 
-What is allowed differs between machines (containers often forbid namespaces), so it is tried once
-per process (:func:`probe`), said, and from then on required of every program.
+Which rights can be removed differs between machines (containers often forbid namespaces), so it is
+tried once per process (:func:`probe`), logged, and from then on required of every program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAUNCHER = str(Path(sandbox_launcher.__file__).resolve())
 _PROBE_TIME_S = 20.0
 _OPEN_FILES = 64
 _SHOWN_CHARS = 300
-# Of a program's output, what is read back.
+# How much of a program's output is read back.
 _OUTPUT_BYTES = 1 << 20
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -31,13 +31,13 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a program cannot do here.
+    """The restrictions of programs on this machine.
 
     Attributes:
-        counted: its processes are counted although this process is root's, whose are not.
-        namespaces: it has no network and does not see other processes.
-        files: it reads the interpreter and the system's libraries, and writes its folder only.
-        deny_tcp: it cannot use TCP; the substitute where namespaces are forbidden.
+        counted: Whether their processes are counted although this process is root's, whose are not.
+        namespaces: Whether they have no network and do not see other processes.
+        files: Whether they read only interpreter and system libraries, and write only their folder.
+        deny_tcp: Whether they cannot use TCP; the substitute where namespaces are forbidden.
     """
 
     counted: bool
@@ -53,15 +53,16 @@ class Rights:
         return "no TCP, but other protocols are open" if self.deny_tcp else "THE NETWORK IS OPEN"
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the restrictions in one line for the log."""
         files = "files outside its folder are closed" if self.files else "FILES ARE OPEN"
         processes = "" if self.counts_processes else "; THE NUMBER OF PROCESSES IS NOT LIMITED"
         return f"programs run with {self.network}; {files}{processes}"
 
     @property
     def counts_processes(self) -> bool:
-        """Whether the limit of processes holds: in a namespace of its own only, since elsewhere it
-        would count those of other programs of the user.
+        """Whether the limit of processes holds, which needs a namespace.
+
+        Elsewhere it would also count the processes of the user's other programs.
         """
         return self.namespaces and (self.counted or os.getuid() != 0)
 
@@ -71,10 +72,10 @@ class SandboxLimits:
     """Limits of one program.
 
     Attributes:
-        time_limit_s: wall clock and processor time.
-        memory_bytes: address space of each of its processes.
-        max_processes: processes and threads.
-        file_bytes: largest file it may write, its output included.
+        time_limit_s: Limit of wall clock and of processor time.
+        memory_bytes: Address space of each of its processes.
+        max_processes: Number of processes and threads.
+        file_bytes: Size of the largest file it may write, its output included.
     """
 
     time_limit_s: float
@@ -83,7 +84,7 @@ class SandboxLimits:
     file_bytes: int
 
     def rlimits(self, rights: Rights) -> dict[str, int]:
-        """By the names of setrlimit(2)."""
+        """Return the limits by the names of setrlimit(2)."""
         processes = {"NPROC": self.max_processes} if rights.counts_processes else {}
         return processes | {
             "CPU": max(1, int(self.time_limit_s + 0.999)),
@@ -99,9 +100,9 @@ class Ended:
     """How a program ended.
 
     Attributes:
-        exit_code: negative or above 128: by a signal; ``None``: killed at the time limit.
-        stdout: its first MiB, undecodable bytes replaced.
-        stderr: likewise.
+        exit_code: Negative or above 128 after a signal; ``None`` when killed at the time limit.
+        stdout: First MiB of the output, undecodable bytes replaced.
+        stderr: First MiB of the error output, undecodable bytes replaced.
     """
 
     exit_code: int | None
@@ -116,7 +117,7 @@ class SandboxError(RuntimeError):
 def run_python(
     arguments: list[str], stdin: str, files: dict[str, str], limits: SandboxLimits, rights: Rights
 ) -> Ended:
-    """Run ``python ARGUMENTS`` in a folder of its own with these files. Blocks.
+    """Run ``python ARGUMENTS`` in a new folder that contains ``files``. Blocks.
 
     Raises:
         SandboxError: a right could not be given up; the program was not started.
@@ -126,7 +127,7 @@ def run_python(
 
 
 def probe(limits: SandboxLimits) -> Rights:
-    """What can be taken from a program on this machine: as much as still lets one run. Blocks.
+    """Find the restrictions of this machine: as many as still let a program run. Blocks.
 
     Raises:
         SandboxError: not even a program with all rights runs.
@@ -147,7 +148,7 @@ def probe(limits: SandboxLimits) -> Rights:
 
 
 def _refusal(rights: Rights, limits: SandboxLimits) -> str:
-    """Why a program does not run with these rights; empty when it does."""
+    """Return why a program does not run under these restrictions; empty when it does."""
     patient = replace(limits, time_limit_s=_PROBE_TIME_S)
     try:
         ended = run_python(
@@ -171,7 +172,7 @@ def _folder(files: dict[str, str]) -> Iterator[Path]:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """The two ends; reading does not wait."""
+    """Open a pipe: the readable end, which does not block, and the writable end."""
     readable, writable = os.pipe()
     try:
         os.set_blocking(readable, False)
@@ -195,7 +196,7 @@ def _run(
         "limits": limits.rlimits(rights),
     }
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(folder)}
-    # Files and not pipes: their size is limited, and nobody has to read them.
+    # Files instead of pipes: their size is limited, and nobody has to read them meanwhile.
     with (
         tempfile.TemporaryFile() as source,
         tempfile.TemporaryFile() as stdout,
@@ -219,8 +220,8 @@ def _run(
             stderr=stderr,
             cwd=folder,
             env=environment,
-            # A group of its own, to be killed whole; it stays in the session of the worker, whose
-            # end kills the launcher and what it started.
+            # A process group of its own, to be killed whole. It stays in the session of the worker,
+            # whose end kills the launcher and what it started.
             process_group=0,
             pass_fds=(report_fd,),
         )

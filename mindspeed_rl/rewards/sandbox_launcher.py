@@ -1,9 +1,9 @@
 """Gives up rights, then becomes a program: ``python -I -S sandbox_launcher.py JSON COMMAND...``.
 
-Started by :mod:`mindspeed_rl.rewards.sandbox`; imports the standard library only. Every right that
-JSON asks to give up is given up, or this process ends and says why on stderr. Whether the command
-was started is told on a file descriptor that the command does not get: what it does itself, however
-it ends, is never taken for a failure of the sandbox.
+Started by :mod:`mindspeed_rl.rewards.sandbox`; imports the standard library only. It gives up every
+right that JSON names, or ends with the reason on stderr. It reports the start of the command on a
+file descriptor that the command does not get: whatever the command does, and however it ends, is
+never taken for a failure of the sandbox.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAILED = b"F"
 _CLONE_NEWIPC, _CLONE_NEWUSER = 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-# landlock(7); the numbers are the same on all 64-bit architectures that Linux has had since 5.13.
+# landlock(7); the numbers are the same on all 64-bit architectures of Linux since 5.13.
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _RULE_PATH_BENEATH = 1
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read file, read directory
@@ -41,30 +41,32 @@ def _check(result: int, what: str) -> int:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the process that started this one ends."""
+    """Have the kernel kill this process when its parent ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
 
 
 def be_counted() -> None:
-    """Processes are counted by their real user, and those of root are not; files go by the other
-    user ids, so that an interpreter which only root can read stays readable.
+    """Change the real user to nobody, since the processes of root are not counted.
+
+    The other user ids, which file access uses, stay, so that an interpreter that only root can
+    read stays readable.
     """
     os.setresuid(_NOBODY, 0, 0)
 
 
 def leave_namespaces() -> None:
-    """No network but an unconfigured loopback, no sight of other processes."""
+    """Enter namespaces with an unconfigured loopback as network, and without other processes."""
     flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC
     _check(_libc.unshare(flags), "unshare(user, network, processes)")
 
 
 def _handled_files(abi: int) -> int:
-    """Bits of the file rights that an ABI knows."""
+    """Return the bits of the file rights that a landlock ABI knows."""
     return (1 << (13 if abi < 2 else 14 if abi < 3 else 15)) - 1
 
 
 def restrict_files(readable: list[str], writable: list[str], deny_tcp: bool) -> None:
-    """Nothing but these trees can be read or written (landlock)."""
+    """Forbid reading and writing anything outside these trees (landlock)."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     abi = _check(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), "landlock")
     if deny_tcp and abi < 4:
@@ -93,7 +95,7 @@ def restrict_files(readable: list[str], writable: list[str], deny_tcp: bool) -> 
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """``{"CPU": 2, ...}`` to ``RLIMIT_CPU`` and so on, soft and hard."""
+    """Set ``{"CPU": 2, ...}`` as ``RLIMIT_CPU`` and so on, soft and hard."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -105,13 +107,13 @@ def set_limits(limits: dict[str, int]) -> None:
 def launch(asked: dict[str, object], command: list[str]) -> None:
     """Give up what is asked for, then run the command; its exit code is this process's."""
     die_with_parent()
-    os.nice(5)  # training has the right of way
+    os.nice(5)  # so that training goes first
     if asked["counted"]:
         be_counted()
-        die_with_parent()  # forgotten when the user changes
+        die_with_parent()  # a change of the user resets it
     if asked["namespaces"]:
         leave_namespaces()
-        # Only children are in the new process namespace; the first one's end ends all in it.
+        # Only children enter the new process namespace, and the end of its first process ends all.
         child = os.fork()
         if child:
             _, status = os.waitpid(child, 0)

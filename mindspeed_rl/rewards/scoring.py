@@ -1,4 +1,4 @@
-"""Scoring one sample: call the functions, check what they return, add up. No processes here."""
+"""Scores one sample in this process: calls the functions, checks their results, and adds up."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ def check_reward(label: str, value: object) -> float | None:
 def row_weights(
     weights: Mapping[str, float], metadata: Mapping[str, Any], row_key: str = ROW_REWARDS_KEY
 ) -> dict[str, float]:
-    """The rewards of one data row and their weights.
+    """Return the weights of the rewards of one data row, by label.
 
     Args:
-        weights: of the run, by label.
-        metadata: of the row. Its field ``row_key`` may name one reward, list several, or map them
-            to weights of their own; the others then do not score this row. Without it all do.
-        row_key: name of the field.
+        weights: Weights of the run, by label.
+        metadata: Metadata of the row. The field ``row_key`` may name one reward, list several, or
+            map them to weights of their own; the others then do not score this row.
+            Without the field all rewards score it.
+        row_key: Name of the field.
 
     Raises:
         UsageError: the field is something else, or names a reward that the run does not have.
@@ -91,10 +92,10 @@ def row_weights(
 def is_scored_by(
     label: str, weights: Mapping[str, float], request: RewardRequest, row_key: str
 ) -> bool:
-    """Whether a reward scores a sample; not, when its row is at fault."""
+    """Whether a reward scores a sample; false when its row is at fault."""
     try:
         return label in row_weights(weights, request.metadata, row_key)
-    except ValueError:  # said by score_sample
+    except ValueError:  # score_sample reports it
         return False
 
 
@@ -108,7 +109,7 @@ def score_sample(
 
     Raises:
         MemoryError: a function ran out of memory; the process is not to be trusted afterwards.
-        KeyboardInterrupt: the user's.
+        KeyboardInterrupt: the user interrupted the run.
     """
     parts: dict[str, float] = {}
     total = 0.0

@@ -1,4 +1,4 @@
-"""What rewards are given (the flags of the run, a sample), and what scoring a sample yields."""
+"""The inputs of rewards (the flags of the run, a sample) and the result of scoring a sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RewardSettings:
     """What rewards and their workers know of the run: the first message to every worker.
 
     Attributes:
-        flags: all reward flags; each reward reads its own.
+        flags: All reward flags; each reward reads its own.
         max_response_tokens: ``--rollout-max-response-length``; 0: unknown.
     """
 
@@ -33,13 +33,13 @@ class RewardRequest:
     """One sample to score.
 
     Attributes:
-        sample_id: as in `mindspeed_rl.core.types.Rollout`; scores are matched and logged by it.
-        prompt: the last user message.
-        response: the decoded response, special tokens removed.
-        answer: the reference answer.
+        sample_id: As in `mindspeed_rl.core.types.Rollout`; scores are matched and logged by it.
+        prompt: Last user message.
+        response: Decoded response, special tokens removed.
+        answer: Reference answer.
         finish_reason: ``"stop"`` (ended by a stop token) or ``"length"`` (cut off).
-        num_response_tokens: sampled tokens, the stop token included.
-        metadata: the other columns of the data row; values must be picklable.
+        num_response_tokens: Number of sampled tokens, the stop token included.
+        metadata: Other columns of the data row; values must be picklable.
     """
 
     sample_id: int
@@ -69,13 +69,13 @@ class RewardResult:
     """The score of one sample.
 
     Attributes:
-        sample_id: of the request.
-        reward: weighted sum of the parts; the configured score on a timeout; ``None`` when every
+        sample_id: Sample id of the request.
+        reward: Weighted sum of the parts; the configured score on a timeout; ``None`` when every
             function abstained or on an error. ``None`` is left out of the group's mean.
-        parts: unweighted score by label of the function; functions that abstained are missing.
+        parts: Unweighted score by label of the function; functions that abstained are missing.
         status: ``"ok"``, ``"error"`` (a function raised or returned nonsense, or its worker died)
             or ``"timeout"``.
-        detail: traceback or reason when the status is not ``"ok"``.
+        detail: Traceback or reason when the status is not ``"ok"``.
     """
 
     sample_id: int
@@ -93,17 +93,17 @@ RewardFunction = Callable[[RewardRequest], float | None]
 
 @dataclass(frozen=True, slots=True)
 class BuiltInReward:
-    """What a module of ``rewards/builtin`` declares as ``REWARD``.
+    """The declaration ``REWARD`` of a module of ``rewards/builtin``.
 
-    The name of the module is that of the reward, the first line of its docstring says what it is.
+    The reward has the module's name; the first line of the module's docstring describes it.
 
     Attributes:
-        make: the function of a run.
-        flags: fields of `RewardConfig` that it reads.
-        columns: of a data row that it reads, besides prompt and answer.
-        verdict: full marks say that a response is right, and of several such rewards the one with
-            the smallest number is believed; 0: it says nothing about that.
-        warm_up: the slow imports that it would otherwise do at its first sample.
+        make: Makes the function of a run.
+        flags: Fields of `RewardConfig` that the reward reads.
+        columns: Columns of a data row that it reads, besides prompt and answer.
+        verdict: Rank of the reward as a verdict, of which full marks mean a right response; the
+            smallest rank that scored is believed; 0: it is no verdict.
+        warm_up: Runs the slow imports that the reward would otherwise do at its first sample.
     """
 
     make: Callable[[RewardSettings], RewardFunction]
@@ -114,6 +114,6 @@ class BuiltInReward:
 
 
 def status_rate(results: Iterable[RewardResult], status: RewardStatus) -> float:
-    """Share of the results with ``status``, in [0, 1]; 0.0 for no results."""
+    """Return the part of the results that have ``status``, in [0, 1]; 0.0 for no results."""
     matches = [result.status == status for result in results]
     return sum(matches) / len(matches) if matches else 0.0

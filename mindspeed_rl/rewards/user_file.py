@@ -1,4 +1,4 @@
-"""A name out of a Python file of the user's: ``path/to/file.py:name`` on the command line."""
+"""Loads a name from a user's Python file: ``path/to/file.py:name`` on the command line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mindspeed_rl.core.errors import UsageError
 
 
 def load_from_file(path: Path, name: str, where: str) -> object:
-    """What ``path`` calls ``name``.
+    """Return what the file ``path`` calls ``name``.
 
     The file is executed once per process. Its folder is appended to ``sys.path``, so that it may
     import its neighbours.
 
     Args:
-        path: of the file.
-        name: a function or class.
-        where: flag and value, for messages.
+        path: Path of the file.
+        name: Name of a function or class.
+        where: Flag and value, for messages.
 
     Raises:
         UsageError: no such file or name, or the file fails to import.

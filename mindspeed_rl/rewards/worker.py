@@ -1,7 +1,7 @@
 """The reward worker: ``python -m mindspeed_rl.rewards.worker FD PARENT_PID``, started by the pool.
 
-A process of its own, with its own main thread, so that libraries which need signals work
-and a stuck function can be killed. Imports nothing that the reward functions do not need.
+It is a process of its own, with its own main thread, so that libraries which need signals work
+and a stuck function can be killed. It imports nothing that the reward functions do not need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the parent ends, however it ends (Linux)."""
     if sys.platform != "linux":
-        return  # elsewhere an idle worker still ends at the end of its connection
+        return  # without it, an idle worker still ends at the end of its connection
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         error = ctypes.get_errno()
@@ -51,7 +51,7 @@ def limit_memory(growth_bytes: int) -> None:
 
 
 def load(settings: RewardSettings) -> list[WeightedReward]:
-    """The functions of ``--reward-function``, their slow imports done."""
+    """Load the functions of ``--reward-function``, and run their slow imports."""
     specs = [RewardSpec.parse(text) for text in settings.flags.reward_function]
     rewards = [WeightedReward.from_spec(spec, settings) for spec in specs]
     for spec in specs:
@@ -75,7 +75,7 @@ def serve(connection: Connection) -> None:
     weights, row_key = {r.label: r.weight for r in rewards}, settings.flags.reward_key
 
     def begin(request: RewardRequest) -> None:
-        for reward in rewards:  # those that wait for a server ask it at once
+        for reward in rewards:  # rewards that wait for a server ask it at once
             if hasattr(reward.function, "prefetch") and is_scored_by(
                 reward.label, weights, request, row_key
             ):
@@ -93,7 +93,7 @@ def serve(connection: Connection) -> None:
         except MemoryError:
             detail = "MemoryError: the reward function ran into the worker's memory limit"
             result = RewardResult(request.sample_id, None, {}, "error", detail)
-            # What filled the memory may live on in caches and globals: start afresh.
+            # What filled the memory may live on in caches and globals: a new process is needed.
             connection.send(Scored(result, is_last=True))
             return
 
@@ -103,9 +103,9 @@ def receive(
     begin: Callable[[RewardRequest], None],
     waiting: SimpleQueue[RewardRequest | BaseException],
 ) -> None:
-    """Begin every sample when it comes, also while another is scored, and queue it.
+    """Prefetch every sample when it comes, also while another is scored, and queue it.
 
-    Ends with the connection; the error is queued, behind the samples that came before.
+    Ends with the connection, whose error is queued behind the samples that came before.
     """
     try:
         while True:
@@ -117,11 +117,11 @@ def receive(
 
 
 def main(argv: list[str]) -> None:
-    """Entry: ``argv`` is the socket's file descriptor and the parent's process id."""
+    """Run the worker; ``argv`` is the socket's file descriptor and the parent's process id."""
     fd, parent_pid = map(int, argv)
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.set_inheritable(fd, False)  # not for programs which a reward function starts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    os.set_inheritable(fd, False)  # programs which a reward function starts must not get it
     with Connection(fd) as connection:
         try:
             serve(connection)

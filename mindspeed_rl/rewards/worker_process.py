@@ -1,8 +1,8 @@
 """A reward worker as its pool sees it: a process with a hard limit on every sample.
 
-A plain subprocess: the spawn method of ``multiprocessing`` would import the parent's ``__main__``,
-hence torch, with the parent's rank and preloads, and fork would copy the locks of its threads. The
-messages are those of a `multiprocessing.connection.Connection`.
+The process is a plain subprocess: the spawn method of ``multiprocessing`` would import the parent's
+``__main__``, hence torch, with the parent's rank and preloads, and fork would copy the locks of its
+threads. The messages are those of a `multiprocessing.connection.Connection`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mindspeed_rl.rewards.types import (
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0  # user files may import torch from a cold network file system
-EXIT_GRACE_S = 1.0  # for a worker that ends by itself, so that its exit code is its own
+EXIT_GRACE_S = 1.0  # lets a worker that is ending do so, so that its exit code is its own
 MAX_LOGGED_CHARS = 300
 # A worker must neither look like a training rank nor load the trainer's allocator.
 _DROPPED = frozenset({"LD_PRELOAD", "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
@@ -48,8 +48,8 @@ class Ready:
     """Message of a worker: its functions are loaded, its limits are set.
 
     Attributes:
-        notices: what the rewards have to say about this machine.
-        concurrency: samples that it can work on at a time; more than 1 where it waits for others.
+        notices: Remarks of the rewards about this machine.
+        concurrency: Number of samples it can work on at a time; above 1 where it waits for others.
     """
 
     notices: tuple[str, ...]
@@ -68,8 +68,8 @@ class Scored:
     """Message of a worker: the result of the oldest sample that it holds.
 
     Attributes:
-        result: of the sample.
-        is_last: the worker ends now; it has not started the other samples.
+        result: Result of the sample.
+        is_last: Whether the worker ends now; it has not started the other samples.
     """
 
     result: RewardResult
@@ -77,7 +77,7 @@ class Scored:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment less its rank and preloads, able to import this package."""
+    """Return the parent's environment less its rank and preloads, able to import this package."""
     result = {
         name: value
         for name, value in environment.items()
@@ -98,9 +98,9 @@ class WorkerProcess:
     the thread that started it.
 
     Attributes:
-        ready: whether the functions are loaded.
-        notices: see `Ready`.
-        concurrency: see `Ready`.
+        ready: Whether the functions are loaded.
+        notices: See `Ready`.
+        concurrency: See `Ready`.
     """
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -108,18 +108,16 @@ class WorkerProcess:
         self.notices: tuple[str, ...] = ()
         self.concurrency = 1
         self._settings = settings
-        self._held: deque[RewardRequest] = deque()  # sent and not answered, oldest first
-        self._deadline_s = 0.0  # of what it does now: starting, or the oldest sample
-        self._cut_off = False  # a message to it was not read in time
+        self._held: deque[RewardRequest] = deque()  # sent but not answered, oldest first
+        self._deadline_s = 0.0  # of its present work: starting, or the oldest sample
+        self._cut_off = False  # a message to it may have been sent in part only
         self._end: Callable[[], None] = lambda: None
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def restart(self) -> None:
-        """Give up the samples that it holds, kill it, start anew."""
         self._held.clear()
         self._replace()
 
@@ -129,9 +127,9 @@ class WorkerProcess:
         self._end = lambda: None
 
     def send(self, request: RewardRequest) -> None:
-        """Hand over a sample; waits at most for the limit of a sample, even for a stopped worker.
+        """Send a sample; waits at most for the limit of a sample, even for a stopped worker.
 
-        A worker that has died since its last sample is replaced first: that costs no sample.
+        A worker that died after its last sample is replaced first: that costs no sample.
         """
         if self.ready and not self._held and self._connection.poll():
             self._replace()
@@ -142,7 +140,7 @@ class WorkerProcess:
             self._write(request)
 
     def receive(self, wait_s: float) -> RewardResult | None:
-        """The result of the oldest sample; ``None`` when there is none after ``wait_s``.
+        """Return the oldest sample's result; ``None`` when there is none after ``wait_s``.
 
         Raises:
             UsageError: a reward cannot be loaded.
@@ -151,7 +149,7 @@ class WorkerProcess:
         now_s = time.monotonic()
         if self._connection.poll(max(0.0, min(wait_s, self._deadline_s - now_s))):
             return self._read()
-        # However late this process was scheduled, nobody is killed for an answer not yet read.
+        # However late this process was scheduled, no worker is killed for an answer not yet read.
         return self._overdue() if self._deadline_s <= now_s else None
 
     def _read(self) -> RewardResult | None:
@@ -200,7 +198,7 @@ class WorkerProcess:
         return self._fail("timeout", flags.reward_timeout_score, detail)
 
     def _fail(self, status: RewardStatus, reward: float | None, detail: str) -> RewardResult:
-        """The oldest sample has cost the process, which is replaced."""
+        """Fail the oldest sample, which has cost the process, and replace the process."""
         request = self._held.popleft()
         logger.warning(
             "sample %d: %s; reward %s, its worker is replaced; response: %.*r",
@@ -219,17 +217,17 @@ class WorkerProcess:
     def _write(self, message: object) -> None:
         try:
             self._connection.send(message)
-        except BlockingIOError:  # the limit of the socket: half a message may be in it
+        except BlockingIOError:  # the socket's time limit: half a message may have been sent
             self._cut_off, self._deadline_s = True, 0.0
         except (BrokenPipeError, ConnectionResetError):
             pass  # reported by receive(), after the results still in it
 
     def _replace(self) -> None:
-        """Kill and start anew; the successor gets what is held when it is ready."""
+        """Kill the process and start another, which gets the held samples when it is ready."""
         self.close()
         self.ready = self._cut_off = False
         with ExitStack() as stack:
-            # Of its own, because what is killed cleans nothing up.
+            # The process needs a folder that this one removes: a killed process cleans nothing up.
             folder = TemporaryDirectory(prefix="mindspeed_rl-reward-", ignore_cleanup_errors=True)
             temporary = stack.enter_context(folder)
             mine, its = socket.socketpair()
@@ -244,7 +242,7 @@ class WorkerProcess:
                     pass_fds=(its.fileno(),),
                     env=worker_environment(os.environ) | {"TMPDIR": temporary},
                     stdin=subprocess.DEVNULL,
-                    # A group of its own, so that the kill reaches what the functions started.
+                    # A session of its own, so that the kill reaches what the functions started.
                     start_new_session=True,
                 )
             stack.callback(_kill, self._process)

@@ -1,1 +1,1 @@
-"""One file for each verb of the RL step, and one that builds the parts."""
+"""The reinforcement-learning step: one file for each of its verbs, and the files that build it."""

@@ -1,4 +1,4 @@
-"""Rewards to the advantage of every token.
+"""Computes the advantage of every token from the rewards of a step.
 
 Shapes: N trained tokens of a micro-batch. Columns of tokens exist on the last pipeline stage alone,
 where the loss is.
@@ -48,12 +48,12 @@ def compute_advantages(
     """Add the advantages of all trained tokens, and a critic's targets. Collective: last stage.
 
     Args:
-        run: the run.
-        state: with the coefficient of the KL.
-        batches: with old and reference log-probs where the KL is in the reward.
-        samples: of the step, in the order of the groups.
-        step: seeds the control experiment.
-        greedy: rewards of the greedy responses to each prompt, where the estimator asks for them.
+        run: Parts of the run.
+        state: State of the run, with the coefficient of the KL.
+        batches: Batches, with old and reference log-probs where the KL is in the reward.
+        samples: Samples of the step, in the order of the groups.
+        step: Number of the step, which seeds the control experiment.
+        greedy: Reward of the greedy response to each prompt, where the estimator needs it.
 
     Raises:
         FloatingPointError: an advantage is not finite; names samples.
@@ -88,7 +88,7 @@ def compute_advantages(
         found = tokens.estimates(estimator, settings, tokens.rewards(values, penalties))
         advantages = [t.advantages for t in found]
         if estimator.needs_critic:
-            # tokens of samples without a reward get no target
+            # Tokens of samples without a reward get no target.
             returns = [
                 t.returns.masked_fill(~known, math.nan)
                 for t, known in zip(found, counted, strict=True)
@@ -107,11 +107,11 @@ class _Tokens:
     """The trained tokens of this rank and the samples that they belong to.
 
     Attributes:
-        micro: micro-batches of all optimizer steps.
-        owners: [N] int64 of each, which sample of the step a token belongs to.
-        policy: sums over the ranks that have the other tokens.
-        position: place of each sample in the step, by sample id.
-        device: of the tokens.
+        micro: Micro-batches of all optimizer steps.
+        owners: [N] int64 for each micro-batch: the index in the step of each token's sample.
+        policy: Engine that sums over the ranks with the other tokens.
+        position: Index of each sample in the step, by sample id.
+        device: Device of the tokens.
     """
 
     micro: list[MicroBatch]
@@ -128,24 +128,24 @@ class _Tokens:
         samples: Sequence[RolloutInfo],
         device: torch.device,
     ) -> _Tokens:
-        """Of the batches of a step."""
+        """Collect the tokens of the batches of a step."""
         micro, position = batches.micro_batches, {s.sample_id: i for i, s in enumerate(samples)}
         owners = [sample_of_token(m, position) for m in micro]
         return cls(micro, owners, policy, position, device)
 
     def spread(self, of_sample: torch.Tensor) -> list[torch.Tensor]:
-        """The value of its sample for every token: [samples] -> [N] of each micro-batch."""
+        """Give every token the value of its sample: [samples] -> [N] for each micro-batch."""
         values = of_sample.to(self.device)
         return [values[owner] for owner in self.owners]
 
     def mean(self, parts: Sequence[torch.Tensor]) -> Mean:
-        """This rank's share of a mean; nothing where tensor-parallel ranks have the same tokens."""
+        """Return this rank's part of a mean: 0 of 0 if another rank counts the same tokens."""
         if not self.policy.is_metrics_rank:
             return Mean(0.0, 0.0)
         return Mean(float(sum(p.sum() for p in parts)), float(sum(p.numel() for p in parts)))
 
     def sums_of_samples(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[samples]: the sum over all tokens of each, on whatever ranks they are. Collective."""
+        """Return [samples]: the sum over all tokens of each, on whatever ranks. Collective."""
         sums = torch.zeros(len(self.position), device=self.device)
         for owner, part in zip(self.owners, parts, strict=True):
             sums.index_add_(0, owner, part)
@@ -154,10 +154,10 @@ class _Tokens:
     def rewards(
         self, of_sample: torch.Tensor, penalties: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """Rewards of all trained tokens of each whole row, on all context-parallel ranks.
+        """Return rewards of all trained tokens of each whole row, equal on context-parallel ranks.
 
-        That of a sample is at its last token, less the KL of each token. Sums over the tokens of a
-        sample need all of them, so penalties of all context-parallel ranks are put in their places.
+        The reward of a sample is at its last token; the KL of each token is subtracted. Sums over
+        the tokens of a sample need all of them, so penalties are gathered over context parallelism.
         """
         values = of_sample.to(self.device)
         rows = []
@@ -175,9 +175,9 @@ class _Tokens:
     def estimates(
         self, estimator: Estimator, settings: AdvantageSettings, rows: Sequence[torch.Tensor]
     ) -> list[ValueTargets]:
-        """Advantages and returns of this rank's tokens, [N] each of each micro-batch. Collective.
+        """Return advantages and returns, each [N] for each micro-batch. Collective.
 
-        An estimator sees whole rows, of which this rank takes its tokens.
+        The estimator computes whole rows, of which this rank keeps the values of its tokens.
         """
         assert estimator.of_tokens is not None
         found = []
@@ -192,9 +192,9 @@ class _Tokens:
 
 
 def shaped_rewards(config: RLRunConfig, samples: Sequence[RolloutInfo], step: int) -> list[float]:
-    """The reward of every sample, less its penalty for length; equal on all ranks. Local.
+    """Return the reward of every sample with its length penalty; equal on all ranks. Local.
 
-    The control experiment permutes them.
+    The control experiment permutes the rewards.
     """
     rewards = [s.reward + length_penalty(config, s) for s in samples]
     if config.rl.rl_control == "shuffled-rewards":
@@ -203,7 +203,7 @@ def shaped_rewards(config: RLRunConfig, samples: Sequence[RolloutInfo], step: in
 
 
 def length_penalty(config: RLRunConfig, sample: RolloutInfo) -> float:
-    """What ``--rl-overlong-buffer`` adds to the reward of a sample: 0 or less."""
+    """Return what ``--rl-overlong-buffer`` adds to the reward of a sample: 0 or less."""
     flags = config.sampling
     if not flags.rl_overlong_buffer:
         return 0.0
@@ -221,7 +221,7 @@ def group_rewards(
     group_size: int,
     greedy: Sequence[float] | None,
 ) -> GroupRewards:
-    """[samples] rewards as estimators want them."""
+    """Group [samples] rewards with what estimators need besides them."""
     lengths = torch.tensor([s.num_tokens for s in samples]).view(-1, group_size)
     baselines = None if greedy is None else torch.tensor(list(greedy))
     return GroupRewards(rewards.view(-1, group_size), lengths, baselines)
@@ -233,6 +233,6 @@ def _refuse_not_finite(sample_ids: Sequence[int]) -> None:
 
 
 def _kl(config: RLRunConfig, micro: MicroBatch) -> torch.Tensor:
-    """[N] KL of the old policy to the reference."""
+    """Return [N]: the estimated KL of the old policy to the reference."""
     old, reference = micro.column("old_logprobs"), micro.column("ref_logprobs")
     return kl_estimate(old, reference, config.kl.rl_kl_estimator)

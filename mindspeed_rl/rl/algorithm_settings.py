@@ -1,4 +1,4 @@
-"""Flags to the settings of the algorithms."""
+"""Builds the settings of the algorithms from the flags."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mindspeed_rl.config import RLRunConfig
 
 
 def advantage_estimator(config: RLRunConfig) -> Estimator:
-    """That of ``--rl-advantage-estimator``."""
+    """Return the estimator that ``--rl-advantage-estimator`` names."""
     return config.advantages.estimator
 
 
 def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
-    """Settings of the policy's loss.
+    """Return the settings of the policy's loss.
 
     Args:
-        config: the configuration.
-        kl_beta: present coefficient of the KL, in the loss or in the reward.
+        config: Flags of the run.
+        kl_beta: Present coefficient of the KL; unused here where the KL is in the reward.
     """
     rl, loss, kl = config.rl, config.policy_loss, config.kl
     return LossSettings(
@@ -36,7 +36,7 @@ def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
 
 
 def value_loss_settings(config: RLRunConfig) -> ValueLossSettings:
-    """Settings of the critic's loss; tokens weigh as in the policy's."""
+    """Return the settings of the critic's loss, which weighs tokens as the policy's does."""
     return ValueLossSettings(
         clip=config.critic.value_clip,
         aggregation=config.policy_loss.aggregation,
@@ -45,7 +45,7 @@ def value_loss_settings(config: RLRunConfig) -> ValueLossSettings:
 
 
 def correction_settings(config: RLRunConfig) -> CorrectionSettings:
-    """Settings of the correction of the rollout mismatch."""
+    """Return the settings that correct for the mismatch of trainer and engine."""
     flags = config.correction
     weighted = flags.rl_inference_logprobs_is_correction
     return CorrectionSettings(
@@ -60,11 +60,11 @@ def correction_settings(config: RLRunConfig) -> CorrectionSettings:
 
 
 def covariance_settings(config: RLRunConfig, update: int) -> CovarianceSettings:
-    """Settings of the selection of tokens for one optimizer step.
+    """Return the settings that select tokens by covariance for one optimizer step.
 
     Args:
-        config: the configuration.
-        update: number of the optimizer step in the run; makes the random choice another one.
+        config: Flags of the run.
+        update: Number of the optimizer step in the run; part of the seed of the random choice.
     """
     flags = config.surrogate
     return CovarianceSettings(

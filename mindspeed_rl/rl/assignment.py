@@ -1,4 +1,4 @@
-"""Which engine generates which samples: dealt at the start of a pass, moved while it goes on."""
+"""Decides which engine generates which samples, before a pass and while it runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 @dataclass(frozen=True, slots=True)
 class EngineAssignment:
-    """Deals samples to engines; equal on all ranks but for ``rank``.
+    """Deals samples to engines; equal on all ranks except for ``rank``.
 
     Attributes:
-        engine: layout of the engines.
-        rank: global rank.
-        limit: tokens of a response.
-        partial_tokens: by how many tokens a pass lets a response grow; 0: to its end.
-        by_length: deal by the lengths of earlier responses.
-        rules: when requests move between engines while they generate; ``None``: never.
+        engine: Layout of the engines.
+        rank: Global rank.
+        limit: Most tokens of a response.
+        partial_tokens: Most tokens by which one pass extends a response; 0: to its end.
+        by_length: Whether to deal samples by the lengths of earlier responses.
+        rules: When requests move between engines while they generate; ``None``: never.
     """
 
     engine: EngineLayout
@@ -42,11 +42,11 @@ class EngineAssignment:
 
     @property
     def leads_engine(self) -> bool:
-        """Whether this rank speaks for its engine."""
+        """Whether this rank is the first of its tensor-parallel ranks, and acts for all of them."""
         return self.engine.tp_rank(self.rank) == 0
 
     def max_tokens(self, prefix: RolloutInfo | None) -> int:
-        """How long a response may be after the present pass of partial rollouts. Local."""
+        """Return the most tokens of a response after the present partial pass. Local."""
         have = 0 if prefix is None else prefix.num_tokens
         return min(self.limit, have + self.partial_tokens)
 
@@ -56,14 +56,14 @@ class EngineAssignment:
         history: LengthHistory | None = None,
         prefixes: Sequence[RolloutInfo | None] = (),
     ) -> list[int]:
-        """The sample ids that this rank's engine begins with, ascending. Local.
+        """Return the ids of the samples that this rank's engine starts with, ascending. Local.
 
-        A response that goes on does so on the engine that has its tokens.
+        A response with a prefix continues on the engine that has its tokens.
 
         Args:
-            prompts: of all samples; position is the sample id.
-            history: of responses to these prompts; ``None``: they are not those of training.
-            prefixes: what there is of each response; empty where none goes on.
+            prompts: Prompts of all samples; the position is the sample id.
+            history: Lengths of earlier responses; ``None`` for prompts not trained on.
+            prefixes: Beginning of each response; empty where no response continues.
         """
         group, num_groups = self.engine.group_of(self.rank), self.engine.num_groups
         known = history if self.by_length else None
@@ -81,7 +81,7 @@ class EngineAssignment:
         history: LengthHistory | None,
         prefixes: Sequence[RolloutInfo | None] = (),
     ) -> Rebalancer | None:
-        """What moves requests during one pass; ``None`` where nothing is to move. Local."""
+        """Return what moves requests during one pass; ``None`` where nothing is to move. Local."""
         if self.rules is None:
             return None
         known = history if history is not None else LengthHistory()
@@ -96,7 +96,7 @@ class EngineAssignment:
         return Rebalancer(self.rules, group, self.leads_engine, expected)
 
     def metrics(self, stats: StepStats) -> MetricSet:
-        """Steps of the slowest engine, and what moved. Local."""
+        """Return the steps of the slowest engine and the numbers of moved samples. Local."""
         metrics = MetricSet({"rollout/steps_max": Max(float(stats.steps))})
         if self.rules is not None:
             mine = float(self.leads_engine)
@@ -109,13 +109,13 @@ class EngineAssignment:
 def rebalance_rules(
     config: RLRunConfig, plan: RLPlan, max_num_seqs: int, item_bytes: int
 ) -> Rules | None:
-    """When requests move, from flags and layouts alone, so equal on all ranks. Local.
+    """Return when requests move, equal on all ranks as it follows from flags and layouts. Local.
 
     Args:
-        config: flags.
-        plan: layouts.
-        max_num_seqs: sequences that run at once on an engine.
-        item_bytes: of an element of the engine's weights and cache.
+        config: Flags of the run.
+        plan: Layouts of trainer and engine.
+        max_num_seqs: Number of sequences that an engine runs at once.
+        item_bytes: Bytes of an element of the engine's weights and cache.
     """
     flags, spec = config.balance, plan.spec
     if flags.rollout_rebalance == "off" or plan.engine.num_groups == 1:
@@ -139,7 +139,7 @@ def rebalance_rules(
 
 
 def observe_lengths(history: LengthHistory, samples: Sequence[RolloutInfo]) -> None:
-    """Add the finished responses of a step to the history; alike on all ranks. Local."""
+    """Add the finished responses of a step to the history, equal on all ranks. Local."""
     lengths: dict[int, list[int]] = defaultdict(list)
     for sample in samples:
         lengths[sample.prompt_index].append(sample.num_tokens)

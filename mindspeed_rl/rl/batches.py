@@ -1,4 +1,4 @@
-"""The samples of an RL step as the micro-batches of its optimizer steps."""
+"""Turns the samples of an RL step into the micro-batches of its optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_rl.samples.store import PlacedSamples
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBatch:
-    """This rank's share of one optimizer step: packed micro-batches and the global denominators."""
+    """This rank's part of one optimizer step: packed micro-batches and the global denominators."""
 
     micro_batches: list[MicroBatch]
     denominators: Denominators
@@ -25,12 +25,12 @@ class OptimizerBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """The batches of all optimizer steps of an RL step, and what making them has to report.
+    """The batches of all optimizer steps of an RL step, and the metrics of preparing them.
 
     Attributes:
-        updates: of each optimizer step.
-        placed: the samples that they were made of.
-        metrics: of what was done so far.
+        updates: One batch for each optimizer step.
+        placed: The samples that the batches consist of.
+        metrics: Metrics of the step so far.
     """
 
     updates: list[OptimizerBatch]
@@ -39,27 +39,27 @@ class StepBatches:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Those of all optimizer steps."""
+        """The micro-batches of all optimizer steps, in order."""
         return [m for update in self.updates for m in update.micro_batches]
 
     def with_micro_batches(self, micro: Sequence[MicroBatch]) -> StepBatches:
-        """The same with others in place of :attr:`micro_batches`, in order."""
+        """Return a copy with ``micro`` in place of :attr:`micro_batches`, in order."""
         given = iter(micro)
         return replace(self, updates=[_refilled(update, given) for update in self.updates])
 
     def with_column(self, name: str, values: Sequence[torch.Tensor | None]) -> StepBatches:
-        """The same with a column of every micro-batch; ``None`` off the last pipeline stage."""
+        """Return a copy with a column added; ``None`` off the last pipeline stage."""
         pairs = zip(self.micro_batches, values, strict=True)
         return self.with_micro_batches([m.with_column(name, v) for m, v in pairs])
 
     def with_metrics(self, metrics: MetricSet) -> StepBatches:
-        """The same with more to report."""
+        """Return a copy with ``metrics`` merged in."""
         return replace(self, metrics=self.metrics.merge(metrics))
 
     def by_update(
         self, compute: Callable[[list[MicroBatch]], Sequence[torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:
-        """What passes over the micro-batches give, in order; one pass for each optimizer step.
+        """Apply ``compute`` to each optimizer step, and return its values in micro-batch order.
 
         Micro-batches are of equal length within an optimizer step only.
         """
@@ -71,7 +71,7 @@ def _refilled(update: OptimizerBatch, given: Iterator[MicroBatch]) -> OptimizerB
 
 
 def build_batches(run: Components, samples: Sequence[RolloutInfo]) -> StepBatches:
-    """Place, move and pack the samples of each optimizer step, the same plans on all ranks.
+    """Place, move and pack the samples of each optimizer step, by the same plans on all ranks.
 
     Collective: the training grid.
     """
@@ -87,11 +87,11 @@ def build_batches(run: Components, samples: Sequence[RolloutInfo]) -> StepBatche
 
 
 def sample_of_token(micro: MicroBatch, position: dict[int, int]) -> torch.Tensor:
-    """[N] int64: which sample of the step each trained token belongs to.
+    """Return [N] int64: the index of the sample of the step that each trained token belongs to.
 
     Args:
-        micro: the micro-batch.
-        position: in the step, by sample id.
+        micro: Micro-batch with the tokens.
+        position: Index of each sample in the step, by sample id.
     """
     order = [position[i] for i in micro.sample_ids]
     owners = torch.tensor(order, dtype=torch.int64, device=micro.sequence_of.device)

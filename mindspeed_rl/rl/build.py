@@ -1,4 +1,4 @@
-"""How the parts of an RL run are built, in the order in which mistakes are cheapest."""
+"""Builds the parts of an RL run, in the order in which mistakes are cheapest to find."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ from mindspeed_rl.trainer import parallel_state
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# New objects before the collector looks at them: a step makes about this many for its samples.
+# Number of new objects that starts a garbage collection: about what the samples of a step need.
 _YOUNG_OBJECTS = 20_000
 
 
 def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
-    """Build the run on this rank; it is in TRAIN afterwards. Collective: the world."""
+    """Build the parts of the run on this rank, which ends in phase TRAIN. Collective: the world."""
     job = with_installed_engine(job)
     config, rank = job.config, job.world.rank
     output = Path(config.logging.output_dir)
@@ -76,7 +76,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     profiler = StepProfiler(config.profiler, job.platform, rank, output)
     timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
     sharing = share_memory(job, models)
-    sharing.leave_all()  # the engine is built into the room that it will have
+    sharing.leave_all()  # so that the engine is built with the device memory it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
     ledger = open_ledger(job, sharing, engine, cache)
@@ -112,19 +112,19 @@ def _phases_of(job: Job[RLRunConfig, RLPlan], timer: PhaseTimer) -> PhaseContext
 
 
 def _freeze_objects() -> None:
-    """Keep the garbage collector from what stays for the run, and from every few samples."""
+    """Exempt the objects built so far from garbage collection, and collect less often."""
     gc.collect()
-    gc.freeze()  # not looked through at every release of device memory
-    gc.set_threshold(_YOUNG_OBJECTS)  # tables of samples would begin a collection every few ms
+    gc.freeze()  # keeps each release of device memory from searching all these objects
+    gc.set_threshold(_YOUNG_OBJECTS)  # tables of samples would trigger it every few ms
 
 
 def build_sample_store(
     job: Job[RLRunConfig, RLPlan], prompts: PromptDataset, cache: TensorCache
 ) -> SampleStore:
-    """Where the tokens of samples are kept, and how they move. Local."""
+    """Build the store that keeps the tokens of samples and moves them between ranks. Local."""
     config, plan = job.config, job.plan
     has_environment = bool(config.environment.rl_environment)
-    # where there are experts, how far their choices agree is counted on every stage
+    # A model with experts counts on every stage how far their choices agree.
     stages = range(plan.parallel.pp) if plan.spec.moe else sorted({0, plan.parallel.pp - 1})
     return SampleStore(
         rank=job.world.rank,
@@ -144,7 +144,7 @@ def build_sample_store(
 
 
 def _experts(job: Job[RLRunConfig, RLPlan]) -> Column | None:
-    """The column of the engine's experts, where they are replayed."""
+    """Return the column of the engine's expert choices; ``None`` unless they are replayed."""
     if job.config.rl.rl_routing_replay != "rollout":
         return None
     spec = job.plan.spec
@@ -153,7 +153,7 @@ def _experts(job: Job[RLRunConfig, RLPlan]) -> Column | None:
 
 
 def num_copies(config: RLRunConfig, plan: RLPlan) -> int:
-    """Ranks of an engine that have each sample: a conversation is known to its first rank alone."""
+    """Return how many ranks of an engine have each sample: only its first knows a conversation."""
     return 1 if config.environment.rl_environment else plan.engine.tp
 
 
@@ -165,7 +165,7 @@ def build_rollout_worker(
     cache: TensorCache,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutWorker:
-    """What generates and scores on this rank. Local."""
+    """Build the worker that generates and scores samples on this rank. Local."""
     config, plan = job.config, job.plan
     item = rollout_dtype(config.rollout, config.train).itemsize
     return RolloutWorker(
@@ -195,7 +195,7 @@ def _reward_specs(config: RLRunConfig) -> list[RewardSpec]:
 def _reward_functions(
     job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase
 ) -> RewardFunctions:
-    """The reward workers, on the first rank of each engine. Local."""
+    """Build the reward functions, with workers on the first rank of each engine. Local."""
     specs = _reward_specs(job.config)
     leads = job.plan.engine.tp_rank(job.world.rank) == 0
     return RewardFunctions(
@@ -209,9 +209,9 @@ def _reward_functions(
 def _environments(
     job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase
 ) -> Environments | None:
-    """The other side of conversations; ``None`` where responses have one turn. Local.
+    """Build the environments of conversations; ``None`` where responses have one turn. Local.
 
-    On ranks that do not lead their engine it is never asked.
+    Ranks that do not lead their engine never call the runner that they get.
     """
     flags = job.config.environment
     if not flags.rl_environment:
@@ -231,7 +231,7 @@ def _environments(
 
 
 def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
-    """Where metrics go; on rank 0."""
+    """Open the logger of metrics, which writes on rank 0 only."""
     logs = config.logging
     others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
     return RunLogger(
@@ -240,10 +240,10 @@ def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:
-    """Ids that end a response: the config's and the tokenizer's.
+    """Return the token ids that end a response: those of the config and of the tokenizer.
 
     Raises:
-        UsageError: there is none, or one that the model has no row for.
+        UsageError: there is no such id, or the model has no embedding row for one.
     """
     ids = set(plan.spec.eos_token_ids)
     if tokenizer.eos_token_id is not None:
@@ -263,7 +263,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """The data sets and the order of prompts. Local."""
+    """Load the data sets and build the sampler of prompts. Local."""
     config = job.config
     prompts, held_out = load_data(
         config.prompts, tokenizer, job.plan.spec, progress=job.world.rank == 0
@@ -275,10 +275,10 @@ def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBa
 def load_data(
     options: PromptConfig, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, *, progress: bool
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
-    """The prompts to train on and the held-out ones. Local.
+    """Load the prompts to train on and the held-out sets by name. Local.
 
     Raises:
-        UsageError: a file is broken, or prompts are in both.
+        UsageError: a file is broken, or a held-out prompt is also trained on.
     """
     load = partial(
         load_prompts,
@@ -298,10 +298,10 @@ def load_data(
 
 
 def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset, flag: str) -> None:
-    """Held-out prompts must not be trained on.
+    """Refuse held-out prompts that are also trained on.
 
     Raises:
-        UsageError: naming how many are in both, and one of them.
+        UsageError: the message gives the number of common prompts, and one of them.
     """
     known = {tuple(p.token_ids) for p in prompts}
     both = [p.text for p in held_out if p.token_ids in known]

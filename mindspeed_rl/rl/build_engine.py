@@ -1,4 +1,4 @@
-"""Builds what takes turns on the devices: engine, weight path, memory, state machine."""
+"""Builds the rollout engine, its weight sync, and the plan and ledger of shared device memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GIB = 2**30
 
 
 def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
-    """Bytes of a device that may be in use, the least of all ranks; 0: no limit.
+    """Return the bytes of a device that may be in use, the least of all ranks; 0: no limit.
 
     Collective: the world.
     """
@@ -49,7 +49,7 @@ def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
 
 
 def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
-    """The memory of this run with its offload mode, and why it is that. Collective: the world."""
+    """Predict the run's memory with an offload mode; also return why. Collective: the world."""
     machine = machine_on(job.config, job.platform.name)
     prediction = predict(job.config, job.plan, machine)
     limit = memory_limit(job)
@@ -66,7 +66,7 @@ def share_memory(
     job: Job[RLRunConfig, RLPlan],
     models: Models,
 ) -> ColocationPlan:
-    """What leaves the device for the engine, and what of the engine leaves for it.
+    """Decide what trainer and engine move off the device for each other.
 
     Collective: the world.
     """
@@ -80,13 +80,13 @@ def share_memory(
     groups = trainer_memory(models.policy, models.reference, models.critic, models.reward_model)
     if prediction.swap_parts:
         for owner in (MemoryOwner.OPTIMIZER, MemoryOwner.CRITIC_OPTIMIZER):
-            groups.pop(owner, None)  # MindSpeed moves it
+            groups.pop(owner, None)  # MindSpeed moves the optimizer states itself
     kept = platform.shares_host_memory and mode is OffloadMode.NONE
     return ColocationPlan(
         groups=groups,
         mode=mode,
         free_engine_weights=free_weights,
-        # on a host that keeps everything, freed pages are used again by the same process
+        # On a host that keeps everything, the same process uses freed pages again.
         release_cached_memory=nothing if kept else platform.release_cached_memory,
         wait_for_copies=platform.wait_for_copies,
     )
@@ -98,7 +98,7 @@ def open_ledger(
     engine: InferenceEngine,
     cache: TensorCache,
 ) -> MemoryLedger:
-    """The ledger of trainer, engine and samples. Collective: the world."""
+    """Open the memory ledger of trainer, engine and samples. Collective: the world."""
     options, rank = job.config.memory, job.world.rank
     prediction, _ = predict_run(job)
     owners: dict[str, Callable[[], int]] = {
@@ -121,12 +121,12 @@ def open_ledger(
 
 
 def watched(sharing: ColocationPlan, ledger: MemoryLedger) -> ColocationPlan:
-    """The same, with the ledger at every border."""
+    """Return a copy of the plan in which the ledger checks every border between phases."""
     return replace(sharing, require_free=ledger.require_free, at_border=ledger.at_border)
 
 
 def agreed_cache_bytes(requested_gb: float) -> int:
-    """The key/value cache of every rank: the smallest that any was asked for.
+    """Return the size of every rank's key/value cache: the smallest that any rank was asked for.
 
     Nodes may be given different values; engines of different capacity would schedule differently.
     Collective: the world.
@@ -141,7 +141,7 @@ def _least(number: int) -> int:
 
 
 def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
-    """Element type of the engine."""
+    """Return the element type of the engine's weights and cache."""
     name = rollout.rollout_dtype
     if name == "auto":
         return torch.bfloat16 if train.bf16 else torch.float32
@@ -149,7 +149,7 @@ def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
 
 
 def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
-    """The engine of this rank. Collective: the world."""
+    """Build the rollout engine of this rank. Collective: the world."""
     config, plan = job.config, job.plan
     build = "building the rollout engine"
     records = config.rl.rl_routing_replay == "rollout"
@@ -171,9 +171,9 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
 
 
 def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
-    """What ``--rollout-graph-sizes`` comes to; empty leaves the engine's own. Collective: world.
+    """Return the sizes of ``--rollout-graph-sizes``; empty: the engine's own. Collective: world.
 
-    ``auto`` is decided by rank 0, whose disk has the history, and printed with its waste.
+    For ``auto``, rank 0, whose disk has the history, chooses them and prints their waste.
     """
     tuning, output = job.config.engine, Path(job.config.logging.output_dir)
     if tuning.rollout_graph_sizes != AUTO:
@@ -196,7 +196,7 @@ def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
 
 
 def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
-    """The job whose plan is as the installed engine keeps weights. Local.
+    """Return the job with the rollout layout in which the installed engine keeps weights. Local.
 
     Raises:
         UsageError: the flags ask for what the installed engine cannot do.
@@ -208,7 +208,7 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
 
 
 def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> WeightSync:
-    """How weights get from the policy into the engine. Collective: plans are compared."""
+    """Build the sync of the policy's weights to the engine. Collective: plans are compared."""
     config, plan, world = job.config, job.plan, job.world
     dtype = rollout_dtype(config.rollout, config.train)
     return WeightSync(
@@ -221,7 +221,7 @@ def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> Wei
 
 
 def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightTransfer:
-    """The way of ``--reshard-path``. Local."""
+    """Build the weight transfer that ``--reshard-path`` names. Local."""
     options, plan, world = job.config.rollout, job.plan, job.world
     common: dict[str, Any] = {
         "rank": world.rank,

@@ -1,4 +1,4 @@
-"""The models of a run: process groups, weights, optimizers, and how batches are cut for them."""
+"""Builds the models of a run: process groups, weights, optimizers, and the rules for batches."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 def build_models(job: Job[RLRunConfig, RLPlan]) -> Models:
-    """All models of an RL run with their first weights. Collective: the training grid."""
+    """Build all models of an RL run with their first weights. Collective: the training grid."""
     config, plan = job.config, job.plan
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
     policy = build_engine(job, "policy", updates, temperature, routing=_routing(job))
     reference = None
-    if config.rl.grpo_kl_beta:  # what the KL is to
+    if config.rl.grpo_kl_beta:  # only the KL needs a reference
         reference = build_engine(job, "reference", 0, temperature)
     return Models(policy, reference, build_critic(job), build_reward_model(job))
 
 
 def _routing(job: Job[RLRunConfig, RLPlan]) -> str:
-    """What the policy does about the experts of later passes: see ``TrainEngine``."""
+    """Return the policy's routing mode for passes after the first: see ``TrainEngine``."""
     if not job.plan.spec.moe:
         return "free"
     choice = job.config.rl.rl_routing_replay
@@ -54,13 +54,13 @@ def _routing(job: Job[RLRunConfig, RLPlan]) -> str:
 
 
 def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run; an export, whose ``config.json`` is the model's, reads the same."""
+    """Load the tokenizer of the run."""
     from transformers import AutoConfig, AutoTokenizer
 
     model = config.model
     how: dict[str, Any] = {}
     if model.tokenizer_name_or_path:
-        # transformers chooses the class, and with it rules and added tokens, by the model's type
+        # transformers chooses the class, and with it rules and added tokens, by the model's type.
         how["config"] = AutoConfig.from_pretrained(model.hf_checkpoint)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         model.tokenizer_directory, **how
@@ -76,7 +76,7 @@ def build_engine(
     *,
     routing: str = "free",
 ) -> TrainEngine:
-    """A TrainEngine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
+    """Build an engine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
     config = job.config
     engine = TrainEngine(
         role,
@@ -91,7 +91,7 @@ def build_engine(
         routing=routing,
     )
     if role == "policy":
-        kept_mtp(job)  # what an export would lack is told before the run, not after it
+        kept_mtp(job)  # refuses --keep-mtp without its tensors before the run, not after
     load_weights(job, job.plan.megatron, engine.named_parameters(), log_skipped=role == "policy")
     engine.reload_master_weights()
     return engine
@@ -103,10 +103,10 @@ def load_weights(
     params: Mapping[str, torch.Tensor],
     log_skipped: bool = True,
 ) -> None:
-    """Fill ``params`` from ``--hf-checkpoint``; ``log_skipped`` on rank 0 what is left out. Local.
+    """Fill ``params`` from ``--hf-checkpoint``; with ``log_skipped``, log what is left out. Local.
 
     Raises:
-        UsageError: weights that do not fit the model.
+        UsageError: the weights do not fit the model.
     """
     checkpoint = job.config.model.hf_checkpoint
     mtp = mtp_tensors(layout.spec, weight_files(checkpoint))
@@ -125,9 +125,9 @@ def initialize_parallel(job: Job[Any, RunPlan]) -> None:
 
 
 def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:
-    """How samples become the micro-batches of this rank. Local."""
+    """Return the rules that make the micro-batches of this rank out of samples. Local."""
     parallel, train = job.plan.parallel, job.config.train
-    # context parallelism cuts every sequence into so many pieces
+    # Context parallelism cuts every sequence into this many pieces.
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     shards = parallel.tp if job.config.parallel.shards_sequence else 1
     return BatchRules(
@@ -143,7 +143,7 @@ def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:
 
 
 def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
-    """The critic with its first weights; ``None`` without one. Collective: the training grid."""
+    """Build the critic; ``None`` if the run has none. Collective: the training grid."""
     config, plan = job.config, job.plan
     if plan.critic is None:
         return None
@@ -159,10 +159,10 @@ def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
 
 
 def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
-    """The reward model; ``None`` without one. Collective: the training grid.
+    """Build the reward model; ``None`` if the run has none. Collective: the training grid.
 
     Raises:
-        UsageError: its checkpoint has no value head.
+        UsageError: the checkpoint has no value head.
     """
     layout, checkpoint = job.plan.reward_model, job.config.rewards.reward_model_hf_checkpoint
     if layout is None:
@@ -184,7 +184,7 @@ def value_engine(
     train: TrainConfig,
     num_updates: int,
 ) -> TrainEngine:
-    """An engine with a value head, weights undefined. Collective: the training grid."""
+    """Build an engine with a value head and undefined weights. Collective: the training grid."""
     return TrainEngine(
         role,
         layout=layout,
@@ -204,20 +204,20 @@ def load_value_model(
     checkpoint: str,
     flag: str,
 ) -> bool:
-    """Fill an engine with a checkpoint; a head that it lacks becomes 0. Local.
+    """Load a checkpoint into an engine; a value head that it lacks is set to 0. Local.
 
     Args:
-        job: of the run.
-        layout: of the engine.
-        engine: with a value head.
-        checkpoint: its directory; empty: the policy's.
-        flag: that names it.
+        job: Job of the run.
+        layout: Layout of the engine's weights.
+        engine: Engine with a value head.
+        checkpoint: Directory of the checkpoint; empty: the policy's.
+        flag: Flag that names the checkpoint, for messages.
 
     Returns:
         Whether the checkpoint has a value head.
 
     Raises:
-        UsageError: weights that do not fit the model.
+        UsageError: the weights do not fit the model.
     """
     directory = checkpoint or job.config.model.hf_checkpoint
     files = weight_files(directory)

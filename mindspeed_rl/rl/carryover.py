@@ -1,4 +1,4 @@
-"""Groups that one step leaves for the next, in a checkpoint."""
+"""Writes the groups that one step leaves for the next to a checkpoint, and reads them back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mindspeed_rl.samples.store import ResponseTensors
 def carryover_state(
     groups: Sequence[Group], responses: Sequence[ResponseTensors]
 ) -> list[list[dict[str, Any]]]:
-    """Plain types, for a checkpoint; fp32 log-probs survive as they are.
+    """Return the groups as plain types for a checkpoint; fp32 log-probs keep their exact values.
 
     Args:
-        groups: of samples.
-        responses: of all of them, in order.
+        groups: Groups of samples.
+        responses: Responses of all samples of the groups, in order.
     """
     given = iter(responses)
     return [[_plain(s, next(given)) for s in group] for group in groups]
@@ -48,15 +48,16 @@ def restored_carryover(
     num_groups: int,
     saved_groups: int = 0,
 ) -> tuple[list[Group], list[ResponseTensors]]:
-    """The inverse of :func:`carryover_state`: groups of samples, and all responses in order.
+    """Invert :func:`carryover_state`: return the groups, and all responses in order.
 
     Args:
-        state: of a checkpoint.
-        step: after which it was saved.
-        columns: what the run keeps of every token.
-        num_groups: of engine ranks.
-        saved_groups: of the run that saved it. Where they are as many, each holds what it held,
-            since who trains on a sample depends on it; else they take turns.
+        state: State in the checkpoint.
+        step: Step after which it was saved.
+        columns: Columns that the run keeps of every token.
+        num_groups: Number of groups of engine ranks.
+        saved_groups: ``num_groups`` of the run that saved the state. Where both are equal, each
+            rank group gets its own samples back, since who trains on a sample depends on it;
+            otherwise the rank groups get samples in turn.
 
     Raises:
         UsageError: the checkpoint lacks a column that this run needs.

@@ -1,4 +1,4 @@
-"""When a run loads and saves its training checkpoints."""
+"""Loads a run from its training checkpoint, and saves one when it is due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(
     engine: TrainEngine,
     companions: Mapping[str, TrainEngine] = MappingProxyType({}),
 ) -> LoadedState:
-    """Where the run starts: ``--load``'s newest checkpoint, or step 0. Collective: the world.
+    """Load ``--load``'s newest checkpoint; without one, start at step 0. Collective: the world.
 
     Raises:
         UsageError: ``--load`` cannot be resumed from, or ``--save`` belongs to another run.

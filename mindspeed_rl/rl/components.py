@@ -1,4 +1,4 @@
-"""What an RL run consists of on one rank: parts that never change, and the little that does."""
+"""The parts of an RL run on one rank, which never change, and the state that does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Models:
-    """The models that megatron-core runs; ``None`` where the run has none of the kind."""
+    """The models that megatron-core runs; ``None`` for a model that the run does not have."""
 
     policy: TrainEngine
     reference: TrainEngine | None = None
@@ -41,13 +41,11 @@ class Models:
 
 @dataclass(frozen=True)
 class PromptData:
-    """Where prompts come from.
+    """The prompts of a run and the order in which they are used.
 
     Attributes:
-        tokenizer: of the run.
-        train: prompts to train on.
-        held_out: sets to evaluate on by name; that of ``--eval-prompt-data`` is empty.
-        sampler: deals out the prompts of ``train``.
+        held_out: Sets to evaluate on, by name; the set of ``--eval-prompt-data`` has the name "".
+        sampler: Deals out the prompts of ``train``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -58,7 +56,7 @@ class PromptData:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What watches the run and where it is written."""
+    """Everything that observes the run or writes its results."""
 
     timer: PhaseTimer
     profiler: StepProfiler
@@ -67,7 +65,7 @@ class Telemetry:
     dump: RolloutDump
 
     def close(self) -> None:
-        """Write what is pending and close files."""
+        """Write pending output and close the files."""
         self.profiler.close()
         self.logger.close()
         self.dump.close()
@@ -88,23 +86,21 @@ class Components:
 
     @property
     def config(self) -> RLRunConfig:
-        """The flags."""
         return self.job.config
 
     @property
     def plan(self) -> RLPlan:
-        """Layouts and batch arithmetic."""
         return self.job.plan
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the parts of a reward: the functions', and the reward model's."""
+        """Names of the parts of a reward: the reward functions and the reward model."""
         model = () if self.models.reward_model is None else ("reward_model",)
         return (*self.rollouts.reward_names, *model)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a phase for the timer and the watchdog."""
+        """Run the body as the named phase of the timer and the watchdog."""
         with self.telemetry.timer(name), self.job.watchdog.phase(name):
             yield
 
@@ -119,11 +115,11 @@ class RunState:
     """What changes from step to step; equal on all ranks, and part of a checkpoint.
 
     Attributes:
-        version: optimizer updates of the policy: it names the weights that sampled a token.
-        kl_beta: present coefficient of the KL to the reference.
-        carried_groups: groups that dynamic sampling accepted beyond the need of their step.
-        partial_groups: groups with responses that go on in the next step.
-        lengths: of earlier responses, by prompt.
+        version: Number of optimizer updates of the policy, which names its weights.
+        kl_beta: Present coefficient of the KL to the reference.
+        carried_groups: Groups that dynamic sampling accepted beyond the need of their step.
+        partial_groups: Groups with responses that the next step continues.
+        lengths: Lengths of earlier responses, by prompt.
     """
 
     version: int = 0

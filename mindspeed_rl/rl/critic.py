@@ -1,4 +1,4 @@
-"""The critic's part of an RL step: its values, and its updates (PPO).
+"""Computes the critic's values and runs its optimizer steps (PPO).
 
 Shapes: N trained tokens of a micro-batch. The micro-batches are the policy's own: one plan serves
 every pass.
@@ -21,18 +21,18 @@ from mindspeed_rl.trainer.train_engine import TrainEngine, ValueLossFunction
 def values_of_rows(
     micro: MicroBatch, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The critic's values at all trained tokens of whole rows. Collective as ``reduce`` is.
+    """Return the critic's values at all trained tokens of whole rows. Collective as ``reduce`` is.
 
     Args:
-        micro: with the column ``old_values``, [N] of this rank's tokens.
-        reduce: sums a tensor over the ranks that share the rows.
+        micro: Micro-batch with the column ``old_values``, [N] of this rank's tokens.
+        reduce: Sums a tensor over the ranks that share the rows.
     """
     own = micro.column("old_values")
     return reduce(own.new_zeros(sum(micro.num_trained)).index_copy_(0, micro.trained_index, own))
 
 
 def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet:
-    """How well the values of the step foretold its returns. Collective: the last stage."""
+    """Return how well values predicted the returns of the step. Collective: the last stage."""
     if not critic.is_last_stage or not micro:
         return MetricSet({"value/explained_variance": Max()})
     returns = [m.columns["returns"] for m in micro if "returns" in m.columns]
@@ -44,7 +44,7 @@ def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet
 def value_loss_function(
     settings: ValueLossSettings, denominators: Denominators
 ) -> ValueLossFunction:
-    """The loss of one optimizer step."""
+    """Return the value loss of one optimizer step."""
 
     def loss(inputs: ValueInputs) -> LossOutputs:
         return value_loss(inputs, settings, denominators)
@@ -53,7 +53,7 @@ def value_loss_function(
 
 
 def empty_value_metrics(loss: ValueLossFunction) -> MetricSet:
-    """Names of what the loss reports, for ranks that do not compute it. Local."""
+    """Return zero metrics with the names that a loss reports, for ranks without it. Local."""
     none = torch.zeros(0)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
     terms = loss(ValueInputs(none, none, none, owners)).terms
@@ -66,20 +66,20 @@ def update_critic(
     updates: Sequence[OptimizerBatch],
     iterations: int,
 ) -> MetricSet:
-    """All optimizer steps of the critic of an RL step. Collective: the training grid.
+    """Run all optimizer steps of the critic of an RL step. Collective: the training grid.
 
     Args:
-        critic: with its optimizer on the device.
-        settings: of its loss.
-        updates: micro-batches of each optimizer step with returns, and the global denominators.
-        iterations: times that all of them are gone through.
+        critic: Critic with its optimizer on the device.
+        settings: Settings of its loss.
+        updates: Micro-batches of each optimizer step with returns, and the global denominators.
+        iterations: Number of times that all optimizer steps run.
     """
     metrics = empty_value_metrics(value_loss_function(settings, Denominators(0, 0)))
     metrics = metrics.merge(value_metrics(critic, [m for u in updates for m in u.micro_batches]))
     metrics = metrics.merge({"value/grad_norm": Mean(0.0, 0.0), "value/lr": Max()})
     for _ in range(iterations):
         for update in updates:
-            if update.denominators.tokens == 0:  # as the policy's: nothing to learn from
+            if update.denominators.tokens == 0:  # skipped as for the policy
                 continue
             loss = value_loss_function(settings, update.denominators)
             found = critic.forward_backward(update.micro_batches, loss)

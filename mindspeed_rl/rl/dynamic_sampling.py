@@ -1,7 +1,7 @@
-"""Dynamic sampling: prompts are drawn until enough groups teach something.
+"""Dynamic sampling: prompts are drawn until enough groups have rewards that differ.
 
 All ranks know all samples, so all decide alike without a message. Groups are lists of samples of
-one prompt; what is accepted beyond the need of a step starts the next one.
+one prompt; accepted groups beyond the need of a step are kept for the next one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 Group = Sequence[RolloutInfo]
 Draw = Callable[[int, int, int], list[Group]]
-"""(groups that are missing, prompts to sample, round) -> complete groups."""
+"""(number of missing groups, number of prompts to sample, round) -> complete groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """The groups of a step, what was generated for them, and what to report.
+    """The groups of a step, the samples generated for them, and their metrics.
 
     Attributes:
-        groups: to train on; as many as asked for unless ``train-on-partial`` says otherwise.
-        generated: all groups sampled in this step.
-        carried: accepted groups for the next step.
-        metrics: the same on all ranks.
+        groups: Groups to train on; fewer than asked for only under ``train-on-partial``.
+        generated: All groups sampled in this step.
+        carried: Accepted groups for the next step.
+        metrics: Metrics of sampling, the same on all ranks.
     """
 
     groups: list[Group]
@@ -49,18 +49,18 @@ def fill_step(
 ) -> FilledStep:
     """Draw until ``num_groups`` groups are accepted or the rounds are used up.
 
-    A group is accepted when its rewards are not all equal: else every advantage of it is 0.
+    A group is accepted when its rewards are not all equal; otherwise all its advantages are 0.
 
     Args:
-        num_groups: of a step.
-        carried: accepted groups of earlier steps; they come first.
-        draw: see :data:`Draw`.
-        max_resample: further rounds after the first.
+        num_groups: Number of groups of a step.
+        carried: Accepted groups of earlier steps; they come first.
+        draw: See :data:`Draw`.
+        max_resample: Number of further rounds after the first.
         exhausted: ``train-on-partial``, ``keep-zero-std`` or ``stop``.
-        factor: prompts of a round over the groups that are missing.
+        factor: Prompts that a round draws for each missing group.
 
     Raises:
-        RuntimeError: exhausted, and the policy is ``stop``.
+        RuntimeError: the rounds are used up, and ``exhausted`` is ``stop``.
     """
     accepted, rejected, generated = list(carried), [], []
     rounds = 0
@@ -112,13 +112,13 @@ def _metrics(drawn: Sequence[Group], rounds: int, missing: int, num_left: int) -
 def take_complete(
     num_groups: int, carried: Sequence[Group], draw: Draw, factor: float
 ) -> tuple[list[Group], list[Group], list[Group]]:
-    """The groups of a step of partial rollouts without a filter.
+    """Return the groups of a step of partial rollouts without a filter.
 
     Args:
-        num_groups: of a step.
-        carried: complete groups of earlier steps; they come first.
-        draw: see :data:`Draw`.
-        factor: prompts to work on over the groups that are missing.
+        num_groups: Number of groups of a step.
+        carried: Complete groups of earlier steps; they come first.
+        draw: See :data:`Draw`.
+        factor: Prompts to work on for each missing group.
 
     Returns:
         The groups to train on, those that this step completed, and those left for the next step.
@@ -130,6 +130,6 @@ def take_complete(
 
 
 def numbered(groups: Sequence[Group]) -> list[RolloutInfo]:
-    """The samples of all groups, numbered by their place in the step."""
+    """Return the samples of all groups, numbered by their place in the step."""
     samples = [s for group in groups for s in group]
     return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]

@@ -1,4 +1,4 @@
-"""Evaluation on sets of held-out prompts, greedy and sampled, scored by the rewards of the run."""
+"""Evaluates the policy on held-out prompts, greedy and sampled, by the rewards of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
-# Seeds of sampled evaluations, apart from those of any attempt of training.
+# Attempt number of evaluations, far above any of training, so that their seeds differ.
 _ATTEMPT = 1 << 40
 
 
@@ -31,20 +31,20 @@ _FAILED = ("reward/error_rate", "reward/timeout_rate")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Result on all prompts of a set.
+    """The result of an evaluation on the prompts of a set.
 
     Attributes:
-        accuracy: share of greedy responses that end by themselves and equal the answer to the
+        accuracy: Part of the greedy responses that end by themselves and equal the answer to the
             letter.
-        accuracy_lenient: share that is right (:func:`is_right`).
-        num_prompts: how many were evaluated: all that were asked for.
-        reward: mean reward of the greedy responses that were scored; NaN when none was.
-        num_unscored: greedy responses whose rewards abstained or failed.
-        seconds: wall time on rank 0.
-        num_samples: sampled responses per prompt.
-        sampled: ``mean@n`` and ``pass@k`` of those, and their mean reward, by name.
-        error_rate: share of all rewards that raised.
-        timeout_rate: share of all rewards that hit their limit and got its score.
+        accuracy_lenient: Part of the greedy responses that is right (:func:`is_right`).
+        num_prompts: Number of evaluated prompts.
+        reward: Mean reward of the greedy responses that were scored; NaN when none was.
+        num_unscored: Number of greedy responses whose rewards abstained or failed.
+        seconds: Wall time on rank 0.
+        num_samples: Number of sampled responses per prompt.
+        sampled: ``mean@n`` and ``pass@k`` of the sampled responses, and their mean reward, by name.
+        error_rate: Part of all rewards that raised.
+        timeout_rate: Part of all rewards that hit their time limit and got its score.
     """
 
     accuracy: float
@@ -59,7 +59,7 @@ class Evaluation:
     timeout_rate: float = 0.0
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """By metric name; ``name`` is that of the set, if it has one."""
+        """Return the result by metric name; ``name`` is that of the set, if it has one."""
         values = {
             names.EVAL_REWARD: self.reward,
             names.ACCURACY: self.accuracy,
@@ -75,10 +75,10 @@ class Evaluation:
 
 
 def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int) -> Evaluation:
-    """Answer every prompt of a set and score it. Collective: the world; within ROLLOUT.
+    """Answer and score every prompt of a set. Collective: the world; within ROLLOUT.
 
-    Once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``. Its time belongs to
-    no training step.
+    It answers once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``. The time
+    counts for no training step.
     """
     run.scheduler.require(Phase.ROLLOUT, "evaluate")
     flags = run.config.prompts
@@ -126,7 +126,7 @@ def _answers(
 
 
 def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
-    """Whether a response is the answer to the letter, and whether it is right. Local."""
+    """Return whether a response is the answer to the letter, and whether it is right. Local."""
     completion, answer = rollout.completion, rollout.prompt.answer
     text = rewards.response_text(completion)
     exact = not completion.truncated and text.strip() == answer.strip()
@@ -144,12 +144,12 @@ def _right(samples: Sequence[RolloutInfo]) -> list[bool]:
 def sampled_metrics(
     right: Sequence[bool], samples: Sequence[RolloutInfo], per_prompt: int
 ) -> dict[str, float]:
-    """``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
+    """Return ``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
 
     Args:
-        right: of each sample, siblings together.
-        samples: in the same order.
-        per_prompt: samples of a prompt; 0 for no metrics.
+        right: Whether each sample is right, siblings together.
+        samples: Samples in the same order.
+        per_prompt: Number of samples of a prompt; 0 for no metrics.
     """
     if not per_prompt:
         return {}
@@ -165,15 +165,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_right(parts: Mapping[str, float], text: str, answer: str) -> bool:
-    r"""Whether a response is right: by the best of the verdicts that the run has (full marks
-    are right), else by the last number of the text.
+    r"""Return whether a response is right, by a verdict reward or else by its last number.
 
-    So ``\frac{1}{2}`` is ``0.5`` where the run has the math reward.
+    The first verdict reward that did not abstain decides, and only full marks are right: so
+    ``\frac{1}{2}`` is ``0.5`` where the run has the math reward.
 
     Args:
-        parts: scores of the rewards by name; NaN or absent where one abstained.
-        text: the response.
-        answer: the reference answer.
+        parts: Scores of the rewards by name; NaN or absent where one abstained.
+        text: Text of the response.
+        answer: Reference answer.
     """
     for name in verdicts():
         score = parts.get(name, math.nan)

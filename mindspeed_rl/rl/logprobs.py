@@ -1,4 +1,4 @@
-"""Log-probs of old policy and reference, and values, of every trained token of a step."""
+"""Computes old and reference log-probs, and values, of every trained token of a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def compute_logprobs(
 ) -> StepBatches:
     """Add old and reference log-probs and values where needed. Collective: the training grid.
 
-    On-policy old log-probs cost no pass for the first optimizer step of a batch: they are the
-    update pass's own (the column stays away), unless something needs them before it.
+    For the first optimizer step of a batch, on-policy old log-probs need no pass of their own: the
+    update pass computes them, so their column is absent, unless something needs them before it.
     ``forward/*`` counts the passes without gradient, in optimizer batches.
     """
     old, num_old = _old_logprobs(run, state, batches, samples)
@@ -43,7 +43,7 @@ def compute_logprobs(
 def _old_logprobs(
     run: Components, state: RunState, batches: StepBatches, samples: Sequence[RolloutInfo]
 ) -> tuple[list[torch.Tensor | None], int]:
-    """Of every micro-batch, ``None`` where there are none; and how many passes they took."""
+    """Return the old log-probs of each micro-batch, or ``None``, and the number of passes."""
     choice = run.config.rl.old_logprob
     if choice == "rollout":
         return [m.columns.get("rollout_logprobs") for m in batches.micro_batches], 0
@@ -64,10 +64,10 @@ def _old_logprobs(
 
 
 def check_on_policy(samples: Sequence[RolloutInfo], version: int) -> None:
-    """Every sample must come from the present weights.
+    """Check that the present weights sampled every sample.
 
     Raises:
-        RuntimeError: naming samples of other versions; their ratio would silently be taken as 1.
+        RuntimeError: samples of other versions, whose ratio would silently be taken as 1.
     """
     stale = [s.sample_id for s in samples if s.num_stale(version)]
     if stale:
@@ -82,7 +82,7 @@ def with_on_policy_mask(
 ) -> StepBatches:
     """Mark the tokens that the weights of ``version`` sampled. Local."""
     position = {s.sample_id: i for i, s in enumerate(samples)}
-    # the last position of each sequence that looks at a token of other weights
+    # The last position of each sequence whose next token was sampled by other weights.
     last = [store.num_prompt_tokens(s) - 2 + s.num_stale(version) for s in samples]
     last_stale = torch.tensor(last, device=store.cache.device)
     masks = [

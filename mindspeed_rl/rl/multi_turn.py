@@ -1,8 +1,8 @@
 """Conversations of several turns between the engine and environments.
 
-All engines take their turns together: before each turn every rank learns which samples go on, so
-that the ranks of an engine make the same requests and those without any keep in step. Within a turn
-an environment answers as soon as its sample has finished, while others are being generated.
+All engines take their turns together: before each turn every rank gets the samples that continue,
+so that the ranks of an engine make the same requests and those without any keep in step. Within a
+turn an environment answers as soon as its sample has finished, while others are being generated.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Environments:
     """The environments of a run, as the rank that leads an engine reaches them.
 
     Attributes:
-        runner: where they live.
-        name: ``--rl-environment``.
-        max_turns: of the model in one conversation.
-        max_error_rate: share of conversations whose environment may fail.
-        stop: releases what the runner holds.
+        runner: Runs the environments.
+        name: Value of ``--rl-environment``.
+        max_turns: Most turns of the model in one conversation.
+        max_error_rate: Largest part of conversations whose environment may fail.
+        stop: Releases what the runner holds.
     """
 
     runner: EnvironmentRunner
@@ -42,7 +42,6 @@ class Environments:
     stop: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Stop them."""
         self.stop()
 
 
@@ -51,8 +50,8 @@ class Episode:
     """The conversation of one sample: all tokens behind the prompt, and who wrote them.
 
     Attributes:
-        loss_mask: true at tokens of the model.
-        num_shared: tokens that the ranks of the engine know already.
+        loss_mask: True at tokens of the model.
+        num_shared: Number of tokens that the ranks of the engine know already.
     """
 
     sample_id: int
@@ -65,26 +64,24 @@ class Episode:
     num_shared: int = 0
 
     def take_new_tokens(self) -> tuple[int, ...]:
-        """What was written since the last call."""
+        """Return the tokens that were written since the last call."""
         new = tuple(self.token_ids[self.num_shared :])
         self.num_shared = len(self.token_ids)
         return new
 
     def append_turn(self, completion: Completion) -> None:
-        """A turn of the model."""
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.loss_mask += [True] * len(completion.token_ids)
         self.turns += 1
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
-        """An answer of the environment."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.loss_mask += [False] * len(token_ids)
 
     def rollout(self, finish_reason: str, version: int, *, trained: bool = True) -> Rollout:
-        """The sample; not trained on at all unless ``trained``."""
+        """Return the finished sample; with ``trained`` false, none of its tokens is trained on."""
         mask = tuple(self.loss_mask) if trained else (False,) * len(self.loss_mask)
         tokens, logprobs = tuple(self.token_ids), tuple(self.logprobs)
         completion = Completion(tokens, logprobs, finish_reason, version, mask)
@@ -92,14 +89,14 @@ class Episode:
 
 
 class Conversations:
-    """The samples of one engine, on the rank that leads it.
+    """The conversations of one engine, on the rank that leads it.
 
     Args:
-        environments: of the run.
-        prompts: of the samples of this engine, by sample id.
-        limit: tokens of a whole response.
-        version: of the weights that sample.
-        scorer: gets every sample when its conversation is over.
+        environments: Environments of the run.
+        prompts: Prompts of the samples of this engine, by sample id.
+        limit: Most tokens of a whole response.
+        version: Version of the weights that sample.
+        scorer: Gets every sample when its conversation is over.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class Conversations:
                 self._continue(self._episodes[i], answer)
 
     def advance(self, finished: Mapping[int, Completion]) -> None:
-        """The turns that a step of the engine has finished."""
+        """Pass the turns that a step of the engine has finished to their environments."""
         for i, completion in finished.items():
             self._episodes[i].append_turn(completion)
         answers = self._environments.runner.step({i: c.token_ids for i, c in finished.items()})
@@ -151,7 +148,7 @@ class Conversations:
             self._continue(episode, observation)
 
     def take_next(self) -> list[Continuation]:
-        """The samples whose next turn is to be generated."""
+        """Return the samples whose next turn is to be generated."""
         result, self._next = self._next, []
         return result
 
@@ -167,16 +164,16 @@ class Conversations:
         self._scorer.add(episode.rollout(reason, self._version), episode.reward)
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
-        """Never a reward of 0: the sample has none and nothing of it is trained on."""
+        """Finish a sample without a reward (not even 0), and train on none of its tokens."""
         self._first_error = self._first_error or failed.trace
         self.num_errors += 1
         logger.warning("sample %d: its environment failed:\n%s", episode.sample_id, failed.trace)
         self._scorer.add_unscored(episode.rollout("stop", self._version, trained=False))
 
     def check_error_rate(self) -> None:
-        """Raises `RewardError` when too many environments failed."""
+        """Raise `RewardError` when too many environments failed."""
         limit, count = self._environments.max_error_rate, len(self._episodes)
-        enough = 1 / limit if limit else 0.0  # one failure among few ends no run
+        enough = 1 / limit if limit else 0.0  # one failure among few samples must not end the run
         if self.num_errors > limit * max(count, enough):
             raise RewardError(
                 f"--rl-environment {self._environments.name}: {self.num_errors} of {count} "
@@ -185,7 +182,6 @@ class Conversations:
             )
 
     def metrics(self) -> MetricSet:
-        """How the conversations went."""
         episodes = list(self._episodes.values())
         observed = [len(e.loss_mask) - sum(e.loss_mask) for e in episodes]
         return MetricSet(
@@ -215,16 +211,16 @@ def run_conversations(
     seed_of: Callable[[int, int], int],
     scorer: Scorer,
 ) -> MetricSet:
-    """Hold the conversations of all engines; ``scorer`` gets the samples. Collective: the world.
+    """Run the conversations of all engines; ``scorer`` gets the samples. Collective: the world.
 
     Args:
-        environments: ``None`` on ranks that do not lead their engine.
-        prompts: of the samples of this engine, by sample id.
-        engine: of this rank.
-        settings: of sampling; the limit is that of a whole conversation.
-        version: of the weights.
+        environments: Environments; ``None`` on ranks that do not lead their engine.
+        prompts: Prompts of the samples of this engine, by sample id.
+        engine: Engine of this rank.
+        settings: Sampling settings; their limit is that of a whole conversation.
+        version: Version of the weights.
         seed_of: (sample id, turn) -> seed, so that no layout changes a turn.
-        scorer: see :class:`Conversations`.
+        scorer: See :class:`Conversations`.
 
     Raises:
         RewardError: too many environments failed.

@@ -1,8 +1,8 @@
-"""Partial rollouts: a step ends when enough groups are complete, the others go on in the next.
+"""Partial rollouts: a step ends when enough groups are complete; the next continues the others.
 
-One pass of generation lets every response grow by at most ``--partial-rollout-tokens``. How far a
-response is, and which weights sampled how much of it, is in the sample table, so all ranks decide
-alike. Its tokens stay in the cache of the engine that has them, which goes on with it.
+One pass of generation lets every response grow by at most ``--partial-rollout-tokens``. The sample
+table has the length of each response and the weights that sampled each part, so all ranks decide
+alike. The tokens stay in the cache of the engine that generated them, which continues the response.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 Pass = Callable[[Sequence[Prompt], Sequence[RolloutInfo | None]], list[RolloutInfo]]
-"""(prompts, what there is of each response) -> all of each after one more pass, in order."""
+"""(prompts, beginnings of the responses) -> each response after one more pass, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrownGroups:
-    """What the passes of a step came to.
+    """The groups that the passes of a step returned.
 
     Attributes:
-        complete: groups, the older first, maybe more than needed.
-        partial: groups with responses that go on in the next step.
-        num_continued: groups that earlier steps began.
-        num_passes: passes of generation.
+        complete: Complete groups, the oldest first, possibly more than needed.
+        partial: Groups with responses that the next step continues.
+        num_continued: Number of groups that come from earlier steps.
+        num_passes: Number of passes of generation.
     """
 
     complete: list[Sequence[RolloutInfo]]
@@ -35,7 +35,7 @@ class GrownGroups:
     num_passes: int
 
     def metrics(self, version: int) -> MetricSet:
-        """For the report; ``version`` is that of the present weights."""
+        """Return the metrics of the passes; ``version`` is that of the present weights."""
         samples = [s for group in self.complete for s in group]
         stale = float(sum(s.num_stale(version) for s in samples))
         return MetricSet(
@@ -62,14 +62,14 @@ def complete_groups(
     """Run passes until ``needed`` groups are complete.
 
     Args:
-        partial: groups of earlier steps; they go on first.
-        needed: complete groups.
-        in_flight: groups to work on: new prompts are drawn until there are so many.
-        group_size: samples of a prompt.
-        limit: tokens of a response.
-        next_prompts: deals out indices of new prompts.
-        prompts: the data set.
-        run_pass: one pass of generation.
+        partial: Groups of earlier steps; they continue first.
+        needed: Number of complete groups to reach.
+        in_flight: Number of groups to work on; new prompts are drawn until there are so many.
+        group_size: Number of samples of a prompt.
+        limit: Most tokens of a response.
+        next_prompts: Deals out indices of new prompts.
+        prompts: The data set.
+        run_pass: Runs one pass of generation.
     """
     indices = [group[0].prompt_index for group in partial]
     groups: list[list[RolloutInfo | None]] = [list(group) for group in partial]

@@ -1,4 +1,4 @@
-"""What an RL run tells: the start, every step, the end."""
+"""Reports an RL run: what it runs, the metrics of every step, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
 def describe(run: Components) -> None:
-    """Say at start what will run: data, layouts, batch arithmetic, verdict, ignored flags."""
+    """Log at start what will run: data, layouts, batch arithmetic, rewards, ignored flags."""
     parallel, plan = run.plan.parallel, run.plan
     experts = plan.spec.moe is not None
     held_out = [dataset.report() for dataset in run.data.held_out.values()]
@@ -81,7 +81,7 @@ def describe(run: Components) -> None:
 
 @dataclass
 class Totals:
-    """Sums over the run, interruptions left out, for the summary."""
+    """Sums over all steps of the run, for the summary; time when it was stopped is left out."""
 
     steps: int = 0
     wall_s: float = 0.0
@@ -91,14 +91,14 @@ class Totals:
 
 
 class RunReporter:
-    """Evaluates when due, logs every step, writes the summary.
+    """Evaluates when due, logs every step, and writes the summary.
 
     Args:
-        run: the run.
-        run_state: what changes from step to step.
-        start: steps that are done; what is logged of later ones is dropped. A fresh run (0) takes
+        run: Parts of the run.
+        run_state: State that changes from step to step.
+        start: Number of steps done; what is logged of later ones is dropped. A fresh run (0) takes
             over ``--output-dir``: see :func:`take_output_dir`.
-        state: from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
+        state: State from :meth:`state_dict` after step ``start``; ``None`` at a fresh start.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RunReporter:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the summary needs of the steps so far, as JSON."""
+        """Return what the summary needs of the steps so far, as JSON."""
         totals = replace(self._totals, wall_s=self._wall_s())
         evaluations = [
             (step, {name: asdict(result) for name, result in sets.items()})
@@ -170,21 +170,21 @@ class RunReporter:
         run.telemetry.logger.log_evaluation(step, values)
 
     def _first_set(self, step: int) -> Evaluation | None:
-        """The result that the summary tells: of ``--eval-prompt-data``, or else the first set."""
+        """Return the result for the summary: of ``--eval-prompt-data``, else of the first set."""
         return next(iter(self._evaluations.get(step, {}).values()), None)
 
     def log_step(
         self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
     ) -> None:
-        """Reduce and write the metrics of a step; stop on a mismatch that is too large.
+        """Reduce and write the metrics of a step; stop the run if the mismatch is too large.
 
-        The time it takes belongs to the next step. ``placed`` is where samples are by now.
+        The time of this call belongs to the next step. ``placed`` says where samples are.
         """
         run, samples = self._run, rollouts.generated
         times = run.telemetry.timer.finish_step()
         with run.phase("log"):
             shown = evenly_spread(samples, run.config.logging.log_rollouts)
-            # first: the others need not wait for the writer
+            # Fetched first, so that the other ranks need not wait for the writer.
             responses = run.samples.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
             metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
             values = self._log(step, samples, metrics)
@@ -250,7 +250,7 @@ class RunReporter:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
         run, config = self._run, self._run.config
         last = config.train.train_iters
-        run.telemetry.profiler.close()  # what follows is no step
+        run.telemetry.profiler.close()  # evaluation and export are not part of a step
         self._progress.close()
         if run.data.held_out and last not in self._evaluations:
             self._evaluate(last)
@@ -304,7 +304,7 @@ class RunReporter:
 def _tokens(
     prompt: Prompt, sample: RolloutInfo, response: ResponseTensors
 ) -> tuple[list[Any] | None, ...]:
-    """Prompt and response as the trainer reads them, the engine's log-probs, and the versions."""
+    """Return the ids of prompt and response, the engine's log-probs, and the weight versions."""
     return (
         list(prompt.token_ids),
         response[TOKEN_IDS.name].tolist(),
@@ -314,21 +314,21 @@ def _tokens(
 
 
 def worse_mismatch(worst: float, mismatch: float) -> float:
-    """The larger one; NaN is the worst of all and stays."""
+    """Return the larger mismatch; NaN counts as the largest."""
     return math.nan if math.isnan(worst) or math.isnan(mismatch) else max(worst, mismatch)
 
 
 def check_mismatch(step: int, mismatch: float, limit: float) -> None:
-    """The brake on a trainer and an engine that drift apart.
+    """Stop the run when the log-probs of trainer and engine differ too much.
 
     Args:
-        step: for the message.
-        mismatch: largest |log p(trainer) - log p(engine)| of the step; minus infinity when the
+        step: Number of the step, for the message.
+        mismatch: Largest |log p(trainer) - log p(engine)| of the step; minus infinity when the
             step trained on no token, so that there was nothing to compare.
         limit: ``--rl-max-logprob-diff``; 0 lets every finite mismatch pass.
 
     Raises:
-        RuntimeError: it is above the limit, or not a finite number, whatever the limit.
+        RuntimeError: the mismatch is above the limit, or not finite, whatever the limit.
     """
     if mismatch == -math.inf:
         return
@@ -346,24 +346,24 @@ def check_mismatch(step: int, mismatch: float, limit: float) -> None:
 
 
 def _checksum(policy: TrainEngine) -> float:
-    """Sum of |parameter| on this rank in double precision: equal runs print equal digits."""
+    """Return the sum of |parameter| on this rank in float64, equal digits for equal runs."""
     params = policy.named_parameters().values()
     return float(sum(p.detach().to(torch.float64).abs().sum() for p in params))
 
 
 def check_computation(step: int, mean: float, limit: float) -> None:
-    """The probe of the first sync, repeated on what a verified step sampled.
+    """Check the mean log-prob difference of a step that verified the weights of the engine.
 
-    Bit-equal parameters do not prove that the engine computes with them: packed experts and
-    absorbed projections are derived from them after the proof.
+    Bit-equal parameters do not prove that the engine computes with them: it derives packed experts
+    and absorbed projections from them after the comparison of bits.
 
     Args:
-        step: for the message.
-        mean: |log p(trainer) - log p(engine)|; NaN when no token could be compared.
+        step: Number of the step, for the message.
+        mean: Mean |log p(trainer) - log p(engine)|; NaN when no token could be compared.
         limit: ``--rl-sync-check-tol``.
 
     Raises:
-        RuntimeError: it is above the limit.
+        RuntimeError: the difference is above the limit.
     """
     if mean > limit:
         raise RuntimeError(
@@ -376,7 +376,7 @@ def check_computation(step: int, mean: float, limit: float) -> None:
 def sample_metrics(
     samples: Sequence[RolloutInfo], reward_names: Sequence[str], group_size: int
 ) -> dict[str, float]:
-    """Rewards and lengths of a step, computed alike on every rank."""
+    """Return the metrics of rewards and lengths of a step, equal on every rank."""
     known = [s.reward for s in samples if not math.isnan(s.reward)]
     lengths = [s.num_tokens for s in samples]
     values = {
@@ -399,13 +399,13 @@ def sample_metrics(
 
 
 def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    """The 10th, 50th and 90th percentile: the smallest value that at least this share reaches."""
+    """Return 10th, 50th and 90th percentile: the least value that this part of values reaches."""
     ordered = sorted(values)
     places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
     return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
 
 
 def _degenerate(samples: Sequence[RolloutInfo], group_size: int) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
+    """Return the part of the groups whose rewards are all equal, so that they teach nothing."""
     groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
     return sum(len({s.reward for s in group}) == 1 for group in groups) / max(1, len(groups))

@@ -1,4 +1,4 @@
-"""Stopping and resuming an RL run: what a checkpoint holds besides the policy."""
+"""Saves and resumes an RL run: its models, and what a checkpoint holds besides them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
 def start(run: Components) -> tuple[RunState, RunReporter]:
-    """The state to go on from: that of ``--load``, or of step 0. Collective: the world.
+    """Return the state and report to continue from: ``--load``'s or new. Collective: the world.
 
-    The engine is not touched: it has no weights yet, so the first sync brings the restored ones
-    whatever their version.
+    The engine has no weights yet, so the first sync copies the restored weights to it, whatever
+    their version.
 
     Raises:
         UsageError: the prompts are not those of the checkpoint, or this run cannot take over the
@@ -47,10 +47,10 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
 def restore_carryover(
     run: Components, state: RunState, extra: Mapping[str, Any], step: int
 ) -> None:
-    """Take carried groups over, each rank the tokens that it is to hold. Local.
+    """Restore carried groups; each rank keeps the tokens that it is to hold. Local.
 
     Raises:
-        UsageError: there are groups that go on, but the run lets none go on.
+        UsageError: the checkpoint has incomplete responses, but the run has no partial rollouts.
     """
     groups, responses = restored_carryover(
         extra["carryover"],
@@ -93,7 +93,7 @@ def save_if_due(run: Components, state: RunState, report: RunReporter, step: int
 
 
 def companions(run: Components) -> dict[str, TrainEngine]:
-    """The models beside the policy that change, by role."""
+    """Return the models besides the policy that change, by role."""
     models = run.models
     found = {"critic": models.critic} if models.critic is not None else {}
     if models.reference is not None and run.config.rl.ref_update_interval:

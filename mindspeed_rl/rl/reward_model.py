@@ -1,4 +1,4 @@
-"""A reward model's part of an RL step: the score of the last token of every sample."""
+"""Adds the reward model's score of the last token of every sample to the rewards of a step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 def add_model_scores(
     run: Components, rollouts: RolloutBatch, placed: PlacedSamples
 ) -> RolloutBatch:
-    """The same rollouts with the model's score as a part of their rewards, weighted.
+    """Return the rollouts with the model's weighted score added to their rewards.
 
     A sample whose rewards abstained still has none. Collective: the world; within TRAIN.
 
     Args:
-        run: the run.
-        rollouts: of the step.
-        placed: their samples where the policy trains on them.
+        run: Parts of the run.
+        rollouts: Rollouts of the step.
+        placed: Samples of the rollouts, on the ranks where the policy trains on them.
 
     Raises:
         FloatingPointError: a score is not finite, on all ranks.
@@ -67,14 +67,14 @@ def last_token_values(
     updates: Sequence[Sequence[MicroBatch]],
     device: torch.device,
 ) -> list[float]:
-    """The value at the last token of each whole sequence, on all ranks. Collective: the world.
+    """Return the value at the last token of each sequence, on all ranks. Collective: the world.
 
     Args:
-        engine: that gives values.
-        sample_ids: of all samples, in the order of the result.
-        updates: the micro-batches of this rank, one pass for each list, with the one place of
-            interest behind the last token of each sequence.
-        device: of the engine.
+        engine: Engine with a value head.
+        sample_ids: Ids of all samples, in the order of the result.
+        updates: Micro-batches of this rank, one pass for each list, in which only the place
+            behind the last token of each sequence is selected.
+        device: Device of the engine.
     """
     index = {sample_id: i for i, sample_id in enumerate(sample_ids)}
     scores = torch.zeros(len(sample_ids), device=device)

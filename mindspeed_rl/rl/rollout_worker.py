@@ -1,4 +1,4 @@
-"""One pass of generation on this rank's engine: prompts to scored samples that all ranks know."""
+"""Runs one pass of generation on this rank's engine, and shares its scored samples with all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import UNCACHED, RolloutInfo, SampleKey, exchange_table
 
-#: numbers that a judge of samples gives
+#: How many numbers the judge of a sample returns.
 NUM_VERDICTS = 2
 
 PhaseContext = Callable[[str], AbstractContextManager[None]]
@@ -35,12 +35,12 @@ PhaseContext = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """What came of some prompts.
+    """The samples of one pass of generation.
 
     Attributes:
-        samples: all, as every rank knows them, by sample id.
-        rollouts: those whose tokens this rank has.
-        metrics: what sampling and scoring have to report.
+        samples: All samples as every rank knows them, by sample id.
+        rollouts: Rollouts whose tokens this rank has.
+        metrics: Metrics of sampling and scoring.
     """
 
     samples: list[RolloutInfo]
@@ -53,15 +53,13 @@ class RolloutWorker:
     """Generates and scores samples with the engine of this rank.
 
     Attributes:
-        engine: of this rank.
-        assignment: which samples it generates.
-        rewards: what scores them.
-        cache: has the tokens of responses that go on.
-        seed: of the run.
-        stop_token_ids: sampling one of these ends a response.
-        num_copies: ranks of an engine that know each sample.
-        history_folder: where decode steps are recorded; ``None``: on this rank they are not.
-        environments: of conversations; ``None``: a response has one turn.
+        assignment: Decides which samples this engine generates.
+        cache: Holds the tokens of the responses that a later pass continues.
+        seed: Seed of the run.
+        stop_token_ids: Token ids that end a response when sampled.
+        num_copies: Number of ranks of an engine that know each sample.
+        history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
+        environments: Environments of conversations; ``None``: a response has one turn.
     """
 
     engine: InferenceEngine
@@ -76,11 +74,10 @@ class RolloutWorker:
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the reward functions."""
         return self.rewards.names
 
     def settings(self, temperature: float) -> SamplingSettings:
-        """How to sample at a temperature; 0 is greedy."""
+        """Return the settings that sample at a temperature; 0 is greedy."""
         return SamplingSettings(temperature, self.assignment.limit, self.stop_token_ids)
 
     def run(
@@ -97,22 +94,22 @@ class RolloutWorker:
         lengths: LengthHistory | None = None,
         prefixes: Sequence[RolloutInfo | None] = (),
     ) -> GenerationResult:
-        """One scored response to each of ``prompts``. Collective: the world.
+        """Generate one scored response to each of ``prompts``. Collective: the world.
 
         Samples are scored while others are still being generated.
 
         Args:
-            prompts: position in the list is the sample id.
-            step: seeds the samples, with ``attempt``.
-            settings: of the engine.
-            version: of the weights; the engine must have them.
-            phase: names the parts for timer and watchdog.
-            attempt: makes other seeds for the same step.
-            key: of sample 0, for samples that will be kept.
-            judge: gives :data:`NUM_VERDICTS` numbers that all ranks shall know of a sample.
-            lengths: of earlier responses to the prompts.
-            prefixes: in partial rollouts, what there is of each response; one that goes on after
-                this pass has no reward.
+            prompts: Prompts; the position in the list is the sample id.
+            step: Number of the step, which seeds the samples together with ``attempt``.
+            settings: Sampling settings.
+            version: Version of the weights; the engine must have them.
+            phase: Names the parts of the pass for timer and watchdog.
+            attempt: Number that makes other seeds for the same step.
+            key: Key of sample 0, for samples that will be kept.
+            judge: Returns :data:`NUM_VERDICTS` numbers about a sample, which all ranks get.
+            lengths: Lengths of earlier responses to the prompts.
+            prefixes: In partial rollouts, the beginning of each response; a response that is still
+                incomplete after this pass has no reward.
         """
         take_stats(self.engine)
         with self.rewards.scorer() as scorer:
@@ -133,7 +130,7 @@ class RolloutWorker:
             with phase("reward"):
                 rollouts, found = scorer.finish()
                 verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
-        with phase("wait"):  # for the slowest engine, lest its time be charged to the exchange
+        with phase("wait"):  # for the slowest engine, so that its time is not counted as exchange
             dist.all_reduce(torch.zeros(1))
         leads = self.assignment.leads_engine
         with phase("exchange"):
@@ -164,10 +161,10 @@ class RolloutWorker:
         lengths: LengthHistory | None = None,
         prefixes: Sequence[RolloutInfo | None] = (),
     ) -> list[Rollout]:
-        """Complete ``prompts``: the samples that ended on this rank's engine, by sample id.
+        """Complete ``prompts``, and return the samples that ended on this rank's engine, by id.
 
-        Finished samples are handed to ``scorer`` while others are generated. Collective: the ranks
-        of each engine; the world where requests may move.
+        Finished samples go to ``scorer`` while others are generated. Collective: the ranks of each
+        engine; the world where requests may move.
         """
         own = self.assignment.own_samples(prompts, lengths, prefixes)
         requests = []
@@ -195,7 +192,7 @@ class RolloutWorker:
     def _continued(
         self, request: GenerationRequest, prefix: RolloutInfo | None
     ) -> GenerationRequest:
-        """A request of partial rollouts, with what the cache of this rank has of its response."""
+        """Return the request of partial rollouts with the prefix that this rank's cache holds."""
         if not self.assignment.partial_tokens:
             return request
         request = replace(request, max_tokens=self.assignment.max_tokens(prefix))
@@ -217,7 +214,7 @@ class RolloutWorker:
         attempt: int,
         scorer: Scorer,
     ) -> MetricSet:
-        """Hold conversations; the samples are handed to ``scorer`` when they are over."""
+        """Run the conversations; ``scorer`` gets each sample when its conversation is over."""
         own = self.assignment.own_samples(prompts)
 
         def seed_of(sample_id: int, turn: int) -> int:
@@ -234,7 +231,6 @@ class RolloutWorker:
         )
 
     def close(self) -> None:
-        """Stop reward workers and environments."""
         if self.environments is not None:
             self.environments.close()
         self.rewards.close()

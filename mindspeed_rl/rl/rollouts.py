@@ -1,4 +1,4 @@
-"""The rollouts of an RL step: passes of generation until there are enough groups to train on."""
+"""Generates the rollouts of an RL step, in passes until there are enough groups to train on."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The rollouts of a step on every rank, and what this rank has to report about them.
+    """The rollouts of a step on every rank, and the metrics of this rank about them.
 
     Attributes:
-        samples: to train on, siblings of a prompt together, numbered by their place.
-        generated: all that were sampled in this step, for the report; ``samples`` where earlier
-            steps sampled all that is trained on.
-        metrics: of sampling and the rewards.
-        greedy_rewards: of the greedy response to each prompt, less its penalty for length, NaN
-            where it abstained; ``None`` unless the advantage estimator asks for them.
+        samples: Samples to train on, siblings of a prompt together, numbered by their place.
+        generated: All samples of this step, for the report; ``samples`` where earlier steps
+            sampled everything that is trained on.
+        metrics: Metrics of sampling and of the rewards.
+        greedy_rewards: Reward of the greedy response to each prompt with its length penalty, NaN
+            where it abstained; ``None`` unless the advantage estimator needs them.
     """
 
     samples: list[RolloutInfo]
@@ -37,7 +37,7 @@ class RolloutBatch:
 
 @dataclass
 class _StepSampling:
-    """The passes of one step: seeds, keys and metrics of one pass follow those of the last."""
+    """The passes of one step, each with its own seeds and sample keys, and their merged metrics."""
 
     run: Components
     state: RunState
@@ -48,7 +48,7 @@ class _StepSampling:
     def one_pass(
         self, prompts: Sequence[Prompt], attempt: int, prefixes: Sequence[RolloutInfo | None] = ()
     ) -> list[RolloutInfo]:
-        """One response to each prompt, or more of one that has begun. Collective: the world."""
+        """Generate a response to each prompt, or continue its prefix. Collective: the world."""
         worker = self.run.rollouts
         found = worker.run(
             prompts,
@@ -67,14 +67,14 @@ class _StepSampling:
         return found.samples
 
     def new_groups(self, num_groups: int, attempt: int) -> list[Group]:
-        """Groups of the next prompts of the data set."""
+        """Generate complete groups for the next prompts of the data set."""
         data, size = self.run.data, self.run.plan.batch.group_size
         prompts = [data.train[i] for i in data.sampler.next(num_groups)]
         samples = self.one_pass([p for p in prompts for _ in range(size)], attempt)
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
     def grown_groups(self, needed: int, in_flight: int) -> list[Group]:
-        """Complete groups of partial rollouts; the incomplete ones wait for the next step."""
+        """Return complete groups of partial rollouts; the other groups wait for the next step."""
         run, state = self.run, self.state
         done = complete_groups(
             state.partial_groups,
@@ -84,7 +84,7 @@ class _StepSampling:
             limit=run.rollouts.assignment.limit,
             next_prompts=run.data.sampler.next,
             prompts=run.data.train,
-            # the seeds of each pass of a step are its own
+            # Each pass of a step needs seeds of its own.
             run_pass=lambda p, prefixes: self.one_pass(p, self.num_generated, prefixes),
         )
         state.partial_groups = done.partial
@@ -131,12 +131,12 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
 def _greedy_rewards(
     run: Components, state: RunState, step: int, groups: Sequence[Group]
 ) -> tuple[list[float] | None, MetricSet]:
-    """Rewards of one greedy response to each prompt, where the estimator asks for them."""
+    """Return the reward of a greedy response to each prompt, if the estimator needs them."""
     if not advantage_estimator(run.config).needs_greedy:
         return None, MetricSet()
     prompts = [run.data.train[group[0].prompt_index] for group in groups]
     worker = run.rollouts
     found = worker.run(prompts, step, worker.settings(0.0), state.version, run.phase)
-    # shaped as the samples are, else a long greedy response would be a baseline too high
+    # Penalised as samples are; otherwise a long greedy response is too high a baseline.
     rewards = [s.reward + length_penalty(run.config, s) for s in found.samples]
     return rewards, found.metrics

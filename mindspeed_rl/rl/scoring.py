@@ -1,4 +1,4 @@
-"""Rewards of samples, begun as soon as each has finished."""
+"""Scores the samples of a pass, each as soon as it has finished."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_rl.rewards.builtin.environment import ENVIRONMENT_REWARD, TRANSCR
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The last, the share that was scored when the last sample had been generated, is up to the machine.
+# scored_early is the part that was scored before the last sample was generated; it varies by run.
 _METRICS = ("reward/error_rate", "reward/timeout_rate", "throughput/scored_early")
 
 
@@ -24,10 +24,10 @@ class RewardFunctions:
     """The reward functions of a run as this rank's engine reaches them.
 
     Attributes:
-        names: of the functions, equal on all ranks.
-        pool: workers that score; ``None`` on ranks that do not lead an engine.
-        tokenizer: of the run.
-        in_conversation: samples have an environment, whose part the rewards see as well.
+        names: Names of the reward functions, equal on all ranks.
+        pool: Workers that score; ``None`` on ranks that do not lead an engine.
+        tokenizer: Tokenizer of the run.
+        in_conversation: Whether rewards also see the environment's part of each sample.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class RewardFunctions:
 
     @contextmanager
     def scorer(self) -> Iterator[Scorer]:
-        """A scorer for one pass; what is open when it is left in an error is given up."""
+        """Open a scorer for one pass; leaving it with an error drops the requests still open."""
         if self.pool is None:
             yield Scorer(self, None)
             return
@@ -45,12 +45,12 @@ class RewardFunctions:
             yield Scorer(self, scoring)
 
     def response_text(self, completion: Completion) -> str:
-        """What the model said, special tokens left out; for rewards and people only."""
+        """Return the model's text without special tokens; for rewards and people only."""
         ids = list(completion.sampled_ids)
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def request(self, rollout: Rollout, environment_reward: float | None = None) -> RewardRequest:
-        """A sample as the rewards see it."""
+        """Return the request that shows a sample to the reward functions."""
         prompt, completion = rollout.prompt, rollout.completion
         metadata = prompt.metadata
         if self.in_conversation:
@@ -69,15 +69,14 @@ class RewardFunctions:
         )
 
     def close(self) -> None:
-        """Stop the workers."""
         if self.pool is not None:
             self.pool.close()
 
 
 class Scorer:
-    """Rewards of the samples of one pass of generation.
+    """Collects the samples of one pass of generation and their rewards.
 
-    On ranks that do not lead an engine nothing is scored.
+    It scores nothing on ranks that do not lead an engine.
     """
 
     def __init__(self, functions: RewardFunctions, scoring: Scoring | None) -> None:
@@ -87,17 +86,17 @@ class Scorer:
         self._unscored: list[Rollout] = []
 
     def add(self, rollout: Rollout, environment_reward: float | None = None) -> None:
-        """Begin to score a finished sample."""
+        """Start to score a finished sample."""
         if self._scoring is not None:
             self._rollouts.append(rollout)
             self._scoring.add(self._functions.request(rollout, environment_reward))
 
     def add_unscored(self, rollout: Rollout) -> None:
-        """A sample without a reward."""
+        """Add a sample that gets no reward."""
         self._unscored.append(rollout)
 
     def finish(self) -> tuple[list[Rollout], MetricSet]:
-        """Wait for the rest: the samples with their rewards, by sample id, and what went wrong."""
+        """Wait for all rewards; return the scored samples by sample id, and the error rates."""
         if self._scoring is None:
             return [], MetricSet({name: Mean(0, 0) for name in _METRICS})
         early = self._scoring.num_done

@@ -1,4 +1,4 @@
-"""Bringing the engine to the trainer's weights, and the proof that it computes with them."""
+"""Copies the trainer's weights to the engine, and checks that the engine computes with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBE_TOKENS = 24
 
 
 def sync_weights(run: Components, version: int) -> MetricSet:
-    """Reshard the policy into the engine, verified; no effect where the engine is at ``version``.
+    """Copy the policy's weights to the engine and verify them, unless it has ``version`` already.
 
     Collective: the world; within SYNC.
 
@@ -34,7 +34,7 @@ def check_engine(run: Components, state: RunState) -> float:
     """Compare log-probs of engine and trainer on one prompt per engine.
 
     Bit-equal parameters do not prove that an engine computes with them: derived tensors (rotary
-    tables, absorbed projections) may be stale. Collective: the world; within TRAIN, and back.
+    tables, absorbed projections) may be stale. Collective: the world; starts and ends in TRAIN.
 
     Returns:
         The mean |difference| over the sampled tokens.

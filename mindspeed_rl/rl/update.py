@@ -1,4 +1,4 @@
-"""The optimizer steps of an RL step.
+"""Runs the optimizer steps of an RL step.
 
 Shapes: N trained tokens of a micro-batch.
 """
@@ -38,15 +38,15 @@ from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
 
 RATIO = "policy/ratio_max_deviation"
-# Of the first optimizer step of a rollout alone: 0 where old log-probs are those of the weights
-# that sampled, by the same arithmetic.
+# Of the first optimizer step of a rollout only: 0 where the weights that sampled also computed the
+# old log-probs, by the same arithmetic.
 FIRST_RATIO = "policy/ratio_first_step_max_deviation"
 
 
 def update(run: Components, state: RunState, batches: StepBatches, step: int) -> MetricSet:
-    """All optimizer steps of an RL step, the critic's first. Collective: the training grid.
+    """Run all optimizer steps of an RL step, the critic's first. Collective: the training grid.
 
-    During ``--critic-warmup-steps`` the policy stays as it is.
+    During ``--critic-warmup-steps`` the policy is not updated.
     """
     run.scheduler.require(Phase.TRAIN, "update")
     metrics, policy, critic = batches.metrics, run.models.policy, run.models.critic
@@ -79,7 +79,7 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
 
 
 def _empty_metrics(config: RLRunConfig, state: RunState) -> MetricSet:
-    """Of a step without an update of the policy."""
+    """Return the metrics of a step that does not update the policy."""
     loss = step_loss(config, state.kl_beta, Denominators(0, 0), True)
     return empty_loss_metrics(loss).merge({FIRST_RATIO: Max()})
 
@@ -91,9 +91,9 @@ def update_once(
     first_update: bool,
     gaps: list[torch.Tensor],
 ) -> MetricSet:
-    """One optimizer step; a batch without a single trained token is skipped and counted.
+    """Run one optimizer step; a batch without any trained token is skipped and counted.
 
-    Differences between trainer and engine are appended to ``gaps``.
+    The log-prob differences between trainer and engine are appended to ``gaps``.
     """
     config, policy = run.config, run.models.policy
     silent = empty_loss_metrics(step_loss(config, state.kl_beta, batch.denominators, True))
@@ -130,11 +130,11 @@ def step_loss(
     first_update: bool,
     gaps: list[torch.Tensor] | None = None,
 ) -> LossFunction:
-    """The loss of one optimizer step, with the mismatch where it can be told.
+    """Return the loss of one optimizer step, which reports the mismatch where it can compute it.
 
-    The trainer's log-probs under the weights that sampled are the old log-probs, unless those are
-    the engine's own, or the present ones as long as no update has been made. Samples of an earlier
-    step are left out: their difference is learning. What is compared is appended to ``gaps``.
+    It compares the engine's log-probs with the trainer's under the weights that sampled: the old
+    ones unless they are the engine's own, else the present ones until the first update. Samples of
+    earlier steps are left out: their difference is learning. Differences are appended to ``gaps``.
     """
     old_is_trainers = config.rl.old_logprob != "rollout"
     settings: LossSettings = loss_settings(config, kl_beta)
@@ -157,7 +157,7 @@ def step_loss(
 
 
 def empty_loss_metrics(loss: LossFunction) -> MetricSet:
-    """Names and kinds of what a loss reports, for ranks that do not compute it. Local."""
+    """Return zero metrics with the names that a loss reports, for ranks without it. Local."""
     none, flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
     inputs = LossInputs(none, none, none, none, none, none, owners, flags)
@@ -170,15 +170,15 @@ def empty_loss_metrics(loss: LossFunction) -> MetricSet:
 def select_tokens(
     policy: TrainEngine, batch: OptimizerBatch, settings: CovarianceSettings, old_is_present: bool
 ) -> OptimizerBatch:
-    """Choose tokens over the whole optimizer step by the present policy.
+    """Select tokens over the whole optimizer step, by their covariance under the present policy.
 
     Collective: the training grid.
 
     Args:
-        policy: the present policy.
-        batch: with old log-probs and advantages.
-        settings: which and how many.
-        old_is_present: the old log-probs are those of the present policy; else they need a pass.
+        policy: The present policy.
+        batch: Batch with old log-probs and advantages.
+        settings: Settings that say which tokens to select, and how many.
+        old_is_present: Whether the old log-probs are the present policy's; if not, it needs a pass.
     """
     micro = batch.micro_batches
     current: Sequence[torch.Tensor | None]
@@ -198,15 +198,15 @@ def with_covariance_mask(
     settings: CovarianceSettings,
     reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[MicroBatch]:
-    """The micro-batches of an optimizer step with their selected tokens marked.
+    """Return the micro-batches of an optimizer step with their selected tokens marked.
 
     On the last pipeline stage. Collective as ``reduce``.
 
     Args:
-        micro: of this rank, with old log-probs and advantages.
-        current: log-probs of the present policy.
-        settings: which and how many.
-        reduce: sums a tensor over the ranks that hold the other tokens.
+        micro: Micro-batches of this rank, with old log-probs and advantages.
+        current: Log-probs of the present policy.
+        settings: Settings that say which tokens to select, and how many.
+        reduce: Sums a tensor over the ranks that hold the other tokens.
     """
     logprobs = [c for c in current if c is not None]
     own_id = {i: i for m in micro for i in m.sample_ids}
@@ -224,9 +224,9 @@ def with_covariance_mask(
 def next_kl_beta(
     config: RLRunConfig, kl_beta: float, metrics: MetricSet, num_samples: int
 ) -> float:
-    """The KL coefficient of the next step, moved towards ``--rl-kl-target``.
+    """Return the KL coefficient of the next step, moved towards ``--rl-kl-target``.
 
-    A step that trained on no token leaves it as it is. Collective: the world.
+    A step that trained on no token leaves it unchanged. Collective: the world.
     """
     flags = config.kl
     if not flags.rl_kl_target:
@@ -245,7 +245,7 @@ def next_kl_beta(
 
 
 def refresh_reference(run: Components, step: int) -> None:
-    """The policy becomes the reference every ``--ref-update-interval`` steps. Local; in TRAIN."""
+    """Copy the policy to the reference every ``--ref-update-interval`` steps. Local; in TRAIN."""
     interval, reference = run.config.rl.ref_update_interval, run.models.reference
     if reference is None or not interval or step % interval:
         return

@@ -1,5 +1,5 @@
-"""The built-in environments: a module each, named as the environment is on the command line.
+"""The built-in environments: one module for each, with its name on the command line.
 
-The first line of a module says what the environment is (``--help`` prints it); its ``make`` is the
-`EnvironmentFactory`.
+The first line of a module's docstring describes the environment, and ``--help`` prints it; its
+``make`` is the `EnvironmentFactory`.
 """

@@ -1,7 +1,7 @@
 """An example: arithmetic with a calculator.
 
 The model may write ``calc(12*34)``; the calculator answers with the value in a message of its own,
-and the model goes on. A turn without a call is the final answer: reward 1 when its last number is
+and the model continues. A turn without a call is the final answer: reward 1 when its last number is
 the answer, else 0.
 """
 
@@ -41,7 +41,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, or ``error: REASON``: the mistake is the model's."""
+    """Return the value of an arithmetic expression, or ``error: REASON`` for the model to read."""
     if len(expression) > _MAX_CHARS:
         return "error: too long"
     try:
@@ -73,23 +73,22 @@ def _value(node: ast.expr) -> float:
 
 
 class Calculator:
-    """The conversation of one sample."""
+    """The calculator in the conversation of one sample."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._answer = ""
 
     def reset(self, prompt: Prompt) -> Observation:
-        """Nothing is said before the model speaks."""
         self._answer = prompt.answer
         return Observation()
 
     def step(self, token_ids: tuple[int, ...]) -> Observation:
-        """The value of the last call, or the verdict on the final answer."""
+        """Answer the last call with its value; without a call, judge the final answer."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
         calls: list[str] = _CALL.findall(text)
         if token_ids[-1] not in self._tokenizer.all_special_ids:
-            return Observation(reward=0.0)  # cut: every token that ends a turn is a special one
+            return Observation(reward=0.0)  # cut off: every token that ends a turn is a special one
         if calls:
             answer = answer_tokens(self._tokenizer, calculate(calls[-1]))
             return Observation(answer, reward=0.0)  # unless a final answer follows

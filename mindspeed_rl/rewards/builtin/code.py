@@ -16,11 +16,11 @@ from mindspeed_rl.rewards import sandbox
 from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 TESTS_KEY = "tests"
-_FILE_BYTES = 16 << 20  # the largest file that a program may write, its output included
+_FILE_BYTES = 16 << 20  # size of the largest file that a program may write, its output included
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
-# Reads the test before the solution runs. A program that just ends, however early and with whatever
-# exit code, does not know the word that says that the test was reached and passed.
+# The harness reads the test before the solution runs. A program that just ends, however early and
+# with whatever exit code, does not know the word that proves that the test was reached and passed.
 _HARNESS = """
 import json, sys
 def main():
@@ -46,21 +46,21 @@ class UnitTest:
 
 
 def extract_program(response: str) -> str:
-    """The last fenced block of Python, or the whole response without one."""
+    """Return the last fenced block of Python, or the whole response if it has none."""
     blocks: list[str] = _BLOCK.findall(response)
     return blocks[-1] if blocks else response
 
 
 def parse_tests(value: object) -> list[UnitTest]:
-    """The tests of a data row.
+    """Parse the tests of a data row.
 
     Args:
-        value: a Python program of assertions; a list of such; or ``{"inputs": [...], "outputs":
+        value: A Python program of assertions; a list of such; or ``{"inputs": [...], "outputs":
             [...]}``, what the program reads from standard input and must print. A JSON text of one
             of these is read as well.
 
     Raises:
-        UsageError: something else, or no test at all.
+        UsageError: the value is something else, or has no test at all.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(json.JSONDecodeError):  # a program that begins with a list
@@ -94,7 +94,7 @@ class CodeReward:
     tests or the sandbox is an error and not a 0.
 
     Attributes:
-        notice: what programs cannot do on this machine.
+        notice: Restrictions of programs on this machine, for the log.
     """
 
     def __init__(self, flags: RewardConfig) -> None:
@@ -114,7 +114,7 @@ class CodeReward:
             )
 
     def __call__(self, request: RewardRequest) -> float:
-        """1.0 when all tests pass (or the share that passes, see ``--reward-code-score``).
+        """Return 1.0 when all tests pass (or the part that passes, see ``--reward-code-score``).
 
         Raises:
             UsageError: the row has no usable tests.
@@ -146,7 +146,7 @@ class CodeReward:
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and of the text."""
+    """Split text into lines without white space at the ends of lines and of the text."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 

@@ -10,14 +10,14 @@ TRANSCRIPT = "transcript"
 
 
 def environment_reward(request: RewardRequest) -> float | None:
-    """What the environment of ``--rl-environment`` said at the end; ``None`` when it said nothing.
+    """Return the last reward of the ``--rl-environment``; ``None`` when it gave none.
 
     Raises:
         UsageError: the run has no environment.
     """
     if ENVIRONMENT_REWARD not in request.metadata:
         raise UsageError("reward 'environment': the run has no --rl-environment; add one")
-    reward: float | None = request.metadata[ENVIRONMENT_REWARD]  # checked like that of any function
+    reward: float | None = request.metadata[ENVIRONMENT_REWARD]  # score_sample checks its type
     return reward
 
 

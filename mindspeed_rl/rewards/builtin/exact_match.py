@@ -6,7 +6,7 @@ from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 
 def exact_match_reward(request: RewardRequest) -> float:
-    """1.0 when the whole response equals the answer, white space at the ends aside, else 0.0."""
+    """Return 1.0 when the response equals the answer, white space at the ends aside, else 0.0."""
     return float(request.response.strip() == request.answer.strip())
 
 

@@ -12,10 +12,10 @@ FORMAT_REGEX_KEY = "format_regex"
 
 
 def _make(settings: RewardSettings) -> RewardFunction:
-    """The reward with the pattern of ``--reward-format-regex``.
+    """Make the reward with the pattern of ``--reward-format-regex``.
 
     Raises:
-        UsageError: it is not a regular expression.
+        UsageError: the pattern is not a regular expression.
     """
     pattern = settings.flags.reward_format_regex
     try:
@@ -29,11 +29,11 @@ def _make(settings: RewardSettings) -> RewardFunction:
 
 
 def format_reward(request: RewardRequest, default: str | None = None) -> float:
-    """1.0 when the response ended by itself and has the wanted form, else 0.0.
+    """Return 1.0 when the response ended by itself and matches a pattern, else 0.0.
 
-    It ended by itself when ``finish_reason`` is ``"stop"``. The wanted form is the regular
+    It ended by itself when ``finish_reason`` is ``"stop"``. The pattern is the regular
     expression in the data row's ``format_regex``, or else ``default``: it must match the whole
-    response, and ``.`` matches newlines too. Without either every form will do.
+    response, and ``.`` matches newlines too. Without a pattern every response matches.
 
     Raises:
         UsageError: ``format_regex`` is not a regular expression.

@@ -9,7 +9,7 @@ from mindspeed_rl.rewards.types import BuiltInReward, RewardFunction, RewardRequ
 
 
 def _make(settings: RewardSettings) -> RewardFunction:
-    """The reward with the target of ``--reward-length-target``.
+    """Make the reward with the target of ``--reward-length-target``.
 
     Raises:
         UsageError: the target is not below the limit of a response.
@@ -24,7 +24,7 @@ def _make(settings: RewardSettings) -> RewardFunction:
 
 
 def length_reward(request: RewardRequest, target: int, limit: int) -> float:
-    """1.0 up to ``target`` tokens, falling linearly to 0.0 at ``limit`` tokens.
+    """Return 1.0 up to ``target`` tokens, falling linearly to 0.0 at ``limit`` tokens.
 
     A response that was cut off gets 0.0 whatever its length.
     """

@@ -19,22 +19,22 @@ def _is_not_timeout_notice(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _math_verify() -> Any:
-    # Imported at first use: 0.4 s, mostly sympy.
+    # Imported at first use, since the import (mostly sympy) is slow.
     import math_verify
 
-    # It warns once per process that its time limits are off; ours hold instead (see math_reward).
+    # It warns once per process that its time limits are off; `RewardPool` enforces limits instead.
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).addFilter(_is_not_timeout_notice)
     return math_verify
 
 
 def _warm_up() -> None:
-    """Import what math-verify needs."""
+    """Score an example, so that math-verify does its slow imports."""
     math_reward(RewardRequest(0, "", r"\boxed{\frac{1}{2}} or 0.5", "1/2", "stop", 1))
 
 
 def math_reward(request: RewardRequest) -> float:
-    r"""1.0 when the response's final answer is mathematically equal to the reference, else 0.0.
+    r"""Return 1.0 when the final answer is mathematically equal to the reference, else 0.0.
 
     Extraction and comparison are math-verify's: ``\boxed{...}`` first, then other LaTeX, then the
     last number of the text; ``1/2`` equals ``0.5``. The reference is the bare answer (``42``,

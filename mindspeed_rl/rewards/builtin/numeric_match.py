@@ -17,7 +17,7 @@ _NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}(?:[eE][-+]?[0-9]+
 
 
 def numeric_match_reward(request: RewardRequest) -> float:
-    """1.0 when the last number of the response is the answer, within a tolerance; else 0.0.
+    """Return 1.0 when the last number of the response is the answer within a tolerance, else 0.0.
 
     Equal means |response - answer| <= tolerance x max(1, |answer|); the tolerance is the data row's
     ``tolerance``, or 1e-6. Thousands commas and exponents are read.

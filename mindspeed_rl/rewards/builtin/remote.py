@@ -15,7 +15,7 @@ from mindspeed_rl.config.rewards import REMOTE_BACKOFF_S, RewardConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
-# Worth another attempt: the server is busy, restarts, or is behind a proxy that lost it.
+# Status codes worth another attempt: the server is busy, restarts, or is lost behind a proxy.
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _RESPONSE_BYTES = 1 << 20
 _SHOWN_CHARS = 300
@@ -29,11 +29,11 @@ class RemoteError(RuntimeError):
 class RemoteReward:
     """Posts ``{"sample_id", "prompt", "response", "answer", ...}``, reads ``{"reward": number}``.
 
-    ``null`` abstains. Failures of the connection and the status codes of a busy server are tried
-    again; other answers are an error at once.
+    ``null`` abstains. Requests are repeated after failures of the connection and status codes of a
+    busy server; other answers are an error at once.
 
     Attributes:
-        concurrency: requests in flight.
+        concurrency: Number of requests in flight.
     """
 
     def __init__(self, flags: RewardConfig, backoff_s: float = REMOTE_BACKOFF_S) -> None:
@@ -50,11 +50,11 @@ class RemoteReward:
         self._asked: dict[int, Future[Any]] = {}
 
     def prefetch(self, request: RewardRequest) -> None:
-        """Ask in the background; the answer is fetched later."""
+        """Post the sample in the background; the call with this sample returns the answer."""
         self._asked[request.sample_id] = self._threads.submit(self.ask, request)
 
     def __call__(self, request: RewardRequest) -> Any:
-        """The server's reward.
+        """Return the server's reward of a sample.
 
         Raises:
             RemoteError: after all attempts, or at an answer that another attempt cannot change.
@@ -63,13 +63,13 @@ class RemoteReward:
         return self.ask(request) if asked is None else asked.result()
 
     def ask(self, request: RewardRequest) -> Any:
-        """One sample, with retries. Blocks."""
+        """Post one sample, with retries, and return its reward. Blocks."""
         sample = {name: getattr(request, name) for name in _POSTED}
         body = json.dumps(sample | {"metadata": dict(request.metadata)}, default=str).encode()
         reason = ""
         for attempt in range(self._retries + 1):
             if attempt:
-                # Scattered, so that workers that failed together do not come back together.
+                # Random pauses, so that workers that failed together do not retry together.
                 time.sleep(self._backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             try:
                 return self._post(body)
