@@ -319,7 +319,7 @@ class TableLayout(ABC):
         return False
 
     def _cuts_of(self, row: WeightRow, layer: int, share: Share) -> tuple[Cut, ...]:
-        """Return the cuts of a row at a share; experts, like layers and equal cuts share objects."""
+        """Return the cuts of a row at a share; experts, like layers and equal cuts share them."""
         first = self._first_alike[id(row)][layer]
         key = (id(row), first, share)
         known = self._cuts_of_rows.get(key)
