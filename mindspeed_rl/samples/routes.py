@@ -221,7 +221,7 @@ class _Block:
         self._have: Bools = have
 
     def peers(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks of the block that differ from ``rank`` only along ``axis``, and itself."""
+        """Return ``rank`` and the ranks of the block that differ from it only along ``axis``."""
         here = int(np.flatnonzero(self._rank_of == rank)[0])
         others = [name for name in self._coords if name != axis]
         same = np.all([self._coords[o] == self._coords[o][here] for o in others], axis=0)
