@@ -3,7 +3,7 @@
 Shapes: T packed tokens of a micro-batch, S sequences in it, N trained tokens in it.
 
 A micro-batch is one row of T tokens. Position t holds token t and everything about token t + 1 of
-the same sequence: ``targets[t]`` is that token and ``loss_mask[t]`` tells whether it is trained on.
+the same sequence: ``targets[t]`` is that token and ``loss_mask[t]`` is true where it is trained on.
 This shift is made here, before any split of the row.
 """
 

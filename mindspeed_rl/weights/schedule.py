@@ -71,8 +71,8 @@ class _Cost:
     Attributes:
         loads: [hops, world] bytes that each rank sends plus receives if the whole unit travels.
         most: The largest of ``loads``.
-        narrowest: The least extent of the unit's rectangles along the sliced dimension: the largest
-            number of slices.
+        narrowest: The least extent of the unit's rectangles along the sliced dimension, which
+            bounds the number of slices.
     """
 
     loads: Loads
