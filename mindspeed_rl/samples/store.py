@@ -173,7 +173,8 @@ class SampleStore:
 
         Args:
             samples: Samples whose responses are wanted.
-            placed: Samples that it brought to rank 0, the first of the first stage, stay there.
+            placed: Samples that it brought to rank 0, the first of the first stage, do not move
+                again.
             columns: Columns that are wanted; all columns by default.
         """
         wanted = self.columns if columns is None else columns
